@@ -18,7 +18,7 @@ EXTRAS_READY := $(VENV)/.extras-ready
 RUN := PYTHONDONTWRITEBYTECODE= PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-te test-paper test-slow test-extras test-ui test-gpu test-faults attack proof mutations lint clean
+.PHONY: help setup train test test-all test-te test-paper test-slow test-nightly test-extras test-ui test-gpu test-faults attack proof mutations lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,16 +31,15 @@ train: $(READY) ## train the quickstart model (RECIPE=, CONFIG=, ARGS=); run it 
 
 test: lint ## lint, types, then every test that is not slow and needs no GPU
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 600 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
-	    -m "not slow and not gpu" $(ARGS)
+	    -m "not slow and not nightly and not gpu" $(ARGS)
 
 test-all: test-te test-paper test-slow test-extras ## what make test leaves out: Transformer Engine, paper and slow tests (half an hour)
 
 # Each of the next two changes the process that it runs in (another Transformer Engine, another CUDA): never together.
-test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in every version that is supported
+test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in the oldest and the newest version that is supported
 	@# Without network the tests say why they are skipped; where CI is set they fail instead.
 	@$(RUN) python tests/te_cpu/te_wheels.py || true
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.18.0 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
-	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.19.0 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.20.2 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
 
 test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and T4; no card is needed
@@ -48,7 +47,13 @@ test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and 
 
 test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to make test-faults
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
-	    -m "slow and not attack and not gpu" $(ARGS)
+	    -m "slow and not attack and not nightly and not gpu" $(ARGS)
+
+test-nightly: $(TEST_READY) ## what CI has no time for: studies, rehearsals, the rarer half of a matrix, TE's middle version
+	@$(RUN) python tests/te_cpu/te_wheels.py || true
+	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.19.0 python -m pytest -q --timeout 1200 tests/te_cpu $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
+	    -m "nightly and not gpu" $(ARGS)
 
 test-extras: $(EXTRAS_READY) ## with the libraries that people bring: Hugging Face, Lightning, accelerate, peft
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default tests/extras $(ARGS)

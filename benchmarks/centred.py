@@ -40,7 +40,7 @@ from benchmarks.results_file import write_results
 from harness.monitors.evidence import Evidence
 from harness.monitors.growth import Floats
 from harness.precision import scaling
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import load_recipe
 from harness.run import Run
@@ -52,16 +52,18 @@ WARM_UP = 20
 Row = dict[str, Any]
 
 
-def kernel_without(folder: Path) -> slot_buffers.Kernel:
+def kernel_without(folder: Path) -> native_kernel.Kernel:
     """The fused kernel without the sums of centred_db, from the same source by the same compiler."""
-    source = slot_buffers._SOURCE.read_text()
+    source = native_kernel._SOURCE.read_text()
     if source.count(SUMS_LINE) != 1:
-        raise SystemExit(f"{slot_buffers._SOURCE} has not the line that this benchmark takes out:\n{SUMS_LINE}")
+        raise SystemExit(
+            f"{native_kernel._SOURCE} has not the line that this benchmark takes out:\n{SUMS_LINE}"
+        )
     changed = folder / "without.cpp"
     changed.write_text(source.replace(SUMS_LINE, ""))
-    with mock.patch.object(slot_buffers, "_SOURCE", changed):
+    with mock.patch.object(native_kernel, "_SOURCE", changed):
         compiler = shutil.which("g++") or "c++"
-        return slot_buffers._bind(ctypes.CDLL(str(slot_buffers._build(compiler))))
+        return native_kernel._bind(ctypes.CDLL(str(native_kernel._build(compiler))))
 
 
 def no_sums(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
@@ -93,7 +95,10 @@ class Contest:
         if casts == "kernel":
             if self.buffers.kernel is None:
                 raise SystemExit(f"no kernel here: {self.buffers.kernel_note}")
-            self._with, self._without = self._timed(self.buffers.kernel), self._timed(kernel_without(folder))
+            self._with, self._without = (
+                self._timed(self.buffers.kernel),
+                self._timed(kernel_without(folder)),
+            )
         self._quantize = self._timed(self.buffers.quantize)
 
     def _timed(self, action: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +114,9 @@ class Contest:
     def casting(self, sums: bool) -> Iterator[None]:
         """Steps in here make the sums, or not."""
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(self.buffers, "kernel", self._with if sums else self._without))
+            stack.enter_context(
+                mock.patch.object(self.buffers, "kernel", self._with if sums else self._without)
+            )
             if self._with is None:
                 stack.enter_context(mock.patch.object(self.buffers, "quantize", self._quantize))
             if not sums:
@@ -132,7 +139,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% interval of the median: order statistics, by the normal approximation of the binomial."""
     ordered = sorted(values)
     middle, half = len(ordered) / 2, 0.98 * math.sqrt(len(ordered))
-    return ordered[max(0, math.floor(middle - half))], ordered[min(len(ordered) - 1, math.ceil(middle + half))]
+    return ordered[max(0, math.floor(middle - half))], ordered[
+        min(len(ordered) - 1, math.ceil(middle + half))
+    ]
 
 
 def measure(contest: Contest, every: int, seconds: float) -> Row:
@@ -167,9 +176,13 @@ def measure(contest: Contest, every: int, seconds: float) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each, and keep the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--casts", nargs="+", choices=("kernel", "torch"), default=["kernel", "torch"])
+    parser.add_argument(
+        "--casts", nargs="+", choices=("kernel", "torch"), default=["kernel", "torch"]
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="processor time for each line")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(arguments)
@@ -180,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with ExitStack() as stack:
                 contest = Contest(stack, size, casts)
                 for name, every in (("sampled", 1), ("shipped", contest.run.stats_every)):
-                    row = {"size": size, "casts": casts, "steps": name} | measure(contest, every, given.seconds)
+                    row = {"size": size, "casts": casts, "steps": name} | measure(
+                        contest, every, given.seconds
+                    )
                     results.append(row)
                     print(row, flush=True)
     write_results(given.out, "benchmarks.centred", arguments, 1, results)

@@ -50,7 +50,8 @@ def cast_figures(x: Tensor, slot: int) -> Row:
     stats.add(slot, x, FORMATS[FORMAT_OF[slot]].max / x.abs().max())
     _, underflow, sqnr, even, centred = stats.rows(lambda sums: sums)[:, slot].tolist()
     return {"underflow": round(underflow, 3)} | {
-        name: round(value, 1) for name, value in (("sqnr_db", sqnr), ("even_db", even), ("centred_db", centred))
+        name: round(value, 1)
+        for name, value in (("sqnr_db", sqnr), ("even_db", even), ("centred_db", centred))
     }
 
 
@@ -80,12 +81,17 @@ def figures() -> tuple[list[Row], list[Row]]:
             for size in SIZES:
                 x = signal + size * common * pattern
                 kept = {"left_db": round(left(x, signal, away, fmt), 1)}
-                parts.append({"role": role, "part": name, "size": size} | kept | cast_figures(x, slot))
+                parts.append(
+                    {"role": role, "part": name, "size": size} | kept | cast_figures(x, slot)
+                )
         for bits in (-16, -24, -34):
             for few in (7, 28, 64, 75):
                 x = signal.clone()
                 x[:few] *= 2.0**bits
-                groups.append({"role": role, "bits": bits, "rows": round(few / ROWS, 3)} | cast_figures(x, slot))
+                groups.append(
+                    {"role": role, "bits": bits, "rows": round(few / ROWS, 3)}
+                    | cast_figures(x, slot)
+                )
     return parts, groups
 
 
@@ -108,7 +114,11 @@ class Faulty(nn.Module):
     def __init__(self, role: str, rows: Tensor, pattern: Tensor) -> None:
         super().__init__()
         self.role, self.rows, self.pattern = role, rows, pattern
-        self.first, self.second, self.third = nn.Linear(IN, 64), nn.Linear(64, 64), nn.Linear(64, OUT_FEATURES)
+        self.first, self.second, self.third = (
+            nn.Linear(IN, 64),
+            nn.Linear(64, 64),
+            nn.Linear(64, OUT_FEATURES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [BATCH, IN]."""
@@ -167,7 +177,10 @@ def training(seeds: Sequence[int]) -> list[Row]:
         for part in ("offset", "direction"):
             for size in TRAINED:
                 for seed in seeds:
-                    runs = {name: train(name, role, part, size, seed) for name in ("bf16", "plain", "fallback")}
+                    runs = {
+                        name: train(name, role, part, size, seed)
+                        for name in ("bf16", "plain", "fallback")
+                    }
                     row = {"role": role, "part": part, "size": size, "seed": seed}
                     row |= {name: round(loss, 5) for name, (loss, _) in runs.items()}
                     found.append(row | {"left": runs["fallback"][1]})
@@ -179,13 +192,26 @@ def draw(parts: Sequence[Mapping[str, Any]], path: Path) -> None:
     """What is left of the signal, and what three figures say, over the size of the part."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
-    labels = {"left_db": "left of the signal", "sqnr_db": "SQNR", "even_db": "even_db", "centred_db": "centred_db"}
+    labels = {
+        "left_db": "left of the signal",
+        "sqnr_db": "SQNR",
+        "even_db": "even_db",
+        "centred_db": "centred_db",
+    }
     for place, role in zip(axes, SLOTS, strict=True):
         for axis, part in zip(place, ("offset", "direction"), strict=True):
-            rows = [row for row in parts if row["role"] == role and row["part"] == part and row["size"]]
+            rows = [
+                row for row in parts if row["role"] == role and row["part"] == part and row["size"]
+            ]
             for name, label in labels.items():
                 style = {"left_db": "k-", "centred_db": "o--"}.get(name, "--")
-                axis.plot([row["size"] for row in rows], [row[name] for row in rows], style, label=label, markersize=4)
+                axis.plot(
+                    [row["size"] for row in rows],
+                    [row[name] for row in rows],
+                    style,
+                    label=label,
+                    markersize=4,
+                )
             axis.set_xscale("log", base=2)
             axis.set_title(f"{role}: {part}", fontsize=10)
             axis.grid(color="#e5e5e5", linewidth=0.6)
@@ -200,7 +226,9 @@ def draw(parts: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print, draw and keep the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)

@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 from harness.core.config import DataConfig
-from harness.data.batches import Prefetched, TokenBatches, Watch
+from harness.data.batches import TokenBatches
 from harness.data.blocks import BLOCK, CACHED
 from harness.data.corpus import Tokens
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.text import standard_library
 from harness.data.tokens import prepare
 from harness.models.gpt import build
@@ -74,7 +75,10 @@ def train_tokenizer(path: Path) -> None:
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = byte_level(add_prefix_space=False)
     trainer = library.trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<|endoftext|>"], initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
     made.train_from_iterator(texts(4 << 20), trainer)
     made.save(str(path))
@@ -114,7 +118,9 @@ print(json.dumps([time.process_time() - begin, 0.0]))
 
 def child(program: str, *arguments: str) -> tuple[float, float]:
     """(seconds of processor time, MiB of memory) that a new interpreter prints of itself."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
     seconds, memory = json.loads(done.stdout)
     return seconds, memory
 
@@ -150,7 +156,9 @@ def measure_read(folder: Path) -> None:
     data = prepare(config, folder / "run")
     seconds = time.process_time() - begin
     size = path.stat().st_size
-    print(f"start    {size / 1e6:.0f} MB hashed and counted at {size / 1e6 / seconds:,.0f} MB/s of processor time")
+    print(
+        f"start    {size / 1e6:.0f} MB hashed and counted at {size / 1e6 / seconds:,.0f} MB/s of processor time"
+    )
     starts = np.random.default_rng(1).integers(0, len(data.train) - _CONTEXT - 1, _SAMPLES)
     places = starts[:, None] + np.arange(_CONTEXT + 1)
     with path.open("rb") as stream:
@@ -160,13 +168,18 @@ def measure_read(folder: Path) -> None:
             np.frombuffer(stream.read(2 * _CONTEXT + 2), "<u2").astype(np.int64)
         plain = time.process_time() - begin
     assert isinstance(data.train, Tokens)
-    for name, wanted in (("block hashed and compared", places), ("block still in memory", places[:1])):
+    for name, wanted in (
+        ("block hashed and compared", places),
+        ("block still in memory", places[:1]),
+    ):
         rows = [wanted[row % len(wanted)][None] for row in range(_SAMPLES)]
         begin = time.process_time()
         for row in rows:
             data.train.read(row)
         seconds = time.process_time() - begin
-        print(f"read     {name:<28}{seconds / _SAMPLES * 1e6:8.0f} us a sample of {_CONTEXT} tokens")
+        print(
+            f"read     {name:<28}{seconds / _SAMPLES * 1e6:8.0f} us a sample of {_CONTEXT} tokens"
+        )
     print(f"read     {'no check at all':<28}{plain / _SAMPLES * 1e6:8.0f} us")
 
 
@@ -197,7 +210,9 @@ def measure_wait(folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()

@@ -50,13 +50,23 @@ LOOKS = {
 
 def series(run: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) of a metric in the journal of a run folder, without steps at which it was not measured."""
-    rows = [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "metrics" and name in row["metrics"]]
-    return [(row["step"], value) for row in rows if np.isfinite(value := float(row["metrics"][name]))]
+    rows = [
+        row
+        for row in read_rows(run / "journal.jsonl")
+        if row["kind"] == "metrics" and name in row["metrics"]
+    ]
+    return [
+        (row["step"], value) for row in rows if np.isfinite(value := float(row["metrics"][name]))
+    ]
 
 
 def look(run: Path) -> dict[str, Any]:
     """Of a run folder: `benchmarks.fallback.read`'s, loss (nats per byte) and underflow (share) as (step, value)."""
-    return {**read(run), "loss": series(run, "train/loss"), "underflow": series(run, f"fp8_underflow/{CASE.guilty}")}
+    return {
+        **read(run),
+        "loss": series(run, "train/loss"),
+        "underflow": series(run, f"fp8_underflow/{CASE.guilty}"),
+    }
 
 
 def guard_alone(work: Path, seed: int) -> dict[str, Any]:
@@ -65,7 +75,9 @@ def guard_alone(work: Path, seed: int) -> dict[str, Any]:
     name = f"{CASE.target}-guard-{seed}"
     done = start(work, name, KINDS["plain"][0], overrides)
     if done.returncode != HALTED:
-        raise SystemExit(f"{name} ended with {done.returncode}, not {HALTED}:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(
+            f"{name} ended with {done.returncode}, not {HALTED}:\n{done.stdout}\n{done.stderr}"
+        )
     outcome = read_outcome(work / "runs" / name)
     return {"step": outcome["step"], "reason": outcome["reason"]}
 
@@ -89,7 +101,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         runs = result["runs"]
         bf16, plain, fallback = (runs[kind]["val_loss"] for kind in ("bf16", "plain", "fallback"))
         left = ", ".join(
-            f"{layer}, {switch['step']}" for switch in runs["fallback"]["switches"] for layer in switch["demote"]
+            f"{layer}, {switch['step']}"
+            for switch in runs["fallback"]["switches"]
+            for layer in switch["demote"]
         )
         lines.append(
             f"{result['seed']:>4}  {bf16:.4f}  {plain:.4f} {plain / bf16 - 1:+8.2%}    {fallback:.4f} "
@@ -151,7 +165,10 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _demotion(run: Mapping[str, Any]) -> float:
     """The step from which the layer was in BF16; infinity if it never was."""
-    return min((switch["step"] for switch in run["switches"] if CASE.layer in switch["demote"]), default=math.inf)
+    return min(
+        (switch["step"] for switch in run["switches"] if CASE.layer in switch["demote"]),
+        default=math.inf,
+    )
 
 
 def _listed(steps: Sequence[float]) -> str:
@@ -163,7 +180,9 @@ def _until(points: Sequence[tuple[int, float]], step: float) -> list[tuple[int, 
     return [point for point in points if point[0] <= step]
 
 
-def _lines(axes: Axes, runs: Sequence[Sequence[tuple[int, float]]], colour: str, line: str, name: str) -> None:
+def _lines(
+    axes: Axes, runs: Sequence[Sequence[tuple[int, float]]], colour: str, line: str, name: str
+) -> None:
     """Every run's values thin, and the mean over the runs thick, where all of them have values.
 
     Seeds draw the steps that are sampled: between its samples a run's value is on the line between them.
@@ -181,7 +200,9 @@ def _lines(axes: Axes, runs: Sequence[Sequence[tuple[int, float]]], colour: str,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run everything, print the table, draw the picture, write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -191,7 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [study(Path(folder), seed) for seed in options.seeds]
     print(table(results))
     for result in results:
-        print(*(f"seed {result['seed']}: {row['text']}" for row in result["runs"]["fallback"]["verdicts"]), sep="\n")
+        print(
+            *(
+                f"seed {result['seed']}: {row['text']}"
+                for row in result["runs"]["fallback"]["verdicts"]
+            ),
+            sep="\n",
+        )
     with atomic_file(options.picture) as stream:
         picture(results).savefig(stream, format="png", facecolor="white")
     for result in results:

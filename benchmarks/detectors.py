@@ -54,7 +54,12 @@ class Gate:
 
     def __init__(self, guard: GuardConfig) -> None:
         self.monitors = (
-            GradientMonitor(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window),
+            GradientMonitor(
+                guard.max_consecutive_skips,
+                guard.skip_growth,
+                guard.clip_growth,
+                guard.spike_window,
+            ),
             LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
         )
         self.limits: dict[int, Limits] = {}
@@ -70,11 +75,15 @@ class Gate:
         limits = self.next_limits
         self.limits.pop(self.step, None)
         self.step += 1
-        facts = StepFacts(self.step, self.step - 1, loss, norm, 1e-3, 1.0, True, self.step, 1, 1.0, limits=limits)
+        facts = StepFacts(
+            self.step, self.step - 1, loss, norm, 1e-3, 1.0, True, self.step, 1, 1.0, limits=limits
+        )
         finite = math.isfinite(loss) and math.isfinite(norm)
         facts = replace(facts, applied=finite and not facts.over_limits)
         verdicts = [monitor.observe(facts) for monitor in self.monitors]
-        self.limits[self.step + SWITCH_DELAY] = reduce(Limits.stricter, (verdict.limits for verdict in verdicts))
+        self.limits[self.step + SWITCH_DELAY] = reduce(
+            Limits.stricter, (verdict.limits for verdict in verdicts)
+        )
         return facts, verdicts
 
     def state(self) -> str:
@@ -103,7 +112,9 @@ def armed(limits: Limits) -> bool:
 def walk(trace: Trace, guard: GuardConfig) -> Iterator[tuple[int, Gate]]:
     """(place, gate before that step) for every step of the clean run that has limits. Do not feed the gate."""
     gate = Gate(guard)
-    for place, (loss, norm) in enumerate(zip(trace.loss.tolist(), trace.norm.tolist(), strict=True)):
+    for place, (loss, norm) in enumerate(
+        zip(trace.loss.tolist(), trace.norm.tolist(), strict=True)
+    ):
         if armed(gate.next_limits):
             yield place, gate
         gate.feed(loss, norm)
@@ -121,10 +132,18 @@ def clean(trace: Trace, guard: GuardConfig, max_grad_norm: float) -> dict[str, A
             first = first or facts.step
             nearest["loss"] = max(nearest["loss"], loss / facts.limits.loss)
             nearest["norm"] = max(nearest["norm"], norm / facts.limits.norm)
-    return {"seed": trace.seed, "said": codes, "clipped_harder": clipped, "first_limited_step": first, **nearest}
+    return {
+        "seed": trace.seed,
+        "said": codes,
+        "clipped_harder": clipped,
+        "first_limited_step": first,
+        **nearest,
+    }
 
 
-def recall(traces: Sequence[Trace], guard: GuardConfig, kind: str, factor: float) -> tuple[int, int]:
+def recall(
+    traces: Sequence[Trace], guard: GuardConfig, kind: str, factor: float
+) -> tuple[int, int]:
     """(noticed, injected): the update is skipped in that very step and the verdict says why."""
     noticed = injected = 0
     for trace in traces:
@@ -133,7 +152,9 @@ def recall(traces: Sequence[Trace], guard: GuardConfig, kind: str, factor: float
             spiked = (loss * factor, norm) if kind == "loss" else (loss, norm * factor)
             facts, verdicts = gate.resumed(guard).feed(*spiked)
             injected += 1
-            noticed += not facts.applied and said(verdicts) == [{"loss": "loss.skip", "norm": "gradient.skip"}[kind]]
+            noticed += not facts.applied and said(verdicts) == [
+                {"loss": "loss.skip", "norm": "gradient.skip"}[kind]
+            ]
     return noticed, injected
 
 
@@ -151,9 +172,19 @@ def after_nan(traces: Sequence[Trace], guard: GuardConfig) -> dict[str, int]:
                 strict=True,
             ):  # fmt: skip
                 expected, found = plain.feed(loss, norm), hit.feed(loss, norm)
-                extra += (found[0].applied, said(found[1])) != (expected[0].applied, said(expected[1]))
-                moved += [verdict.limits for verdict in found[1]] != [verdict.limits for verdict in expected[1]]
-    return {"injected": count, "told": told, "extra_skips_or_words": extra, "differing_limits": moved}
+                extra += (found[0].applied, said(found[1])) != (
+                    expected[0].applied,
+                    said(expected[1]),
+                )
+                moved += [verdict.limits for verdict in found[1]] != [
+                    verdict.limits for verdict in expected[1]
+                ]
+    return {
+        "injected": count,
+        "told": told,
+        "extra_skips_or_words": extra,
+        "differing_limits": moved,
+    }
 
 
 def resume(traces: Sequence[Trace], guard: GuardConfig) -> dict[str, int]:
@@ -172,7 +203,9 @@ def resume(traces: Sequence[Trace], guard: GuardConfig) -> dict[str, int]:
     return {"resumed": count, "steps_without_limits": worst, "differing_verdicts": differ}
 
 
-def false_skips(traces: Sequence[Trace], guard: GuardConfig, steps: int, block: int, seed: int) -> dict[str, Any]:
+def false_skips(
+    traces: Sequence[Trace], guard: GuardConfig, steps: int, block: int, seed: int
+) -> dict[str, Any]:
     """Skips and other words in at least `steps` limited steps of synthetic runs, the recorded ones taking turns."""
     limited = skips = alarms = number = 0
     while limited < steps:
@@ -218,16 +251,24 @@ def study(traces: Sequence[Trace], guard: GuardConfig, steps: int, seed: int) ->
 
 def guard_keys(guard: GuardConfig) -> dict[str, Any]:
     """The keys that the study depends on."""
-    return guard.model_dump(include={"skip_growth", "clip_growth", "spike_window", "spike_sigma", "spike_steps"})
+    return guard.model_dump(
+        include={"skip_growth", "clip_growth", "spike_window", "spike_sigma", "spike_steps"}
+    )
 
 
 def main() -> None:
     """Run the study and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", help="run folders to make the traces file from")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", help="run folders to make the traces file from"
+    )
     parser.add_argument("--traces", type=Path, default=RESULTS / "traces_quickstart_cpu.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "detectors_cpu.json")
-    parser.add_argument("--steps", type=int, default=400_000, help="clean steps for each length of block")
+    parser.add_argument(
+        "--steps", type=int, default=400_000, help="clean steps for each length of block"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.detectors", *sys.argv[1:]])

@@ -175,15 +175,32 @@ def faults() -> dict[str, Any]:
             found[name]["steps"][period] = [each.get(FAULTY, 0) for each in left]
             found[name]["others"][period] = [sorted(each.keys() - {FAULTY}) for each in left]
             shown = " ".join(f"{steps or '-':>3}" for steps in found[name]["steps"][period])
-            print(f"{name:<34} every {period:>2}  {shown}  others {sum(map(bool, found[name]['others'][period]))}")
+            print(
+                f"{name:<34} every {period:>2}  {shown}  others {sum(map(bool, found[name]['others'][period]))}"
+            )
         print(f"{'':<34} 2^        {' '.join(f'{bits:>3}' for bits in strengths)}", flush=True)
     return found
 
 
-SIZES = {64: (2, 2, 176), 96: (3, 3, 256), 128: (3, 2, 344), 192: (3, 3, 512), 256: (2, 4, 688), 384: (2, 6, 1024)}
+SIZES = {
+    64: (2, 2, 176),
+    96: (3, 3, 256),
+    128: (3, 2, 344),
+    192: (3, 3, 512),
+    256: (2, 4, 688),
+    384: (2, 6, 1024),
+}
 """Layers, heads and ffn by width."""
 GRID = (
-    *((64, 3e-3, 4), (64, 1e-2, 4), (64, 1e-2, 20), (96, 3e-3, 4), (96, 1e-2, 20), (128, 3e-3, 4), (128, 1e-2, 4)),
+    *(
+        (64, 3e-3, 4),
+        (64, 1e-2, 4),
+        (64, 1e-2, 20),
+        (96, 3e-3, 4),
+        (96, 1e-2, 20),
+        (128, 3e-3, 4),
+        (128, 1e-2, 4),
+    ),
     *((192, 3e-3, 4), (192, 1e-2, 20), (256, 3e-3, 20), (256, 1e-2, 20), (384, 3e-3, 4)),
     *((96, 3e-3, 4), (96, 1e-2, 4), (128, 1e-2, 4), (128, 1e-2, 20)),
 )
@@ -200,19 +217,50 @@ def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
             seed = first_seed + 2 * number + place
             layers, heads, ffn = SIZES[dim]
             given = [f"train.lr={lr}", f"train.warmup_steps={warmup}", f"train.seed={seed}"]
-            given += [f"train.steps={100 if dim < 256 else 60}", "tracking.mlflow=false", "tracking.report=false"]
-            args = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": heads, "ffn": ffn, "tied": True}
-            given += ["checkpoint.every=0", "tracking.fp8_every=1", f"model.args={json.dumps(args)}"]
+            given += [
+                f"train.steps={100 if dim < 256 else 60}",
+                "tracking.mlflow=false",
+                "tracking.report=false",
+            ]
+            args = {
+                "dim": dim,
+                "layers": layers,
+                "heads": heads,
+                "kv_heads": heads,
+                "ffn": ffn,
+                "tied": True,
+            }
+            given += [
+                "checkpoint.every=0",
+                "tracking.fp8_every=1",
+                f"model.args={json.dumps(args)}",
+            ]
             given += [f"data.path={other}"] if place else []
             told = {recipe: _told(work, recipe, seed, given) for recipe in ("fp8_hybrid", "bf16")}
-            events = {recipe: [row for row in each if row["kind"] == "event"] for recipe, each in told.items()}
-            switches = [row["text"] for row in events["fp8_hybrid"] if row["code"] == "precision.demote"]
+            events = {
+                recipe: [row for row in each if row["kind"] == "event"]
+                for recipe, each in told.items()
+            }
+            switches = [
+                row["text"] for row in events["fp8_hybrid"] if row["code"] == "precision.demote"
+            ]
             twin = sorted({row["code"] for row in events["bf16"]})
             figures = [
-                row["metrics"].get(_GRADIENTS, math.nan) for row in told["fp8_hybrid"] if row["kind"] == "metrics"
+                row["metrics"].get(_GRADIENTS, math.nan)
+                for row in told["fp8_hybrid"]
+                if row["kind"] == "metrics"
             ]
             lowest = min(value for value in figures if not math.isnan(value))
-            rows.append({"dim": dim, "lr": lr, "warmup": warmup, "corpus": corpus, "seed": seed, "twin": twin})
+            rows.append(
+                {
+                    "dim": dim,
+                    "lr": lr,
+                    "warmup": warmup,
+                    "corpus": corpus,
+                    "seed": seed,
+                    "twin": twin,
+                }
+            )
             rows[-1] |= {"healthy": not set(twin) & set(SPIKES), "demotions": switches}
             rows[-1]["lowest even_db of a gradient"] = round(lowest, 2)
             print(json.dumps(rows[-1]), flush=True)
@@ -227,9 +275,14 @@ TIGHTENED = ("saturation", "clipped", "underflow", "sqnr_db", "even_db")
 def tightened(shipped: FallbackConfig, statistic: str, octaves: float) -> FallbackConfig:
     """The policy with the limits of one statistic, of all roles, so many octaves tighter."""
     shares, decibels = 2.0**-octaves, 20 * math.log10(2) * octaves
-    limits = {key: value for key, value in shipped.model_dump().items() if key.startswith(statistic)}
+    limits = {
+        key: value for key, value in shipped.model_dump().items() if key.startswith(statistic)
+    }
     return shipped.model_copy(
-        update={key: value + decibels if "_db" in key else value * shares for key, value in limits.items()}
+        update={
+            key: value + decibels if "_db" in key else value * shares
+            for key, value in limits.items()
+        }
     )
 
 
@@ -245,7 +298,9 @@ def recorded(run: Path) -> list[StepFacts]:
     if not rows or not complete or any(each != names for _, each, _ in rows):
         why = f"it has {len(rows)} steps with FP8 statistics"
         fix = "train it in one piece with tracking.fp8_every=1"
-        raise DataError(Problem("the run does not hold the statistics of every step once", str(run), why, fix))
+        raise DataError(
+            Problem("the run does not hold the statistics of every step once", str(run), why, fix)
+        )
     return [
         StepFacts(
             step=step,
@@ -287,8 +342,16 @@ def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> No
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for statistic, counts in found.items():
-        axes.plot(TIGHTER, [100 * count / runs for count in counts], marker="o", markersize=4, label=statistic)
-    axes.set_xlabel("octaves (6 dB) by which the limits of one statistic are tightened; 0: as shipped")
+        axes.plot(
+            TIGHTER,
+            [100 * count / runs for count in counts],
+            marker="o",
+            markersize=4,
+            label=statistic,
+        )
+    axes.set_xlabel(
+        "octaves (6 dB) by which the limits of one statistic are tightened; 0: as shipped"
+    )
     axes.set_ylabel(f"of {runs} healthy runs lose a layer, %")
     axes.set_ylim(-3, 103)
     axes.grid(color="#e5e5e5", linewidth=0.6)
@@ -300,19 +363,36 @@ def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> No
 def _told(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
     folder = work / "runs" / f"{recipe}-{seed}"
     if not (folder / "outcome.json").exists():
-        command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", recipe]
+        command = [
+            sys.executable,
+            str(ROOT / "launch" / "train.py"),
+            "--config",
+            "tiny",
+            "--recipe",
+            recipe,
+        ]
         command += ["--name", folder.name, *given]
-        subprocess.run(command, cwd=work, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+        subprocess.run(
+            command,
+            cwd=work,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+            capture_output=True,
+        )
     return list(read_rows(folder / "journal.jsonl"))
 
 
 def main() -> None:
     """Run one part and write its results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["faults", "held-out", "missed", "healthy"])
     parser.add_argument("--work", type=Path, help="where healthy runs are, or will be")
     parser.add_argument("--other", type=Path, help="a folder of text")
-    parser.add_argument("--draw", action="store_true", help="of held-out and missed: what was measured before")
+    parser.add_argument(
+        "--draw", action="store_true", help="of held-out and missed: what was measured before"
+    )
     parser.add_argument("--first-seed", type=int, default=300)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -331,8 +411,15 @@ def main() -> None:
         well = [row for row in rows if row["healthy"]]
         loud = sum(bool(row["demotions"]) for row in well)
         upper = binomial_upper(loud, len(well))
-        print(f"{loud} of {len(well)} healthy runs with a demotion (95% upper bound {upper:.0%}); {len(rows)} runs")
-        record |= {"runs": rows, "healthy": len(well), "with a demotion": loud, "upper bound": upper}
+        print(
+            f"{loud} of {len(well)} healthy runs with a demotion (95% upper bound {upper:.0%}); {len(rows)} runs"
+        )
+        record |= {
+            "runs": rows,
+            "healthy": len(well),
+            "with a demotion": loud,
+            "upper bound": upper,
+        }
         found = alarms([given.work / "runs" / f"fp8_hybrid-{row['seed']}" for row in well])
         record |= {"octaves tighter": list(TIGHTER), "healthy runs that lose a layer": found}
         draw_alarms(found, len(well), ROOT / "docs" / "images" / "evidence_alarms.png")
@@ -352,7 +439,11 @@ def _held_out(part: str, record: dict[str, Any], draw: bool) -> dict[str, Any]:
     else:
         record |= {"fault at step": held_out.AT, "steps": [held_out.STEPS, held_out.GPT_STEPS]}
         record["faults"] = held_out.measure() if part == "held-out" else held_out.measure_missed()
-    print(held_out_pictures.table(record["faults"]), held_out_pictures.summary(record["faults"]), sep="\n\n")
+    print(
+        held_out_pictures.table(record["faults"]),
+        held_out_pictures.summary(record["faults"]),
+        sep="\n\n",
+    )
     held_out_pictures.draw(record["faults"], ROOT / "docs" / "images", part)
     return record
 

@@ -74,9 +74,17 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("growing", "blocks.00.mlp.down.input", {"layer": "blocks.0.mlp.down", "per_window": 0.25}),
-    Scenario("hot", "blocks.00.attn.qkv.input", {"layer": "blocks.0.attn.qkv", "channels": 4, "value": 2.0**24}),
-    Scenario("storm", "blocks.00.attn.out.grad_output", {"layer": "blocks.0.attn.out", "factor": 2.0**40}),
+    Scenario(
+        "growing", "blocks.00.mlp.down.input", {"layer": "blocks.0.mlp.down", "per_window": 0.25}
+    ),
+    Scenario(
+        "hot",
+        "blocks.00.attn.qkv.input",
+        {"layer": "blocks.0.attn.qkv", "channels": 4, "value": 2.0**24},
+    ),
+    Scenario(
+        "storm", "blocks.00.attn.out.grad_output", {"layer": "blocks.0.attn.out", "factor": 2.0**40}
+    ),
 )
 KINDS = {
     "bf16": ("bf16", True),
@@ -111,14 +119,26 @@ def prepare(work: Path) -> None:
 def settings(scenario: Scenario, kind: str, seed: int) -> list[str]:
     """The config overrides of one run, over the config `tiny`."""
     args = {**scenario.args, **SIZES, "on": KINDS[kind][1]}
-    model = [f"model.target=benchmarks.outliers:{scenario.target}", f"model.args={json.dumps(args)}"]
+    model = [
+        f"model.target=benchmarks.outliers:{scenario.target}",
+        f"model.args={json.dumps(args)}",
+    ]
     alone = ["guard.enabled=false"] if kind == "plain" else []
     return [*FIXED, *model, *alone, "data.path=text", f"train.seed={seed}"]
 
 
-def start(work: Path, name: str, recipe: str, overrides: list[str]) -> subprocess.CompletedProcess[str]:
+def start(
+    work: Path, name: str, recipe: str, overrides: list[str]
+) -> subprocess.CompletedProcess[str]:
     """Train the config `tiny` from the command line in `work`, on one thread, to its end; the run is runs/`name`."""
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "tiny", "--recipe", recipe]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        "tiny",
+        "--recipe",
+        recipe,
+    ]
     return subprocess.run(
         [*command, "--name", name, *overrides],
         cwd=work,
@@ -134,7 +154,9 @@ def train(work: Path, scenario: Scenario, kind: str, seed: int) -> Path:
     name = f"{scenario.target}-{kind}-{seed}"
     done = start(work, name, KINDS[kind][0], settings(scenario, kind, seed))
     if done.returncode:
-        raise SystemExit(f"{name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(
+            f"{name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     run = work / "runs" / name
     print(f"{name}: {read_outcome(run)['val_loss']:.4f}", file=sys.stderr, flush=True)
     return run
@@ -150,7 +172,9 @@ def read(run: Path) -> dict[str, Any]:
             for row in rows
             if row["code"] == "precision.switched"
         ],
-        "verdicts": [row for row in rows if row["code"] in ("precision.demote", "precision.promote")],
+        "verdicts": [
+            row for row in rows if row["code"] in ("precision.demote", "precision.promote")
+        ],
     }
 
 
@@ -164,7 +188,9 @@ def compare(scenario: Scenario, seed: int, runs: Mapping[str, Mapping[str, Any]]
         "scenario": scenario.target,
         "seed": seed,
         "val_loss": losses,
-        "difference": {kind: losses[kind] / losses["bf16"] - 1 for kind in ("plain", "fallback", "control")},
+        "difference": {
+            kind: losses[kind] / losses["bf16"] - 1 for kind in ("plain", "fallback", "control")
+        },
         "demoted": sorted({layer for switch in switches for layer in switch["demote"]}),
         "promoted": sorted({layer for switch in switches for layer in switch["promote"]}),
         "first_demotion": min((switch["step"] for switch in switches), default=None),
@@ -192,7 +218,9 @@ HEADER = (
 
 def main() -> None:
     """Run everything, print the table, write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     targets = [scenario.target for scenario in SCENARIOS]
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--scenarios", nargs="+", choices=targets, default=targets)
@@ -202,7 +230,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         rows = [
-            compare(scenario, seed, {kind: read(train(Path(folder), scenario, kind, seed)) for kind in KINDS})
+            compare(
+                scenario,
+                seed,
+                {kind: read(train(Path(folder), scenario, kind, seed)) for kind in KINDS},
+            )
             for scenario in chosen
             for seed in options.seeds
         ]
@@ -214,7 +246,9 @@ def main() -> None:
         "one thread per run",
         "seeds": options.seeds,
         "settings": [*FIXED, f"model.args={json.dumps(SIZES)}"],
-        "scenarios": {scenario.target: {"guilty": scenario.guilty, **scenario.args} for scenario in chosen},
+        "scenarios": {
+            scenario.target: {"guilty": scenario.guilty, **scenario.args} for scenario in chosen
+        },
         "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,13 @@ DIM, ROWS = 64, 128
 CONTEXT, BATCH, BLOCKS = 32, 8, 3
 AT, STEPS, GPT_STEPS = 20, 90, 40
 """Steps before the fault, and after it."""
-DUTIES = {"every step": (1, 1), "1 of 2": (2, 1), "1 of 4": (4, 1), "1 of 10": (10, 1), "3 of 40": (40, 3)}
+DUTIES = {
+    "every step": (1, 1),
+    "1 of 2": (2, 1),
+    "1 of 4": (4, 1),
+    "1 of 10": (10, 1),
+    "3 of 40": (40, 3),
+}
 """A fault comes in so many steps (second) of so many (first)."""
 HARMFUL = 0.2
 PLACES = ("0", "2", "4")
@@ -142,7 +148,9 @@ FAMILIES = {
     "input, a wandering row": Family("input", _wandering_row, _UP, _SOME_UP),
     "input, one sample of eight": Family("input", _sample, _UP, _SOME_UP),
     "input, one direction": Family("input", _rank_one, (4, 8, 12, 14, 16, 18, 24), _SOME_UP),
-    "input, a drifting channel": Family("input", _drift, (0.03, 0.06, 0.12, 0.25, 0.5, 1), (0.03, 0.12, 0.5, 1)),
+    "input, a drifting channel": Family(
+        "input", _drift, (0.03, 0.06, 0.12, 0.25, 0.5, 1), (0.03, 0.12, 0.5, 1)
+    ),
     "input, second micro-batch": Family("input", _second_micro, _UP, _SOME_UP, micros=2),
     "input, half zeroed (harmless)": Family("input", _zeroed, _SHARES, _SOME_SHARES),
     "input and weight in turn, a channel": Family("input and weight", _column, _UP, _SOME_UP),
@@ -150,7 +158,9 @@ FAMILIES = {
     "weight, heavy tails": Family("weight", _tails, (1, 2, 3, 4, 5, 6, 8), (2, 4, 6, 8)),
     "gradient, heavy tails": Family("grad_output", _tails, (1, 2, 4, 6, 8, 12, 16), (2, 6, 8, 16)),
     "gradient, one sample of eight": Family("grad_output", _sample, _GRADIENT, _SOME_GRADIENT),
-    "gradient, a wandering channel": Family("grad_output", _wandering_column, _GRADIENT, _SOME_GRADIENT),
+    "gradient, a wandering channel": Family(
+        "grad_output", _wandering_column, _GRADIENT, _SOME_GRADIENT
+    ),
     "gradient, signs flipped (harmless)": Family("grad_output", _flipped, _SHARES, _SOME_SHARES),
 }
 
@@ -260,8 +270,12 @@ class Bench:
 
         def leave(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
             # Only the layer's own tensors know of the fault: its output, and what goes back, are those without it.
-            changed = ChangedGradient.apply(out, lambda gradient: self._faulty("grad_output", gradient))
-            twin = nn.functional.linear(clean[0], self.healthy, None if bias is None else bias.detach())
+            changed = ChangedGradient.apply(
+                out, lambda gradient: self._faulty("grad_output", gradient)
+            )
+            twin = nn.functional.linear(
+                clean[0], self.healthy, None if bias is None else bias.detach()
+            )
             return twin + (changed - out.detach())
 
         module.register_forward_pre_hook(enter)
@@ -308,7 +322,9 @@ class Bench:
     def _step(self, step: int, oracle: Oracle) -> float:
         self._seen.clear()
         with torch.no_grad():
-            self.weight.copy_(self._change("weight", self.healthy, 0) if self._change else self.healthy)
+            self.weight.copy_(
+                self._change("weight", self.healthy, 0) if self._change else self.healthy
+            )
         for micro in range(self.micros):
             self._micro = micro
             with self.precision.context():
@@ -316,10 +332,16 @@ class Bench:
             self.precision.backward(loss)
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad()
-        return oracle.step(torch.cat(self._seen["input"]), self.weight.detach(), torch.cat(self._seen["grad_output"]))
+        return oracle.step(
+            torch.cat(self._seen["input"]),
+            self.weight.detach(),
+            torch.cat(self._seen["grad_output"]),
+        )
 
 
-def _at(change: Change, bits: float, age: int, roles: Sequence[str]) -> Callable[[str, Tensor, int], Tensor]:
+def _at(
+    change: Change, bits: float, age: int, roles: Sequence[str]
+) -> Callable[[str, Tensor, int], Tensor]:
     return lambda role, x, micro: change(x, bits, Moment(age, micro)) if role in roles else x
 
 
@@ -347,7 +369,9 @@ def _tokens(step: int, micro: int) -> Tensor:
     tokens = torch.randint(64, (BATCH, CONTEXT + 1), generator=coin)
     follows = torch.rand(tokens.shape, generator=coin) < 0.7
     for place in range(1, CONTEXT + 1):
-        tokens[:, place] = torch.where(follows[:, place], successor[tokens[:, place - 1]], tokens[:, place])
+        tokens[:, place] = torch.where(
+            follows[:, place], successor[tokens[:, place - 1]], tokens[:, place]
+        )
     return tokens
 
 
@@ -399,7 +423,11 @@ def measure() -> list[dict[str, Any]]:
 def measure_missed() -> list[dict[str, Any]]:
     """As `measure`, of MISSED in the second Linear."""
     bench = linears(PLACES[1], 1)
-    return [row for duty in DUTIES for row in _faults(bench, "linears", duty, STEPS, 1, whole=True, families=MISSED)]
+    return [
+        row
+        for duty in DUTIES
+        for row in _faults(bench, "linears", duty, STEPS, 1, whole=True, families=MISSED)
+    ]
 
 
 HEALTHY = Family("input", lambda x, _, __: x, (0,), (0,))
@@ -419,8 +447,24 @@ def _faults(
     for name, family in ({"none": HEALTHY} | chosen).items():
         for bits in family.strengths if whole else family.some:
             found = bench.run(family, bits, DUTIES[duty], steps)
-            row = {"family": name, "bits": bits, "duty": duty, "model": model, "layer": bench.layer, "left": found.left}
-            rows.append(row | {"others": found.others, "harm": round(found.harm, 4), "worst": round(found.worst, 4)})
-        told = " ".join(f"{row['left'] or '-'}/{row['harm']:.2f}" for row in rows if row["family"] == name)
+            row = {
+                "family": name,
+                "bits": bits,
+                "duty": duty,
+                "model": model,
+                "layer": bench.layer,
+                "left": found.left,
+            }
+            rows.append(
+                row
+                | {
+                    "others": found.others,
+                    "harm": round(found.harm, 4),
+                    "worst": round(found.worst, 4),
+                }
+            )
+        told = " ".join(
+            f"{row['left'] or '-'}/{row['harm']:.2f}" for row in rows if row["family"] == name
+        )
         print(f"{model:<8}{bench.layer:<22}{duty:<11}{name:<36}{told}", flush=True)
     return rows

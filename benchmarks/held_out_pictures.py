@@ -30,16 +30,24 @@ def verdict(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each model, family and duty: faults that are harmful, seen of them, late by how much, and the rest."""
-    lines = [f"{'model':<9}{'comes':<12}{'family':<38}harmful seen  steps    misses  needless  others"]
+    lines = [
+        f"{'model':<9}{'comes':<12}{'family':<38}harmful seen  steps    misses  needless  others"
+    ]
     keys = dict.fromkeys((row["model"], row["duty"], row["family"]) for row in rows)
     for model, duty, family in keys:
-        mine = [row for row in rows if (row["model"], row["duty"], row["family"]) == (model, duty, family)]
+        mine = [
+            row
+            for row in rows
+            if (row["model"], row["duty"], row["family"]) == (model, duty, family)
+        ]
         harmful = [row for row in mine if row["harm"] >= HARMFUL]
         steps = [row["left"] for row in harmful if row["left"]]
         late = f"{min(steps)} to {max(steps)}" if steps else "-"
         told = [verdict(row) for row in mine]
         counts = f"{len(harmful):>7} {len(steps):>4}  {late:<9}{told.count('miss'):>6}  {told.count('needless'):>8}"
-        lines.append(f"{model:<9}{duty:<12}{family:<38}{counts}  {sum(bool(row['others']) for row in mine):>6}")
+        lines.append(
+            f"{model:<9}{duty:<12}{family:<38}{counts}  {sum(bool(row['others']) for row in mine):>6}"
+        )
     return "\n".join(lines)
 
 
@@ -59,7 +67,9 @@ def summary(rows: Sequence[Row]) -> str:
     others = sum(bool(row["others"]) for row in rows)
     told = f"\n{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
     harm = _range([row["harm"] for row in healthy])
-    return "\n".join([*lines, f"{told}another layer left in {others}. Harm without a fault: {harm}"])
+    return "\n".join(
+        [*lines, f"{told}another layer left in {others}. Harm without a fault: {harm}"]
+    )
 
 
 def _left(rows: Sequence[Row]) -> int:
@@ -77,7 +87,9 @@ def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     figure = Figure(figsize=(3.0 * columns, 2.7 * lines + 0.4), dpi=150, layout="constrained")
     panels = np.atleast_1d(figure.subplots(lines, columns, sharey=True, squeeze=False)).ravel()
     for axes, name in zip(panels, names, strict=False):
-        _panel(axes, [row for row in rows if row["family"] == name and row["layer"] == PLACES[1]], name)
+        _panel(
+            axes, [row for row in rows if row["family"] == name and row["layer"] == PLACES[1]], name
+        )
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:
@@ -90,7 +102,13 @@ def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 def _panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
     for colour, duty in zip(COLOURS, DUTIES, strict=True):
         mine = sorted((row for row in rows if row["duty"] == duty), key=lambda row: row["bits"])
-        axes.plot([row["bits"] for row in mine], [row["harm"] for row in mine], color=colour, linewidth=1, label=duty)
+        axes.plot(
+            [row["bits"] for row in mine],
+            [row["harm"] for row in mine],
+            color=colour,
+            linewidth=1,
+            label=duty,
+        )
         for left in (True, False):
             some = [row for row in mine if bool(row["left"]) is left]
             face = colour if left else "white"
@@ -114,7 +132,11 @@ def _unit(name: str) -> str:
         return "octaves of a standard deviation"
     if "drifting" in name:
         return "octaves a step"
-    return "share of the channels, power of two" if "harmless" in name else "times as large, power of two"
+    return (
+        "share of the channels, power of two"
+        if "harmless" in name
+        else "times as large, power of two"
+    )
 
 
 def places_picture(rows: Sequence[Row]) -> Figure:
@@ -134,21 +156,52 @@ def places_picture(rows: Sequence[Row]) -> Figure:
                 continue
             grid[line, column] = row["harm"]
             colour = "white" if row["harm"] > 0.4 else "black"
-            axes.text(column, line, str(row["left"] or "-"), ha="center", va="center", fontsize=6.5, color=colour)
+            axes.text(
+                column,
+                line,
+                str(row["left"] or "-"),
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                color=colour,
+            )
             if verdict(row) == "miss":
-                frame = Rectangle((column - 0.46, line - 0.42), 0.92, 0.84, fill=False, color="#ff3b30", linewidth=1.6)
+                frame = Rectangle(
+                    (column - 0.46, line - 0.42),
+                    0.92,
+                    0.84,
+                    fill=False,
+                    color="#ff3b30",
+                    linewidth=1.6,
+                )
                 axes.add_patch(frame)
-    shown = axes.imshow(np.log10(np.clip(grid, 0.03, 1)), aspect="auto", cmap="Blues", vmin=-1.5, vmax=0)
-    axes.set_xticks(range(len(places)), [_place(*place) for place in places], rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(faults)), [f"{name}  {bits:g}" for name, bits in faults], fontsize=6.5)
+    shown = axes.imshow(
+        np.log10(np.clip(grid, 0.03, 1)), aspect="auto", cmap="Blues", vmin=-1.5, vmax=0
+    )
+    axes.set_xticks(
+        range(len(places)),
+        [_place(*place) for place in places],
+        rotation=60,
+        ha="right",
+        fontsize=7,
+    )
+    axes.set_yticks(
+        range(len(faults)), [f"{name}  {bits:g}" for name, bits in faults], fontsize=6.5
+    )
     bar = figure.colorbar(shown, ax=axes, fraction=0.03, pad=0.01)
-    bar.set_ticks(np.log10([0.05, 0.1, 0.2, 0.5, 1]).tolist(), labels=["0.05", "0.1", "0.2", "0.5", "1"])
+    bar.set_ticks(
+        np.log10([0.05, 0.1, 0.2, 0.5, 1]).tolist(), labels=["0.05", "0.1", "0.2", "0.5", "1"]
+    )
     bar.set_label("share of a product lost, mean of the steps", fontsize=7.5)
     return figure
 
 
 def _place(model: str, layer: str) -> str:
-    return f"Linear {PLACES.index(layer) + 1} of 3" if model == "linears" else layer.removeprefix("blocks.")
+    return (
+        f"Linear {PLACES.index(layer) + 1} of 3"
+        if model == "linears"
+        else layer.removeprefix("blocks.")
+    )
 
 
 def draw(rows: Sequence[Row], folder: Path, part: str) -> None:
@@ -156,8 +209,13 @@ def draw(rows: Sequence[Row], folder: Path, part: str) -> None:
     if part == "missed":
         figures = {"missed": picture(rows, list(MISSED))}
     else:
-        kinds = {kind: [name for name in FAMILIES if name.startswith(kind)] for kind in ("input", "weight", "gradient")}
-        figures = {kind: picture(rows, names) for kind, names in kinds.items()} | {"places": places_picture(rows)}
+        kinds = {
+            kind: [name for name in FAMILIES if name.startswith(kind)]
+            for kind in ("input", "weight", "gradient")
+        }
+        figures = {kind: picture(rows, names) for kind, names in kinds.items()} | {
+            "places": places_picture(rows)
+        }
     for kind, figure in figures.items():
         with atomic_file(folder / f"evidence_{kind}.png") as stream:
             figure.savefig(stream, format="png", facecolor="white")

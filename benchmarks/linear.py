@@ -28,7 +28,7 @@ from torch import nn
 from harness.capability.probe import probe
 from harness.core.files import write_json
 from harness.core.protocols import PrecisionBackend
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan
 from harness.precision.recipe import TIERS, Recipe, Rung
@@ -58,7 +58,9 @@ class Chain(nn.Module):
 
     def __init__(self, features: int, depth: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(features, features, bias=False) for _ in range(depth))
+        self.linears = nn.ModuleList(
+            nn.Linear(features, features, bias=False) for _ in range(depth)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, features] -> the same shape."""
@@ -95,7 +97,9 @@ def contestant(name: str, model: Chain) -> PrecisionBackend:
     return backend
 
 
-def window(backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
+def window(
+    backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, grad: torch.Tensor
+) -> None:
     """One optimizer step's forward and backward, FP8 state included."""
     model.zero_grad()
     x.grad = None
@@ -119,7 +123,9 @@ def contenders(features: int, tokens: int, depth: int) -> dict[str, Turn]:
         x = torch.randn(tokens, features).to(dtype).requires_grad_()
         grad = torch.randn(tokens, features).to(dtype)
         backend = contestant(name, model)
-        turns[name] = lambda backend=backend, model=model, x=x, grad=grad: window(backend, model, x, grad)
+        turns[name] = lambda backend=backend, model=model, x=x, grad=grad: window(
+            backend, model, x, grad
+        )
     return turns
 
 
@@ -135,7 +141,8 @@ def measure(features: int, tokens: int, depth: int, rounds: int) -> dict[str, di
     """Median milliseconds and ratio to its baseline of every contender at one size."""
     turns = contenders(features, tokens, depth)
     repeats = {
-        name: max(1, round(TURN_SECONDS / min(timed(turn, 1) for _ in range(4)))) for name, turn in turns.items()
+        name: max(1, round(TURN_SECONDS / min(timed(turn, 1) for _ in range(4))))
+        for name, turn in turns.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
@@ -166,17 +173,23 @@ def machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "kernel": slot_buffers.load()[1],
+        "kernel": native_kernel.load()[1],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds per size, at least 5 (default 9)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds per size, at least 5 (default 9)"
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=4, help="Linears in a row (default 4)")
     parser.add_argument("--features", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch threads (default: torch's own choice)"
+    )
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args(arguments)
     if options.rounds < 5:
@@ -185,16 +198,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     about = machine()
     print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, {about['kernel']}")
-    print(f"milliseconds per Linear ({options.depth} in a row), forward + backward, {options.tokens} tokens")
-    print(f"ratio to bf16 of the same mode: median over {options.rounds} rounds (smallest - largest)")
+    print(
+        f"milliseconds per Linear ({options.depth} in a row), forward + backward, {options.tokens} tokens"
+    )
+    print(
+        f"ratio to bf16 of the same mode: median over {options.rounds} rounds (smallest - largest)"
+    )
     results = {}
     for features in options.features:
-        results[str(features)] = rows = measure(features, options.tokens, options.depth, options.rounds)
+        results[str(features)] = rows = measure(
+            features, options.tokens, options.depth, options.rounds
+        )
         for name, row in rows.items():
             spread = f"({row['ratio_min']:.3f} - {row['ratio_max']:.3f})"
-            print(f"{features:6d}  {name:24s} {row['milliseconds']:9.2f} ms   {row['ratio']:6.3f}  {spread}")
+            print(
+                f"{features:6d}  {name:24s} {row['milliseconds']:9.2f} ms   {row['ratio']:6.3f}  {spread}"
+            )
     if options.out:
-        command = "python benchmarks/linear.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
+        command = "python benchmarks/linear.py " + " ".join(
+            sys.argv[1:] if arguments is None else arguments
+        )
         about["load_average_after"] = list(os.getloadavg())
         write_json(
             options.out,

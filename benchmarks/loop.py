@@ -63,7 +63,9 @@ def batches(tokens: int) -> Callable[[], tuple[Tensor, Tensor]]:
 
     def draw() -> tuple[Tensor, Tensor]:
         begins = places.integers(0, len(text) - context - 1, tokens // context)
-        rows = torch.from_numpy(np.stack([text[at : at + context + 1] for at in begins]).astype(np.int64))
+        rows = torch.from_numpy(
+            np.stack([text[at : at + context + 1] for at in begins]).astype(np.int64)
+        )
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     return draw
@@ -172,7 +174,9 @@ def precision_loop(size: dict[str, Any], tokens: int, recipe: str) -> Step:
     return step
 
 
-def contenders(stack: ExitStack, name: str, precision: str) -> tuple[dict[str, Step], dict[str, str]]:
+def contenders(
+    stack: ExitStack, name: str, precision: str
+) -> tuple[dict[str, Step], dict[str, str]]:
     """The loops that can run, and why the others cannot."""
     size, tokens, _ = SIZES[name]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
@@ -220,12 +224,16 @@ def rows(seconds: Mapping[str, Sequence[float]]) -> dict[str, str]:
         more = 1e3 * median(a - b for a, b in zip(mine, seconds["bare"], strict=True))
         spread = f"({min(over):.2f} - {max(over):.2f})"
         of_all = sum(mine) / sum(seconds["bare"])
-        lines[loop] = f"{1e3 * median(mine):9.2f} {median(over):10.3f} {spread:>15} {of_all:8.3f} {more:9.2f}"
+        lines[loop] = (
+            f"{1e3 * median(mine):9.2f} {median(over):10.3f} {spread:>15} {of_all:8.3f} {more:9.2f}"
+        )
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--precisions", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--pairs", type=int, default=30)
@@ -243,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{about['processor']}, {given.threads} thread(s), torch {about['torch']}, load {about['load_average'][0]:.1f}"
     )
-    print(f"size  prec. {'loop':<17} {'ms a step':>9} {'over bare':>10} {'(spread)':>15} {'of all':>8} {'ms more':>9}")
+    print(
+        f"size  prec. {'loop':<17} {'ms a step':>9} {'over bare':>10} {'(spread)':>15} {'of all':>8} {'ms more':>9}"
+    )
     print("\n".join(lines))
     return 0
 

@@ -32,10 +32,18 @@ def read_run(folder: Path) -> Trace:
     journal = list(read_rows(folder / "journal.jsonl"))
     rows = [row for row in journal if "train/loss" in row.get("metrics", {})]
     steps, values = [row["step"] for row in rows], [row["metrics"] for row in rows]
-    if not steps or steps != list(range(1, len(steps) + 1)) or any(v["train/step_applied"] != 1.0 for v in values):
+    if (
+        not steps
+        or steps != list(range(1, len(steps) + 1))
+        or any(v["train/step_applied"] != 1.0 for v in values)
+    ):
         fix = "train it in one piece with guard.enabled=false, so that nothing is rolled back or skipped"
-        raise DataError(Problem("does not hold every step once", str(folder), f"{len(steps)} steps", fix))
-    columns = [np.array([value[name] for value in values]) for name in ("train/loss", "train/grad_norm")]
+        raise DataError(
+            Problem("does not hold every step once", str(folder), f"{len(steps)} steps", fix)
+        )
+    columns = [
+        np.array([value[name] for value in values]) for name in ("train/loss", "train/grad_norm")
+    ]
     params = next(row for row in journal if row["kind"] == "run")["params"]
     return Trace(int(params["train.seed"]), *columns)
 
@@ -43,7 +51,10 @@ def read_run(folder: Path) -> Trace:
 def write_traces(path: Path, traces: Sequence[Trace], command: str) -> None:
     """Seven significant digits: what float32 holds."""
     compact = [
-        {"seed": t.seed, **{name: [float(f"{v:.7g}") for v in getattr(t, name)] for name in ("loss", "norm")}}
+        {
+            "seed": t.seed,
+            **{name: [float(f"{v:.7g}") for v in getattr(t, name)] for name in ("loss", "norm")},
+        }
         for t in traces
     ]
     write_json(path, {"command": command, "traces": compact})
@@ -51,10 +62,15 @@ def write_traces(path: Path, traces: Sequence[Trace], command: str) -> None:
 
 def read_traces(path: Path) -> list[Trace]:
     """What `write_traces` wrote."""
-    return [Trace(t["seed"], np.array(t["loss"]), np.array(t["norm"])) for t in json.loads(path.read_text())["traces"]]
+    return [
+        Trace(t["seed"], np.array(t["loss"]), np.array(t["norm"]))
+        for t in json.loads(path.read_text())["traces"]
+    ]
 
 
-def synthetic(trace: Trace, steps: int, block: int, rng: np.random.Generator) -> tuple[list[float], list[float]]:
+def synthetic(
+    trace: Trace, steps: int, block: int, rng: np.random.Generator
+) -> tuple[list[float], list[float]]:
     """Loss and norm of a clean run of any length, made from one recorded run by a block bootstrap of residuals.
 
     The first SETTLED steps are the recorded ones. From there on log loss and log norm follow the run's own trend, a
@@ -75,5 +91,10 @@ def synthetic(trace: Trace, steps: int, block: int, rng: np.random.Generator) ->
         first, second = np.triu_indices(len(x), 1)
         slope = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
         residual = y - slope * x
-        series.append([*values[: min(SETTLED, steps)].tolist(), *np.exp(slope * later + residual[order]).tolist()])
+        series.append(
+            [
+                *values[: min(SETTLED, steps)].tolist(),
+                *np.exp(slope * later + residual[order]).tolist(),
+            ]
+        )
     return series[0], series[1]

@@ -35,7 +35,15 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
+from harness.build import (
+    build_data,
+    build_plan,
+    build_run,
+    join_worker,
+    open_store,
+    open_telemetry,
+    read_ledger,
+)
 from harness.core.config import GuardConfig, RunConfig
 from harness.core.files import write_json
 from harness.core.health import grad_health
@@ -102,18 +110,30 @@ def measure_pass(millions: int, dtype: torch.dtype, rounds: int) -> dict[str, An
     for _ in range(rounds):
         for name, turn in turns.items():
             times[name].append(min(seconds(turn) for _ in range(3)))
-    average = [((EVERY - 1) * a + b) / EVERY for a, b in zip(times["pass"], times["pass with zeros"], strict=True)]
-    exact = math.sqrt(sum(param.grad.double().square().sum().item() for param in params if param.grad is not None))
+    average = [
+        ((EVERY - 1) * a + b) / EVERY
+        for a, b in zip(times["pass"], times["pass with zeros"], strict=True)
+    ]
+    exact = math.sqrt(
+        sum(param.grad.double().square().sum().item() for param in params if param.grad is not None)
+    )
     norm = grad_health(params, scaled=False).norm.item()
     return {
         "parameters": sum(param.numel() for param in params),
         "tensors": len(params),
         "milliseconds": {name: 1e3 * median(each) for name, each in times.items()},
         "faster": {
-            "without zeros": spread([a / b for a, b in zip(times["loop"], times["pass"], strict=True)]),
-            "with zeros, on average": spread([a / b for a, b in zip(times["loop with zeros"], average, strict=True)]),
+            "without zeros": spread(
+                [a / b for a, b in zip(times["loop"], times["pass"], strict=True)]
+            ),
+            "with zeros, on average": spread(
+                [a / b for a, b in zip(times["loop with zeros"], average, strict=True)]
+            ),
             "with zeros, in their step": spread(
-                [a / b for a, b in zip(times["loop with zeros"], times["pass with zeros"], strict=True)]
+                [
+                    a / b
+                    for a, b in zip(times["loop with zeros"], times["pass with zeros"], strict=True)
+                ]
             ),
         },
         "norm_error": abs(norm / exact - 1),
@@ -121,20 +141,33 @@ def measure_pass(millions: int, dtype: torch.dtype, rounds: int) -> dict[str, An
 
 
 def start(
-    stack: ExitStack, folder: Path, size: Mapping[str, Any], tokens: int, guard: bool, recipe: str = "bf16"
+    stack: ExitStack,
+    folder: Path,
+    size: Mapping[str, Any],
+    tokens: int,
+    guard: bool,
+    recipe: str = "bf16",
 ) -> Run:
     """A run that is ready for its first step; closed with `stack`."""
     folder.mkdir()
     text = folder / "text.txt"
     text.write_bytes(
-        torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0)).byte().numpy().tobytes()
+        torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0))
+        .byte()
+        .numpy()
+        .tobytes()
     )
     context = min(256, tokens)
     batch = tokens // context
     config = RunConfig.model_validate(
         {
             "recipe": recipe,
-            "train": {"steps": 10**6, "global_batch": batch, "micro_batch": batch, "threads": torch.get_num_threads()},
+            "train": {
+                "steps": 10**6,
+                "global_batch": batch,
+                "micro_batch": batch,
+                "threads": torch.get_num_threads(),
+            },
             "data": {"path": str(text), "context": context, "val_samples": 1},
             "model": {"args": dict(size)},
             "checkpoint": {"every": 0},
@@ -173,12 +206,17 @@ def measure_step(millions: int, tokens: int, rounds: int, steps: int = 20) -> di
     """Seconds of a step with the guard on and off, on over off, and the scalar reads that the guard adds."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = {name: start(stack, folder / name, GPTS[millions], tokens, name == "on") for name in ("on", "off")}
+        runs = {
+            name: start(stack, folder / name, GPTS[millions], tokens, name == "on")
+            for name in ("on", "off")
+        }
         for run in runs.values():
             for _ in range(2):
                 step(run)
         clocks = {"wall": time.perf_counter, "processor": time.process_time}
-        times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in runs} for clock in clocks}
+        times: dict[str, dict[str, list[float]]] = {
+            clock: {name: [] for name in runs} for clock in clocks
+        }
         for _ in range(rounds):
             taken = {clock: dict.fromkeys(runs, 0.0) for clock in clocks}
             for turn in range(steps):
@@ -199,7 +237,9 @@ def measure_step(millions: int, tokens: int, rounds: int, steps: int = 20) -> di
         **{
             clock: {
                 "seconds": {name: median(each) for name, each in rows.items()},
-                "on_over_off": spread([a / b for a, b in zip(rows["on"], rows["off"], strict=True)]),
+                "on_over_off": spread(
+                    [a / b for a, b in zip(rows["on"], rows["off"], strict=True)]
+                ),
                 "on_over_off_of_all_steps": sum(rows["on"]) / sum(rows["off"]),
             }
             for clock, rows in times.items()
@@ -228,24 +268,35 @@ def table(results: Mapping[str, Any]) -> str:
         for what, ratio in row["faster"].items():
             span = f"{ratio['ratio']:6.1f}x  ({ratio['ratio_min']:.1f} - {ratio['ratio_max']:.1f})"
             lines.append(f"pass  {name:14s} {what:26s} {span}  norm error {row['norm_error']:.1e}")
-        lines.append(f"      {name:14s} ms: " + ", ".join(f"{k} {v:.1f}" for k, v in row["milliseconds"].items()))
+        lines.append(
+            f"      {name:14s} ms: "
+            + ", ".join(f"{k} {v:.1f}" for k, v in row["milliseconds"].items())
+        )
     for clock in ("wall", "processor"):
         row = results["step"][clock]
         ratio = row["on_over_off"]
         span = f"{ratio['ratio']:.4f} ({ratio['ratio_min']:.4f} - {ratio['ratio_max']:.4f})"
-        lines.append(f"step  guard on / off, {clock} time: {span}, {row['seconds']['off']:.3f} s a step")
-    lines.append(f"step  scalar reads added in {EVERY} steps: {results['step']['scalar_reads']['added']}")
+        lines.append(
+            f"step  guard on / off, {clock} time: {span}, {row['seconds']['off']:.3f} s a step"
+        )
+    lines.append(
+        f"step  scalar reads added in {EVERY} steps: {results['step']['scalar_reads']['added']}"
+    )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 125], choices=sorted(GPTS))
     parser.add_argument("--step-size", type=int, default=25, choices=sorted(GPTS))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run in a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch threads (default: torch's own choice)"
+    )
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args(arguments)
     if options.threads:
@@ -254,14 +305,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     passes = {}
     for millions in options.sizes:
         for dtype in (torch.float32, torch.bfloat16):
-            passes[f"{millions}M {str(dtype).removeprefix('torch.')}"] = measure_pass(millions, dtype, options.rounds)
+            passes[f"{millions}M {str(dtype).removeprefix('torch.')}"] = measure_pass(
+                millions, dtype, options.rounds
+            )
             gc.collect()
-    results = {"pass": passes, "step": measure_step(options.step_size, options.tokens, options.rounds, options.steps)}
+    results = {
+        "pass": passes,
+        "step": measure_step(options.step_size, options.tokens, options.rounds, options.steps),
+    }
     about["load_average_after"] = list(os.getloadavg())
     print(table(results))
     if options.out:
-        command = "python -m benchmarks.monitors " + " ".join(sys.argv[1:] if arguments is None else arguments)
-        write_json(options.out, {"command": command.strip(), "machine": about, "rounds": options.rounds, **results})
+        command = "python -m benchmarks.monitors " + " ".join(
+            sys.argv[1:] if arguments is None else arguments
+        )
+        write_json(
+            options.out,
+            {"command": command.strip(), "machine": about, "rounds": options.rounds, **results},
+        )
 
 
 if __name__ == "__main__":

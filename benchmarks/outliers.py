@@ -62,10 +62,14 @@ def storm(layer: str, factor: float, on: bool = True, **sizes: Any) -> GPT:
     model.register_buffer("stormy", stormy, persistent=False)
 
     def current() -> Tensor:
-        return torch.where(model.get_buffer("stormy")[model.get_buffer("window") % _TABLE], factor, 1.0)
+        return torch.where(
+            model.get_buffer("stormy")[model.get_buffer("window") % _TABLE], factor, 1.0
+        )
 
     if on:
-        linear.register_forward_pre_hook(lambda _, given: (_ScaleGradient.apply(given[0], 1 / current()),))
+        linear.register_forward_pre_hook(
+            lambda _, given: (_ScaleGradient.apply(given[0], 1 / current()),)
+        )
         linear.register_forward_hook(lambda _, __, output: _ScaleGradient.apply(output, current()))
         linear.weight.register_hook(lambda gradient: gradient / current())
     return model
@@ -91,7 +95,9 @@ def _linear(model: GPT, name: str) -> nn.Linear:
     return module
 
 
-def _replace_channels(linear: nn.Linear, channels: int, value: Callable[[], Tensor | float] | None) -> None:
+def _replace_channels(
+    linear: nn.Linear, channels: int, value: Callable[[], Tensor | float] | None
+) -> None:
     """Give up the first input channels: weights zero and without gradient, so that any `value` there is harmless."""
     with torch.no_grad():
         linear.weight[:, :channels] = 0.0

@@ -102,7 +102,14 @@ def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[st
         if found["settings"] == asked:
             return found["result"]
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "quickstart", "--recipe", RECIPE[kind]]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        "quickstart",
+        "--recipe",
+        RECIPE[kind],
+    ]
     done = subprocess.run(
         [*command, "--name", folder.name, *asked],
         cwd=work,
@@ -113,7 +120,9 @@ def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[st
     )
     outcome = read_outcome(folder)
     if done.returncode or outcome.get("status") != "done":
-        raise SystemExit(f"{folder.name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise SystemExit(
+            f"{folder.name} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     rows = list(read_rows(folder / "journal.jsonl"))
     result = {
         "val_loss": float(outcome["val_loss"]),
@@ -152,22 +161,35 @@ class Verdict:
         return "\n".join(lines)
 
 
-def judge(fp8: Sequence[float], controls: Mapping[str, Sequence[float]], margin: float = MARGIN) -> Verdict:
+def judge(
+    fp8: Sequence[float], controls: Mapping[str, Sequence[float]], margin: float = MARGIN
+) -> Verdict:
     """Relative differences to bf16, one a seed, as the claim's verdict."""
     ours, theirs = t_interval(fp8), {kind: t_interval(values) for kind, values in controls.items()}
     holds = {kind: ours.high <= control.high + margin for kind, control in theirs.items()}
     return Verdict(ours, theirs, margin, samples_needed(ours.sd, margin), holds)
 
 
-def pair_up(results: Mapping[tuple[str, int], Mapping[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+def pair_up(
+    results: Mapping[tuple[str, int], Mapping[str, Any]], seeds: Sequence[int]
+) -> list[dict[str, Any]]:
     """One row a seed: the losses, their relative differences to bf16's, FP8's switches."""
     rows: list[dict[str, Any]] = []
     kinds = [kind for kind in RECIPE if (kind, seeds[0]) in results]
     for seed in seeds:
         losses = {kind: results[kind, seed]["val_loss"] for kind in kinds}
-        differences = {kind: loss / losses["bf16"] - 1 for kind, loss in losses.items() if kind != "bf16"}
+        differences = {
+            kind: loss / losses["bf16"] - 1 for kind, loss in losses.items() if kind != "bf16"
+        }
         switches = results["fp8", seed]["switches"]
-        rows.append({"seed": seed, "val_loss": losses, "relative_difference": differences, "switches": switches})
+        rows.append(
+            {
+                "seed": seed,
+                "val_loss": losses,
+                "relative_difference": differences,
+                "switches": switches,
+            }
+        )
     return rows
 
 
@@ -181,7 +203,9 @@ def show(pairs: Sequence[Mapping[str, Any]], verdict: Verdict) -> None:
             f"{pair['val_loss'][kind]:.4f} {difference:+8.3%}"
             for kind, difference in pair["relative_difference"].items()
         ]
-        print(f"{pair['seed']:>4}   {pair['val_loss']['bf16']:.4f}   {'   '.join(columns)}   {pair['switches']:>3}")
+        print(
+            f"{pair['seed']:>4}   {pair['val_loss']['bf16']:.4f}   {'   '.join(columns)}   {pair['switches']:>3}"
+        )
     for name, found in {"fp8": verdict.fp8, **verdict.controls}.items():
         print(
             f"{name:<8} mean {found.mean:+.3%}, standard deviation {found.sd:.3%}, "
@@ -192,13 +216,24 @@ def show(pairs: Sequence[Mapping[str, Any]], verdict: Verdict) -> None:
 
 def main() -> None:
     """Run what is missing, print the table, write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; kept, so that a study can go on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="folder of the runs; kept, so that a study can go on",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
-    parser.add_argument("--controls", nargs="+", choices=list(ULP), default=list(ULP), help="default: both")
+    parser.add_argument(
+        "--controls", nargs="+", choices=list(ULP), default=list(ULP), help="default: both"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for every run")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="config overrides for every run"
+    )
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -213,7 +248,10 @@ def main() -> None:
             pool.shutdown(cancel_futures=True)
             raise
     pairs = pair_up(results, options.seeds)
-    differences = {kind: [pair["relative_difference"][kind] for pair in pairs] for kind in ("fp8", *options.controls)}
+    differences = {
+        kind: [pair["relative_difference"][kind] for pair in pairs]
+        for kind in ("fp8", *options.controls)
+    }
     verdict = judge(differences.pop("fp8"), differences)
     show(pairs, verdict)
     record = {

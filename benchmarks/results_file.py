@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 
-def write_results(path: Path, module: str, arguments: Sequence[str] | None, threads: int, results: Any) -> None:
+def write_results(
+    path: Path, module: str, arguments: Sequence[str] | None, threads: int, results: Any
+) -> None:
     """Write `results` (JSON-able) of `python -m <module> <arguments>`; arguments: default, those of this process."""
     record = {
-        "command": " ".join(["python -m", module, *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": " ".join(
+            ["python -m", module, *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "machine": f"{platform.machine()}, {threads} thread(s)",
         "torch": str(torch.__version__),
         "results": results,

@@ -35,7 +35,9 @@ def build_state(millions: int) -> TrainState:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     init_optimizer_state(optimizer)
     applied = torch.zeros(())
-    return TrainState({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied)})
+    return TrainState(
+        {"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied)}
+    )
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -47,7 +49,11 @@ def seconds(action: Callable[[], object]) -> float:
 def measure(millions: int, rounds: int) -> dict[str, Any]:
     state = build_state(millions)
     tensors, _ = state.state_dict()
-    size = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for part in tensors.values()
+        for tensor in part.values()
+    )
     block, other = torch.zeros(size // 4), torch.zeros(size // 4)
     snapshots = Snapshots(healthy_steps=1)
     first = seconds(lambda: snapshots.take(1, *state.state_dict()))
@@ -72,7 +78,9 @@ def measure(millions: int, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 125])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
@@ -85,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}, memcpy {row['memcpy seconds']:.3f} s")
         print(f"  first take {row['first take']:.2f} of it (its buffers are allocated then)")
         for name in ("take", "load"):
-            print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
+            print(
+                f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})"
+            )
     if given.out:
         write_results(given.out, "benchmarks.rollback", arguments, given.threads, results)
     return 0

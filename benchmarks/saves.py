@@ -50,7 +50,9 @@ class Training:
         assert isinstance(optimizer, OptimizerPart)
         self.layers = [module for module in part.model.modules() if isinstance(module, nn.Linear)]
         self.optimizer = optimizer.optimizer
-        self.inputs = {layer.in_features: torch.randn(tokens, layer.in_features) for layer in self.layers}
+        self.inputs = {
+            layer.in_features: torch.randn(tokens, layer.in_features) for layer in self.layers
+        }
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -65,7 +67,11 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
     model = state.parts["model"]
     assert isinstance(model, ModelPart)
     tensors, _ = state.state_dict()
-    size = sum(tensor.numel() * tensor.element_size() for part in tensors.values() for tensor in part.values())
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for part in tensors.values()
+        for tensor in part.values()
+    )
     staging = Staging()
     staging.reserve(state_bytes(model.model, optimizer_bytes(model.model, TrainConfig())))
     store = Store(folder)
@@ -102,7 +108,9 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
         "stall": spread(stalls[1:], plain),
         "background seconds": median(written),
         "seconds waited for": median(synchronous),
-        "background over waited for": spread([a / b for a, b in zip(written, synchronous, strict=True)], 1.0),
+        "background over waited for": spread(
+            [a / b for a, b in zip(written, synchronous, strict=True)], 1.0
+        ),
         "step seconds": without / steps,
         "steps": steps,
         "rounds": rounds,
@@ -127,13 +135,19 @@ def spread(values: list[float], unit: float) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 125])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="other processes that want a core")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go for the time [default: a temporary one]")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the checkpoints go for the time [default: a temporary one]",
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
@@ -150,9 +164,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{size}, memcpy {row['memcpy seconds']:.3f} s")
         print(f"  first save: begin {row['first begin']:.2f} of it, stall {row['first stall']:.2f}")
         for name in ("begin", "stall"):
-            print(f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})")
+            print(
+                f"  {name} {row[name][0]:.2f} of it (from {row[name][1]:.2f} to {row[name][2]:.2f})"
+            )
         ratio, low, high = row["background over waited for"]
-        print(f"  in the background {row['background seconds']:.1f} s; a step {row['step seconds']:.2f} s")
+        print(
+            f"  in the background {row['background seconds']:.1f} s; a step {row['step seconds']:.2f} s"
+        )
         print(
             f"  waited for {row['seconds waited for']:.1f} s; background over it {ratio:.2f} ({low:.2f} to {high:.2f})"
         )

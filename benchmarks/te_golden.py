@@ -40,8 +40,44 @@ FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / "te"
 FEATURES, TOKENS, PATTERNS = 64, 32, 1 << 16
 ROLES = ("input", "weight", "grad_output")
 # Standard deviation of the step's tensors, or what their first element is set to (the others: standard deviation 1).
-STEPS: tuple[float | str, ...] = (1.0, 1.1, 1.2, 500.0, 1.0, 1.0, 0.0, 1.0, 1e-6, 1.0, 1e-38, 1e4, 1.0, "inf", 1.0, 1.0)
-STEPS += ("nan", 1.0, 5e37, 1.0, 1e-40, 0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, "inf", "inf", 1.0, 0.5, 0.25, 0.125)
+STEPS: tuple[float | str, ...] = (
+    1.0,
+    1.1,
+    1.2,
+    500.0,
+    1.0,
+    1.0,
+    0.0,
+    1.0,
+    1e-6,
+    1.0,
+    1e-38,
+    1e4,
+    1.0,
+    "inf",
+    1.0,
+    1.0,
+)
+STEPS += (
+    "nan",
+    1.0,
+    5e37,
+    1.0,
+    1e-40,
+    0.0,
+    0.0,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+    "inf",
+    "inf",
+    1.0,
+    0.5,
+    0.25,
+    0.125,
+)
 CASES: tuple[dict[str, Any], ...] = (
     {"margin": 0, "amax_history_len": 4, "amax_compute_algo": "max", "format": "hybrid"},
     {"margin": 0, "amax_history_len": 2, "amax_compute_algo": "max", "format": "hybrid"},
@@ -103,19 +139,32 @@ def record_sequence(case: Mapping[str, Any]) -> dict[str, Any]:
             out = layer(x.bfloat16())
         out.backward(grad.bfloat16())
         forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
-        amaxes.append([_largest(tensor) for tensor in (x.bfloat16(), layer.weight, grad.bfloat16())])
+        amaxes.append(
+            [_largest(tensor) for tensor in (x.bfloat16(), layer.weight, grad.bfloat16())]
+        )
         scales.append([*forward.scale[:2].tolist(), *backward.scale[:1].tolist()])
-        histories.append(torch.cat([forward.amax_history[:, :2], backward.amax_history[:, :1]], dim=1).tolist())
-    return {**case, "amax": numbers(amaxes), "scale": numbers(scales), "history": numbers(histories)}
+        histories.append(
+            torch.cat([forward.amax_history[:, :2], backward.amax_history[:, :1]], dim=1).tolist()
+        )
+    return {
+        **case,
+        "amax": numbers(amaxes),
+        "scale": numbers(scales),
+        "history": numbers(histories),
+    }
 
 
 def record_cast(fmt: str, scale: float) -> dict[str, Any]:
     """One case of `casts`."""
     from transformer_engine.pytorch import Float8Quantizer
 
-    tex = import_module("transformer_engine_torch")  # found once Transformer Engine has loaded it, and not before
+    tex = import_module(
+        "transformer_engine_torch"
+    )  # found once Transformer Engine has loaded it, and not before
     dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[fmt]
-    quantizer = Float8Quantizer(torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda"), dtype)
+    quantizer = Float8Quantizer(
+        torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda"), dtype
+    )
     quantizer.set_usage(rowwise=True, columnwise=False)
     codes = quantizer(bfloat16_values(torch.device("cuda")))._data
     return {"format": fmt, "scale": scale, "runs": to_runs(codes.cpu().numpy().reshape(-1))}
@@ -144,12 +193,16 @@ def disagreements(golden: Mapping[str, Any]) -> list[str]:
 
 
 def _sequence_disagreements(case: Mapping[str, Any]) -> list[str]:
-    options = {name: case[name] for name in ("margin", "amax_history_len", "amax_compute_algo", "format")}
+    options = {
+        name: case[name] for name in ("margin", "amax_history_len", "amax_compute_algo", "format")
+    }
     # TE rolls once per forward and backward, and keeps infinities.
     config = Fp8Config(**options, roll="micro_batch", scrub_inf=False)
     backward = "e5m2" if config.format == "hybrid" else "e4m3"
     buffers = SlotBuffers(ROLES, ("e4m3", "e4m3", backward), config, torch.device("cpu"))
-    for step, (amax, scale, history) in enumerate(zip(case["amax"], case["scale"], case["history"], strict=True)):
+    for step, (amax, scale, history) in enumerate(
+        zip(case["amax"], case["scale"], case["history"], strict=True)
+    ):
         buffers.begin_window(sample=False)
         buffers.history[0] = floats(amax)
         buffers.end_micro_batch(_one_rank)
@@ -174,13 +227,17 @@ def _cast_disagreements(case: Mapping[str, Any]) -> list[str]:
     values = buffers.quantize(bfloat16_values(torch.device("cpu")), 0, record=False)
     ours = values.to(spec.dtype).view(torch.uint8).numpy().reshape(-1)
     theirs = from_runs(case["runs"])
-    neither = [torch.from_numpy(codes).view(spec.dtype).float().isnan().numpy() for codes in (ours, theirs)]
+    neither = [
+        torch.from_numpy(codes).view(spec.dtype).float().isnan().numpy() for codes in (ours, theirs)
+    ]
     wrong = np.flatnonzero((ours != theirs) & ~(neither[0] & neither[1]))
     if not wrong.size:
         return []
     first = int(wrong[0])
     where = f"first at bfloat16 {first:#06x}: native {ours[first]:#04x}, TE {theirs[first]:#04x}"
-    return [f"{spec.name} at scale {case['scale']:g}: {wrong.size} of {PATTERNS} bytes differ, {where}"]
+    return [
+        f"{spec.name} at scale {case['scale']:g}: {wrong.size} of {PATTERNS} bytes differ, {where}"
+    ]
 
 
 def _one_rank(values: Tensor) -> Tensor:
@@ -201,9 +258,15 @@ def record() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="where to put the record")
-    parser.add_argument("--check", type=Path, nargs="+", metavar="FILE", help="compare with these records instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, metavar="FOLDER", help="where to put the record"
+    )
+    parser.add_argument(
+        "--check", type=Path, nargs="+", metavar="FILE", help="compare with these records instead"
+    )
     options = parser.parse_args(arguments)
     if options.check:
         files = list(options.check)
@@ -212,12 +275,19 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
         return 4
     else:
         golden = record()
-        name = re.sub(r"[^a-z0-9.]+", "-", f"te-{golden['transformer_engine']}-{golden['gpu']}".lower())
+        name = re.sub(
+            r"[^a-z0-9.]+", "-", f"te-{golden['transformer_engine']}-{golden['gpu']}".lower()
+        )
         files = [options.out / f"{name}.json"]
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(files[0], golden)
-    found = [f"{path}: {line}" for path in files for line in disagreements(json.loads(path.read_text()))]
-    show("\n".join(found) or f"the native backend agrees bit for bit with {', '.join(map(str, files))}")
+    found = [
+        f"{path}: {line}" for path in files for line in disagreements(json.loads(path.read_text()))
+    ]
+    show(
+        "\n".join(found)
+        or f"the native backend agrees bit for bit with {', '.join(map(str, files))}"
+    )
     return 1 if found else 0
 
 

@@ -43,15 +43,21 @@ class Model:
     """Steps of a model with `linears` FP8 layers, four to a block."""
 
     def __init__(self, linears: int, steps: int) -> None:
-        self.layers = [f"blocks.{number // 4:02d}.{LINEARS[number % 4]}" for number in range(linears)]
+        self.layers = [
+            f"blocks.{number // 4:02d}.{LINEARS[number % 4]}" for number in range(linears)
+        ]
         self.names = tuple(f"{layer}.{role}" for layer in self.layers for role in ROLES)
         self._random = np.random.default_rng(0)
         self._largest = np.array([FP8_MAX[role] for _ in self.layers for role in ROLES], np.float32)
         self._usual = np.exp2(self._random.normal(0, 3, len(self.names)))
         self._scale = np.ones(len(self.names), np.float32)
-        rows = self._random.choice(np.arange(1, steps // 10), size=min(20, steps // 20), replace=False)
+        rows = self._random.choice(
+            np.arange(1, steps // 10), size=min(20, steps // 20), replace=False
+        )
         steps_between = [10 * int(row) + int(self._random.integers(1, 10)) for row in rows]
-        self.extremes = {step: int(self._random.integers(len(self.names))) for step in steps_between}
+        self.extremes = {
+            step: int(self._random.integers(len(self.names))) for step in steps_between
+        }
         self.leaves = {steps // 3: tuple(self.layers[:4]), steps // 2: tuple(self.layers[:8])}
         self._in_bf16 = np.array([role != "weight" for _ in self.layers for role in ROLES])
         self._demoted: tuple[str, ...] = ()
@@ -64,13 +70,17 @@ class Model:
         if number in self.extremes:
             amax[self.extremes[number]] = EXTREME + number
         if number % 16 == 2:
-            self._scale = np.exp2(np.floor(np.log2(self._largest / (1.5 * amax)))).astype(np.float32)
+            self._scale = np.exp2(np.floor(np.log2(self._largest / (1.5 * amax)))).astype(
+                np.float32
+            )
         sampled = number % SAMPLED_EVERY == 0
         unknown = np.full(slots, np.nan, np.float32)
         shares = self._random.random((2, slots), dtype=np.float32) * np.float32(1e-3)
         noise = (25 + 5 * self._random.standard_normal(slots)).astype(np.float32)
         self._demoted = self.leaves.get(number, self._demoted)
-        loss = 2.0 + 9.0 * float(np.exp(-number / 2000)) + 0.05 * float(self._random.standard_normal())
+        loss = (
+            2.0 + 9.0 * float(np.exp(-number / 2000)) + 0.05 * float(self._random.standard_normal())
+        )
         norm = float(np.exp(self._random.normal(0, 0.2)))
         return StepFacts(
             number, number - 1, loss, norm, 3e-4, 1.0, True, number, 1 << 19, 1.0 + 0.02 * float(self._random.random()),
@@ -111,8 +121,15 @@ def run(work: Path, steps: int, linears: int) -> dict[str, Any]:
     screen = Console(steps, stream=open(os.devnull, "w"))  # noqa: SIM115
     telemetry = Telemetry(folder, journal, screen, TrackingConfig(drain_seconds=3600.0), linears)
     telemetry.watch(FallbackConfig())
-    tags = {"precision.requested": "fp8_hybrid", "precision.resolved": "native:fp8", "tier": "CPU", "ranks": "1"}
-    telemetry.begin(tags, {"train.steps": steps, "model.layers": linears // 4}, {"source": "made up"})
+    tags = {
+        "precision.requested": "fp8_hybrid",
+        "precision.resolved": "native:fp8",
+        "tier": "CPU",
+        "ranks": "1",
+    }
+    telemetry.begin(
+        tags, {"train.steps": steps, "model.layers": linears // 4}, {"source": "made up"}
+    )
     telemetry.ship()
     spent = np.zeros(steps)
     for number in range(1, steps + 1):
@@ -159,9 +176,14 @@ def measure(work: Path, folder: Path, model: Model, steps: int) -> dict[str, Any
                 "select max(value) from metrics where key = ? and step between ? and ?",
                 (f"fp8/{role}/amax_max", step, step + 10),
             ).fetchone()[0]
-            if told != EXTREME + step or (table[table.step == step].amax == EXTREME + step).sum() != 1:
+            if (
+                told != EXTREME + step
+                or (table[table.step == step].amax == EXTREME + step).sum() != 1
+            ):
                 missing.append(f"the extreme of step {step}: {told}")
-    told = Counter(row["code"] for row in read_rows(folder / JOURNAL, metrics=False) if row["kind"] == "event")
+    told = Counter(
+        row["code"] for row in read_rows(folder / JOURNAL, metrics=False) if row["kind"] == "event"
+    )
     if json.loads(counted) != dict(told):
         missing.append(f"events: {counted} in the store, {dict(told)} in the journal")
     return {
@@ -175,7 +197,9 @@ def measure(work: Path, folder: Path, model: Model, steps: int) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True, help="an empty folder")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--linears", type=int, default=128, help="FP8 layers; four make a block")

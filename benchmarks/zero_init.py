@@ -95,7 +95,11 @@ def lora(factor: float = 1.0) -> nn.Module:
     """The GPT, frozen, with a low-rank update of every Linear in its blocks."""
     model = build(vocab=VOCAB, dim=DIM, layers=2, heads=2, ffn=176, tied=True)
     model.requires_grad_(False)
-    names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "blocks" in name]
+    names = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear) and "blocks" in name
+    ]
     for name in names:
         parent, _, last = name.rpartition(".")
         base = model.get_submodule(name)
@@ -106,7 +110,9 @@ def lora(factor: float = 1.0) -> nn.Module:
 
 def convnet(zero: bool = True) -> nn.Module:
     """Three blocks between two Linears."""
-    return nn.Sequential(nn.Linear(DIM, DIM), *(Branch(zero) for _ in range(3)), nn.Linear(DIM, DIM))
+    return nn.Sequential(
+        nn.Linear(DIM, DIM), *(Branch(zero) for _ in range(3)), nn.Linear(DIM, DIM)
+    )
 
 
 def loss_of_tokens(model: nn.Module, step: int) -> Tensor:
@@ -116,7 +122,9 @@ def loss_of_tokens(model: nn.Module, step: int) -> Tensor:
     tokens = torch.randint(VOCAB, (8, CONTEXT + 1), generator=coin)
     follows = torch.rand(tokens.shape, generator=coin) < 0.7
     for place in range(1, CONTEXT + 1):
-        tokens[:, place] = torch.where(follows[:, place], successor[tokens[:, place - 1]], tokens[:, place])
+        tokens[:, place] = torch.where(
+            follows[:, place], successor[tokens[:, place - 1]], tokens[:, place]
+        )
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -161,7 +169,9 @@ def train(
         with torch.no_grad():
             for each in model.parameters():
                 each.copy_(torch.nextafter(each, torch.full_like(each, math.inf)))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=rate, fused=True
+    )
     left: dict[str, int] = {}
     losses: list[float] = []
     for step in range(1, steps + 1):
@@ -185,7 +195,16 @@ def starts() -> list[Row]:
             for warmup in WARMUPS:
                 losses, left = train(name, rate, warmup)
                 first, last = round(losses[0], 4), round(losses[-1], 4)
-                rows.append({"model": name, "rate": rate, "warmup": warmup, "first": first, "last": last, "left": left})
+                rows.append(
+                    {
+                        "model": name,
+                        "rate": rate,
+                        "warmup": warmup,
+                        "first": first,
+                        "last": last,
+                        "left": left,
+                    }
+                )
                 said = f"loss {first} to {last}, left: {left or 'none'}"
                 print(f"{name:<38} rate {rate:<7g} warm-up {warmup:<3}{said}", flush=True)
     return rows
@@ -197,7 +216,9 @@ def harm(name: str, rate: float, warmup: int, seeds: int) -> Row:
     for seed in range(1, seeds + 1):
         for kind in KINDS:
             course, left = train(name, rate, warmup, LONG, kind, seed)
-            early, late = (round(mean(course[place]), 4) for place in (slice(20, 40), slice(LONG - 20, LONG)))
+            early, late = (
+                round(mean(course[place]), 4) for place in (slice(20, 40), slice(LONG - 20, LONG))
+            )
             found = {"early": early, "late": late, "largest": round(max(course), 4), "left": left}
             losses[kind].append(found)
             print(f"{name}, rate {rate:g}, seed {seed}, {kind}: {found}", flush=True)
@@ -206,14 +227,18 @@ def harm(name: str, rate: float, warmup: int, seeds: int) -> Row:
         for moment in ("early", "late"):
             pairs = zip(losses[kind], losses["bf16"], strict=True)
             found = t_interval([math.log(a[moment] / b[moment]) for a, b in pairs])
-            over.setdefault(kind, {})[moment] = [round(math.exp(x), 3) for x in (found.mean, found.low, found.high)]
+            over.setdefault(kind, {})[moment] = [
+                round(math.exp(x), 3) for x in (found.mean, found.low, found.high)
+            ]
     print(f"{name}, rate {rate:g}: over bf16 {over}", flush=True)
     return {"model": name, "rate": rate, "warmup": warmup, "over bf16": over, "losses": losses}
 
 
 def main() -> None:
     """Run all, print a line each, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=6, help="of each start that is run again")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -223,7 +248,11 @@ def main() -> None:
     print(f"{len(lost)} of {len(rows)} runs with a layer that left FP8")
     found = [harm(row["model"], row["rate"], row["warmup"], given.seeds) for row in lost]
     machine = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
-    record = {"command": f"python -m benchmarks.zero_init --seeds {given.seeds}", "machine": machine, "steps": STEPS}
+    record = {
+        "command": f"python -m benchmarks.zero_init --seeds {given.seeds}",
+        "machine": machine,
+        "steps": STEPS,
+    }
     write_json(RESULTS, record | {"runs": rows, "harm": found})
 
 

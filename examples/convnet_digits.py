@@ -31,7 +31,9 @@ def main(recipe: str) -> None:
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(net.to(device))  # convolutions have no FP8: an FP8 recipe goes on to its next rung
+    model = precision.prepare(
+        net.to(device)
+    )  # convolutions have no FP8: an FP8 recipe goes on to its next rung
     print(f"{recipe} runs as {precision.plan.resolved}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     for step in range(1, STEPS + 1):
@@ -43,12 +45,16 @@ def main(recipe: str) -> None:
         optimizer.zero_grad()
         if step % 30 == 0:
             scale = outcome.loss_scale.item()
-            print(f"step {step} loss {loss.item():.4f} applied {outcome.was_applied} loss scale {scale:g}")
+            print(
+                f"step {step} loss {loss.item():.4f} applied {outcome.was_applied} loss scale {scale:g}"
+            )
     model.eval()
     with torch.no_grad(), precision.context():
         hits = (model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]).float().mean().item()
     print(f"accuracy {hits:.1%} of {HELD_OUT} digits held out")
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)")
+    print(
+        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)"
+    )
 
 
 if __name__ == "__main__":

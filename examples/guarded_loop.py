@@ -27,7 +27,9 @@ def main(recipe: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher = nn.Linear(64, 64).to(device).requires_grad_(False)
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device))
+    model = precision.prepare(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     scheduler = LinearLR(optimizer, 1.0, 0.1, STEPS)
     with Telemetry.for_precision("runs/guarded", precision, steps=STEPS, mlflow=False) as telemetry:

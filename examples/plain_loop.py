@@ -15,9 +15,13 @@ def main(recipe: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher = nn.Linear(64, 64).to(device).requires_grad_(False)
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device))
+    model = precision.prepare(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    print(f"{recipe} runs as {precision.plan.resolved}; FP8 layers: {', '.join(precision.plan.fp8_layers()) or 'none'}")
+    print(
+        f"{recipe} runs as {precision.plan.resolved}; FP8 layers: {', '.join(precision.plan.fp8_layers()) or 'none'}"
+    )
     for step in range(100):
         inputs = torch.randn(256, 64, device=device)
         with precision.context():
@@ -28,7 +32,9 @@ def main(recipe: str) -> None:
         if step % 20 == 0 or step == 99:
             print(f"step {step:3d}  loss {loss.item():.4f}  applied {outcome.was_applied}")
     stats = precision.stats()
-    for name, amax, scale in zip(stats.names, stats.amax, stats.scale, strict=True) if stats else ():
+    for name, amax, scale in (
+        zip(stats.names, stats.amax, stats.scale, strict=True) if stats else ()
+    ):
         print(f"{name:<14} amax {amax:9.3g}  scale {scale:9.3g}")
 
 

@@ -33,11 +33,17 @@ def main(recipe: str) -> None:
     precision = Precision.from_recipe(recipe)
     net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
     model = precision.prepare(net.to(device))
-    optimizer = precision.wrap(torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), max_grad_norm=1.0)
+    optimizer = precision.wrap(
+        torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), max_grad_norm=1.0
+    )
     scheduler = LinearLR(optimizer, 1.0, 0.1, STEPS)
     mlflow = find_spec("mlflow") is not None
-    with Telemetry.for_precision("runs/standard", precision, steps=STEPS, mlflow=mlflow) as telemetry:
-        guard = Guard.for_precision(precision, optimizer, keep=[scheduler], telemetry=telemetry, streams=True)
+    with Telemetry.for_precision(
+        "runs/standard", precision, steps=STEPS, mlflow=mlflow
+    ) as telemetry:
+        guard = Guard.for_precision(
+            precision, optimizer, keep=[scheduler], telemetry=telemetry, streams=True
+        )
         last = torch.zeros(())
         for step in range(STEPS):
             inputs, targets = (each.to(device) for each in batch(step))
@@ -51,7 +57,9 @@ def main(recipe: str) -> None:
         inputs, targets = (each.to(device) for each in batch(STEPS))
         with precision.evaluating():
             telemetry.validation(guard.step, nn.functional.mse_loss(model(inputs), targets).item())
-    print(f"last loss {last.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}")
+    print(
+        f"last loss {last.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}"
+    )
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

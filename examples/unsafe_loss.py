@@ -31,7 +31,9 @@ def safe(output: Tensor) -> Tensor:
 def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None:
     torch.manual_seed(0)
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).to(device))
+    model = precision.prepare(
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).to(device)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     inputs, targets = torch.rand(64, 64, device=device), torch.ones(64, 16, device=device)
     skipped, loss = 0, torch.zeros(())
@@ -44,15 +46,21 @@ def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None
         optimizer.zero_grad()
         if not outcome.was_applied:
             skipped += 1
-            print(f"  step {step}: loss {loss.item():g}, largest output {output.max().item():.0f}: update skipped")
+            print(
+                f"  step {step}: loss {loss.item():g}, largest output {output.max().item():.0f}: update skipped"
+            )
         if outcome.switch is not None:
             print(f"  step {step}: {outcome.switch.reason}")
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    print(f"{penalty.__name__}: {skipped} updates skipped, loss {loss.item():.4g}, weights finite: {finite}")
+    print(
+        f"{penalty.__name__}: {skipped} updates skipped, loss {loss.item():.4g}, weights finite: {finite}"
+    )
 
 
 if __name__ == "__main__":
     chosen = sys.argv[1] if len(sys.argv) > 1 else "fp16_scaler"
     for kind in (unsafe, safe):
         train(chosen, kind, "cuda" if torch.cuda.is_available() else "cpu")
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)")
+    print(
+        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)"
+    )

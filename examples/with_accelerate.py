@@ -44,7 +44,9 @@ def main(recipe: str) -> None:
         LinearLR(adamw, 1.0, 0.1, STEPS), max_grad_norm=1.0,
     )  # fmt: skip
     with Watch("runs/accelerate", mlflow=find_spec("mlflow") is not None) as watch:
-        watch.begin(precision, [optimizer.optimizer], [scheduler.scheduler], max_grad_norm=1.0, steps=STEPS)
+        watch.begin(
+            precision, [optimizer.optimizer], [scheduler.scheduler], max_grad_norm=1.0, steps=STEPS
+        )
         for inputs, targets in batches:
             loss = nn.functional.mse_loss(model(inputs), targets)
             accelerator.backward(loss)

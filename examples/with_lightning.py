@@ -37,7 +37,9 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 class Net(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+        self.net = nn.Sequential(
+            nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         self.last = loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -45,7 +47,9 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[dict[str, object]]]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
-        return [optimizer], [{"scheduler": LinearLR(optimizer, 1.0, 0.1, STEPS), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": LinearLR(optimizer, 1.0, 0.1, STEPS), "interval": "step"}
+        ]
 
 
 if __name__ == "__main__":

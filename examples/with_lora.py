@@ -20,8 +20,15 @@ except ModuleNotFoundError as missing:
 
 def base(folder: Path) -> Path:
     """A folder as one would have fetched it from the hub."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=256, num_key_value_heads=4, bos_token_id=0, eos_token_id=0, **sizes)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=256, num_key_value_heads=4, bos_token_id=0, eos_token_id=0, **sizes
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -29,18 +36,32 @@ def base(folder: Path) -> Path:
 def main(recipe: str, folder: Path) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(base(folder / "base"), dtype=torch.float32)
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base(folder / "base"), dtype=torch.float32
+    )
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
+    )
     precision = Precision.from_recipe(recipe)
     model = precision.prepare(model.to(device).train())  # before get_peft_model is as good
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2, fused=True)
     frozen = sum(row.reason.endswith("no weight gradient") for row in precision.plan.layers)
-    print(f"{recipe} runs as {precision.plan.resolved}: {len(precision.plan.fp8_layers())} FP8 layers, {frozen} frozen")
-    print(f"{sum(map(torch.numel, adapters)):,} of {model.num_parameters():,} parameters are trained")
-    tokens = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long().to(device)
+    print(
+        f"{recipe} runs as {precision.plan.resolved}: {len(precision.plan.fp8_layers())} FP8 layers, {frozen} frozen"
+    )
+    print(
+        f"{sum(map(torch.numel, adapters)):,} of {model.num_parameters():,} parameters are trained"
+    )
+    tokens = (
+        torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+        .long()
+        .to(device)
+    )
     for step in range(80):
-        ids = torch.stack([tokens[start : start + 64] for start in torch.randint(len(tokens) - 64, (8,)).tolist()])
+        ids = torch.stack(
+            [tokens[start : start + 64] for start in torch.randint(len(tokens) - 64, (8,)).tolist()]
+        )
         with precision.context():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         precision.backward(loss)

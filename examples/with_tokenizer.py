@@ -23,9 +23,14 @@ END = "<|endoftext|>"
 def tokenizer_of(folder: Path, path: Path) -> Path:
     """A byte-level BPE of 1,024 ids, trained on the folder's own text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train([str(file) for file in sorted(folder.rglob("*.py"))], trainer)
     tokenizer.save(str(path))
     return path
@@ -33,7 +38,9 @@ def tokenizer_of(folder: Path, path: Path) -> Path:
 
 def harness(*words: str, work: Path) -> str:
     """As in a shell: harness <words>."""
-    done = subprocess.run([sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout
@@ -41,16 +48,46 @@ def harness(*words: str, work: Path) -> str:
 
 def main(work: Path, folder: Path) -> None:
     tokenizer = tokenizer_of(folder, work / "tokenizer.json")
-    harness("data", "prepare", str(folder), "--tokenizer", str(tokenizer), "--out", "prepared", work=work)
+    harness(
+        "data",
+        "prepare",
+        str(folder),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        "prepared",
+        work=work,
+    )
     model = ("--config", "tiny", "model.args={dim: 128, layers: 2, heads: 4}")
-    sizes = ("train.steps=80", "train.global_batch=8", "train.micro_batch=4", "data.context=128", "train.lr=3e-3")
+    sizes = (
+        "train.steps=80",
+        "train.global_batch=8",
+        "train.micro_batch=4",
+        "data.context=128",
+        "train.lr=3e-3",
+    )
     files = ("data.path=prepared", "data.packing=documents", "tracking.mlflow=false")
-    told = harness("train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work)
-    print("\n".join(line for line in told.splitlines() if line.startswith(("loss", "precision", "data", "FP8"))))
-    print(harness("sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7", work=work))
+    told = harness(
+        "train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work
+    )
+    print(
+        "\n".join(
+            line
+            for line in told.splitlines()
+            if line.startswith(("loss", "precision", "data", "FP8"))
+        )
+    )
+    print(
+        harness(
+            "sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7", work=work
+        )
+    )
     print(f"peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        main(Path(scratch), Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(asyncio.__file__).parent)
+        main(
+            Path(scratch),
+            Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(asyncio.__file__).parent,
+        )

@@ -30,13 +30,18 @@ class Batches(Dataset[dict[str, Tensor]]):
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
         targets = inputs.roll(1, dims=1) * (float("nan") if step == NAN or step in RUINED else 1.0)
-        return {"x": torch.cat([inputs[:1] * 2.0 ** (15 * (step in LARGE)), inputs[1:]]), "labels": targets}
+        return {
+            "x": torch.cat([inputs[:1] * 2.0 ** (15 * (step in LARGE)), inputs[1:]]),
+            "labels": targets,
+        }
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+        self.net = nn.Sequential(
+            nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64)
+        )
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         self.last = nn.functional.mse_loss(self.net(x), labels)
@@ -60,5 +65,7 @@ if __name__ == "__main__":
         precision=sys.argv[1] if len(sys.argv) > 1 else "fp8_hybrid",
     )  # fmt: skip
     trainer.train()
-    print(f"last loss {model.last.item()!r}, demoted: {', '.join(trainer.harness.demoted) or 'none'}")
+    print(
+        f"last loss {model.last.item()!r}, demoted: {', '.join(trainer.harness.demoted) or 'none'}"
+    )
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")

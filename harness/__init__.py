@@ -16,7 +16,11 @@ leave_out_noise()
 
 __all__ = ["Guard", "Precision", "Telemetry"]
 
-_HOMES = {"Guard": "harness.guard", "Precision": "harness.precision.api", "Telemetry": "harness.telemetry"}
+_HOMES = {
+    "Guard": "harness.guard",
+    "Precision": "harness.precision.api",
+    "Telemetry": "harness.telemetry",
+}
 
 
 def __getattr__(name: str) -> Any:

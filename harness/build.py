@@ -1,4 +1,8 @@
-"""Composition root: with monitors/registry.py the only file that names concrete classes. From a config to a Run."""
+"""Composition root: builds a Run from a config. Only this file and monitors/registry.py name concrete classes.
+
+In the order of a start: `join_worker`, `build_data`, `build_plan` (with the model), `build_task`, `open_store`,
+`read_ledger`, `open_telemetry`, `build_run`. tools/train.py calls them.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,10 @@ from harness.core.files import harness_version
 from harness.core.memory import free_memory
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
-from harness.data.batches import Prefetched, TokenBatches, Watch, check_world
+from harness.data.batches import TokenBatches, check_world
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.mixture import Mixture, prepare_mixture
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
@@ -45,7 +50,12 @@ from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
 from harness.precision.compiling import check_compile, compile_blocks
-from harness.precision.convert import autocast_dtype, build_backend, check_half_weights, monitor_context
+from harness.precision.convert import (
+    autocast_dtype,
+    build_backend,
+    check_half_weights,
+    monitor_context,
+)
 from harness.precision.loss_scale import LossScale, build_loss_scale
 from harness.precision.plan import Plan, agree_on_rung, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
@@ -62,29 +72,52 @@ ENGINES: dict[str, type[TorchEngine] | type[DeepSpeedEngine]] = {
     "ddp": TorchEngine,
     "deepspeed": DeepSpeedEngine,
 }
-"""By their names in `engine.name`; what an engine needs and can do is declared in its class."""
+"""Engines by their names in `engine.name`. Each class declares what the engine needs and can do."""
+
+
+RunData = TokenBatches | Prefetched | DatasetBatches
+"""What `build_data` gives; all of them are `core.protocols.Batches`."""
 
 
 def choose_engine(name: str, launcher: str, launch: Launch) -> str:
-    """The key in ENGINES for `engine.name`; auto: DeepSpeed under its own launcher, else torch's engines by ranks.
+    """The key in ENGINES for `engine.name`.
 
-    launcher: "python", "torchrun" or "deepspeed". Raises ConfigError if the processes there are do not fit `name`.
+    auto: DeepSpeed under its own launcher, DDP for several ranks, else one process.
+    launcher: "python", "torchrun" or "deepspeed".
+
+    Raises ConfigError if `name` does not fit the processes that were started.
     """
     if name == "auto":
-        return "deepspeed" if launcher == "deepspeed" else "ddp" if launch.world_size > 1 else "single"
+        if launcher == "deepspeed":
+            return "deepspeed"
+        return "ddp" if launch.world_size > 1 else "single"
     where = f"engine.name={name}"
     if name == "single" and launch.world_size > 1:
-        what, fix = f"{launch.world_size} ranks were started", "set engine.name to auto, or start one process"
+        what, fix = (
+            f"{launch.world_size} ranks were started",
+            "set engine.name to auto, or start one process",
+        )
         raise ConfigError(Problem(what, where, "each of them would train a model of its own", fix))
     if name != "single" and not launch.launched:
         fix = "torchrun --nproc-per-node N launch/train.py ..., or engine.name=auto"
-        raise ConfigError(Problem("no launcher started this process", where, "it has nobody to share work with", fix))
+        raise ConfigError(
+            Problem(
+                "no launcher started this process", where, "it has nobody to share work with", fix
+            )
+        )
     return name
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This process among its peers and on its machine. engine: its key in ENGINES."""
+    """This process among the other ranks, and on its machine.
+
+    launch: what the launcher says of this process.
+    engine: its key in ENGINES.
+    device: where it trains.
+    facts: cards and libraries of this machine.
+    group: this rank of the process group.
+    """
 
     launch: Launch
     engine: str
@@ -92,13 +125,21 @@ class Worker:
     facts: MachineFacts
     group: ProcessGroup
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0, the only one that writes the run's files and speaks on the screen."""
+        return self.group.rank == 0
+
 
 def join_worker(config: RunConfig, launcher: str) -> Worker:
     """Look at the machine and join the process group.
 
-    launcher: "python", "torchrun" or "deepspeed". Raises MachineError if there is a GPU that torch cannot use, or the
-    engine cannot start; ConfigError if it does not fit the launcher, or the batch does not divide over the ranks.
+    launcher: "python", "torchrun" or "deepspeed".
+
+    Raises MachineError if torch cannot use the GPU that is here, or the engine cannot start; ConfigError if the engine
+    does not fit the launcher, or the batch does not divide over the ranks.
     """
+    # Everything that one process can find out alone.
     facts = probe()
     problems = check_usable(facts)
     launch = read_launch()
@@ -107,18 +148,22 @@ def join_worker(config: RunConfig, launcher: str) -> Worker:
     problems += ENGINES[engine].lacking("cuda" if facts.cuda_available else "cpu")
     if problems:
         raise MachineError(problems)
+
+    # Settings of this process, before it computes anything.
     if config.engine.deterministic:
         _choose_deterministic_kernels()
     _set_threads(config.train.threads, launch)
+
+    # Meet the other ranks.
     device = choose_device(launch)
     join(launch, device, config.engine.timeout_seconds)
     return Worker(launch, engine, device, facts, ProcessGroup(device))
 
 
 def _choose_deterministic_kernels() -> None:
-    """Of this process, before it first multiplies on a GPU: cuBLAS reads its workspace's size from the environment.
+    """Use only deterministic kernels in this process. An operation without one raises RuntimeError, naming itself.
 
-    An operation that has no such kernel raises RuntimeError, which names it.
+    Call it before the first multiplication on a GPU: cuBLAS then reads the size of its workspace from the environment.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -126,7 +171,10 @@ def _choose_deterministic_kernels() -> None:
 
 
 def _set_threads(threads: int, launch: Launch) -> None:
-    """CPU threads of this rank. Ranks that share cores must not oversubscribe them: that costs 10x and more."""
+    """Set the CPU threads of this rank. 0: an equal share of the cores, unless OMP_NUM_THREADS is set.
+
+    Ranks that oversubscribe the cores they share are 10 times slower and more.
+    """
     if threads == 0 and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // launch.local_world_size)
     if threads:
@@ -140,51 +188,65 @@ def build_plan(
     earlier: Mapping[str, Any] | None = None,
     strict: bool = False,
 ) -> tuple[Plan, nn.Module]:
-    """The model with its initial weights (a function of train.seed alone) and the plan for it.
+    """The plan, and the model that it is for, with its initial weights (a function of train.seed alone). Collective.
 
-    earlier: plan.json of the run that is resumed. strict: no rung is passed over because the model cannot use it.
+    earlier: plan.json of the run that is resumed.
+    strict: take the rung that the ranks agree on, even if the model has nothing to run on it.
+
+    Raises ConfigError if engine, optimizer or model do not fit the rung.
     """
     engine = ENGINES[worker.engine]
-    built: list[nn.Module] = []
+    built: list[
+        nn.Module
+    ] = []  # empty, or the model: it is built once, for the first rung that is tried
 
-    def on(rung: Rung, told: list[RungVerdict]) -> Plan:
+    def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
+        # What does not fit the rung is refused before the model takes its time and memory.
         problems = engine.refusals(config.engine, rung.precision, worker.device.type)
-        problems += check_half_weights(recipe, rung) if engine.owns_loss_scale else []
-        problems += [] if engine.any_optimizer else refused_by(worker.engine, config.train)
+        if engine.owns_loss_scale:
+            problems += check_half_weights(recipe, rung)
+        if not engine.any_optimizer:
+            problems += refused_by(worker.engine, config.train)
         if problems:
             raise ConfigError(problems)
+
         if not built:
             seed_everything(config.train.seed)
             built.append(build_model(config.model).to(worker.device))
         model = built[0]
-        if config.engine.compile == "blocks" and (problems := check_compile(rung, model, worker.device)):
+        if config.engine.compile == "blocks" and (
+            problems := check_compile(rung, model, worker.device)
+        ):
             raise ConfigError(problems)
-        plan = make_plan(recipe, worker.facts, rung, told, model)
+
+        plan = make_plan(recipe, worker.facts, rung, verdicts, model)
         tokens = config.train.micro_batch * config.data.context
         return probe_layers(plan, recipe, worker.facts, worker.device, tokens, earlier)
 
     if strict:
-        plan = on(*agree_on_rung(recipe, worker.facts, worker.device))
+        plan = plan_for(*agree_on_rung(recipe, worker.facts, worker.device))
     else:
-        plan = take_rung(recipe, worker.facts, worker.device, on)
+        plan = take_rung(recipe, worker.facts, worker.device, plan_for)
     return plan, built[0]
 
 
-def build_data(
-    config: RunConfig, folder: Path, worker: Worker, read_only: bool = False
-) -> TokenBatches | Prefetched | DatasetBatches:
-    """The run's data. A data set of the user's own is opened by every rank, and must be the same for all; of tokens
-    rank 0 describes and checks them, the others open what it described.
+def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> RunData:
+    """The run's data, opened and checked. Collective.
 
-    read_only: nothing is written into `folder`, which describes them already; what is read is checked all the same.
+    Rank 0 prepares them and writes their description into `folder`; then the other ranks open what it describes.
+
+    read_only: for a folder that has the description already: nothing is written. What is read is still checked.
     """
     train, wanted, watch = config.train, config.data, Watch()
-    lead = worker.group.rank == 0 and not read_only
+    lead = worker.is_lead and not read_only
+
+    # A data set of the user's own: every rank calls its constructor, and all must get the same samples.
     if wanted.target is not None:
         own = open_dataset(config, folder) if lead else None
         worker.group.barrier()
         return own or open_dataset(config, folder, read_only=True)
 
+    # Tokens, of one source or of a mixture.
     def read(lead: bool) -> list[TokenData]:
         if wanted.mixture:
             return prepare_mixture(wanted, folder, lead, watch)
@@ -193,32 +255,44 @@ def build_data(
     data = read(lead=True) if lead else []
     worker.group.barrier()
     data = data or read(lead=False)
+
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
-    parts = [TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents") for each in data]
+    parts = [
+        TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents")
+        for each in data
+    ]
     if wanted.mixture:
-        return Prefetched(Mixture(parts, [part.weight for part in wanted.mixture], train.seed, *sizes), watch)
-    # A snapshot of text is small, and read at the speed of memory.
-    return parts[0] if data[0].is_snapshot else Prefetched(parts[0], watch)
+        weights = [part.weight for part in wanted.mixture]
+        return Prefetched(Mixture(parts, weights, train.seed, *sizes), watch)
+    # A snapshot of text is small and reads at the speed of memory: nothing to prefetch.
+    if data[0].is_snapshot:
+        return parts[0]
+    return Prefetched(parts[0], watch)
 
 
-_LOOKED_AT = 8
+_MASK_SEARCH = 8
 """Micro-batches of the first window that are searched for labels of -100."""
 
 
 def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
-    """The model's loss, tried on one sample of the data before anything is converted, and what to tell of its unit.
+    """The model's loss, tried on one sample of the data before anything is converted.
 
-    Raises ConfigError as `Task.try_on`, and where labels of -100 in the first micro-batches would be trained on.
+    Also returns a warning if the loss is not in the unit that the data promise; else it is empty.
+
+    Raises ConfigError as `Task.try_on`, and if labels of -100 in the first micro-batches would be trained on.
     """
     task = Task(model, config.model.target, data.unit)
-    # As one of as many ranks as there are micro-batches: no more than that one is read.
+    # With as many ranks as there are micro-batches, each rank has one: only the micro-batches looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
-    first = (data.micro_batches(data.window(0), rank, ranks)[0] for rank in range(min(ranks, _LOOKED_AT)))
-    half = autocast_dtype(plan)
-    batch = next(first)
+    batches = (
+        data.micro_batches(data.window(0), rank, ranks)[0]
+        for rank in range(min(ranks, _MASK_SEARCH))
+    )
+    autocast = autocast_dtype(plan)
+    first = next(batches)
     if data.masked:
-        task.try_masks(model, chain([batch], first), half)
-    return task, task.try_on(model, batch, half)
+        task.try_masks(model, chain([first], batches), autocast)
+    return task, task.try_on(model, first, autocast)
 
 
 def build_run(
@@ -234,9 +308,11 @@ def build_run(
     store: Store,
     task: Task | None = None,
 ) -> Run:
-    """Wire every room together. Parameters keep their identity from `model` to the optimizer. task: of `build_task`;
-    None: one that was not tried on the data."""
-    # What is counted and doubted is of the model as it was built.
+    """Wire every room together. Collective. Parameters keep their identity from `model` to the optimizer.
+
+    task: of `build_task`; None: one that was not tried on the data.
+    """
+    # What depends on the model as it was built, before it is converted.
     if text := too_high(model, config.train):
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
@@ -245,25 +321,30 @@ def build_run(
     flops = _flops(config, worker, card, model, task, data)
     fp8_weights = plan.fp8_weights(model)
 
-    # From here on the model computes as planned, and an engine owns its update.
+    # Convert the model to compute as planned, and give its update to an engine.
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
 
-    # What watches the run, and all that a resume needs of it.
+    # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
     context = monitor_context(
-        recipe, backend, worker.facts, worker.device, loss_scale is not None, leaves_fp16=own_scale is not None
+        recipe,
+        backend,
+        worker.facts,
+        worker.device,
+        loss_scale is not None,
+        leaves_fp16=own_scale is not None,
     )
-    monitors = build_monitors(_of_this_run(context, config, data, task))
+    monitors = build_monitors(_with_run(context, config, data, task))
     state = TrainState(_parts(engine, backend, monitors, own_scale), ledger)
     if isinstance(data, Prefetched):
         data.tell = lambda text: telemetry.tell(state.step, "data.slow", text)
     telemetry.layers = len(backend.layers)
     telemetry.watch(recipe.fallback)
 
-    # How it is saved, stopped, judged and taken back.
+    # Saving, stopping, judging and rolling back.
     stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
     saver = Saver(
         store,
@@ -290,7 +371,11 @@ def build_run(
         comparison=RankComparison.of(config.guard, model, engine.device),
         seed=config.train.seed,
     )
-    recorder = FlightRecorder(folder, store, surroundings(config, worker, engine)) if engine.rank == 0 else None
+    recorder = (
+        FlightRecorder(folder, store, surroundings(config, worker, engine))
+        if engine.rank == 0
+        else None
+    )
     return Run(
         config=config,
         folder=folder,
@@ -312,8 +397,10 @@ def build_run(
     )
 
 
-def _of_this_run(context: MonitorContext, config: RunConfig, data: Batches, task: Task) -> MonitorContext:
-    """`context`, of a model, with what monitors may ask of the run as well."""
+def _with_run(
+    context: MonitorContext, config: RunConfig, data: Batches, task: Task
+) -> MonitorContext:
+    """`context`, which describes the model, with what monitors may ask about the run."""
     return replace(
         context,
         guard=config.guard,
@@ -327,9 +414,12 @@ def _of_this_run(context: MonitorContext, config: RunConfig, data: Batches, task
 
 
 def _parts(
-    engine: Engine, backend: PrecisionBackend, monitors: Sequence[Monitor], loss_scale: LossScale | None
+    engine: Engine,
+    backend: PrecisionBackend,
+    monitors: Sequence[Monitor],
+    loss_scale: LossScale | None,
 ) -> dict[str, Stateful]:
-    """The parts of the TrainState. loss_scale: where the engine has none of its own."""
+    """The parts of the TrainState. loss_scale: None where there is none, or the engine keeps its own."""
     parts: dict[str, Stateful] = {
         **engine.parts(),
         "fp8": backend,
@@ -341,9 +431,17 @@ def _parts(
     return parts
 
 
-def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Module, task: Task, data: Batches) -> float:
-    """FLOPs of training on one sample, NaN where no peak is known to hold them against. The model is as it was built:
-    what is counted must not depend on how it is computed.
+def _flops(
+    config: RunConfig,
+    worker: Worker,
+    card: Card | None,
+    model: nn.Module,
+    task: Task,
+    data: Batches,
+) -> float:
+    """FLOPs of training on one sample; NaN without a card whose peak they could be compared with.
+
+    model: as it was built, not converted: the count must not depend on the precision.
     """
     if card is None:
         return math.nan
@@ -352,13 +450,14 @@ def _flops(config: RunConfig, worker: Worker, card: Card | None, model: nn.Modul
 
 
 def _card(worker: Worker) -> Card | None:
-    """The datasheet of the ranks' card; None if there is none here, or they have different ones. Collective."""
-    names = set(gather_texts(worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""))
+    """The datasheet of the card that all ranks have; None if there is none, or they have different ones. Collective."""
+    here = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""
+    names = set(gather_texts(here))
     return card_named(names.pop()) if len(names) == 1 else None
 
 
 def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
-    """See `Run.ideal`. Once the backend has said whether float32 products may use TF32."""
+    """See `Run.ideal`. Call it after the backend is built, which sets whether float32 products may use TF32."""
     if card is None or not math.isfinite(flops):
         return {}
     peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
@@ -367,41 +466,55 @@ def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[
 
 
 def surroundings(config: RunConfig, worker: Worker, engine: Engine) -> Surroundings:
-    """Where a run's steps are computed: part of every flight record."""
+    """Recipe, ranks, engine and card of a run: part of every repro bundle."""
     card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
     return Surroundings(config.recipe, engine.world_size, engine.name, card)
 
 
 def open_store(folder: Path, worker: Worker) -> Store:
-    """The run's checkpoints; only rank 0 may write."""
+    """The store of the run's checkpoints; only rank 0 may write."""
     return Store(
         folder / "checkpoints",
         {"torch": str(torch.__version__), "hopper-harness": harness_version()},
-        readonly=worker.group.rank != 0,
+        readonly=not worker.is_lead,
     )
 
 
 def open_telemetry(
-    config: RunConfig, folder: Path, worker: Worker, screen: Console, attempt: int = 1, resume_step: int | None = None
+    config: RunConfig,
+    folder: Path,
+    worker: Worker,
+    screen: Console,
+    attempt: int = 1,
+    resume_step: int | None = None,
 ) -> Telemetry:
-    """The run's journal and screen on rank 0; other ranks write into nothing."""
-    lead = worker.group.rank == 0
-    journal = Journal(folder / JOURNAL if lead else Path(os.devnull), attempt, resume_step if lead else None)
-    return Telemetry(folder if lead else None, journal, screen, config.tracking)
+    """The run's telemetry: journal and screen on rank 0, nothing on other ranks.
+
+    attempt: of the ledger. resume_step: first step of a resume, None for a new run.
+    """
+    if worker.is_lead:
+        journal = Journal(folder / JOURNAL, attempt, resume_step)
+        return Telemetry(folder, journal, screen, config.tracking)
+    journal = Journal(Path(os.devnull), attempt, None)
+    return Telemetry(None, journal, screen, config.tracking)
 
 
 def read_ledger(folder: Path, worker: Worker, store: Store) -> RunLedger:
-    """What earlier rollbacks of this run decided, the same on every rank; one that a kill cut short is completed."""
+    """What earlier rollbacks of this run decided. Completes a rollback that a kill interrupted. Collective."""
+    # Every rank reads the ledger before rank 0 changes it.
     ledger = load_ledger(folder)
     worker.group.barrier()
-    if worker.group.rank == 0:
+    if worker.is_lead:
         finish_rollback(ledger, store, lambda current: save_ledger(folder, current))
     ledger.return_to = 0
     return ledger
 
 
-def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Staging | None:
-    """Where a save is copied to, on the rank that saves, if a quarter of the free memory holds it."""
+def _staging(
+    config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
+) -> Staging | None:
+    """Memory that background saves copy the state to. None on ranks that do not save, and if the copy would take more
+    than a quarter of the free memory."""
     if engine.rank != 0 or not config.checkpoint.background:
         return None
     size = state_bytes(model, optimizer_bytes(model, config.train))
@@ -414,8 +527,10 @@ def _staging(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Tel
     return staging
 
 
-def _snapshots(config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry) -> Snapshots | None:
-    """Snapshots in memory, if the guard takes them and every rank has room for them."""
+def _snapshots(
+    config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
+) -> Snapshots | None:
+    """Snapshots in memory; None if the guard takes none, or a rank has no room for them. Collective."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
     size = state_bytes(model, optimizer_bytes(model, config.train))
@@ -435,5 +550,11 @@ def _build_engine(
     if text := waits_for(optimizer):
         telemetry.tell(0, "train.optimizer_waits", text)
     return ENGINES[worker.engine].build(
-        config, model, optimizer, Schedule.of(train), loss_scale, autocast_dtype(plan), worker.device
+        config,
+        model,
+        optimizer,
+        Schedule.of(train),
+        loss_scale,
+        autocast_dtype(plan),
+        worker.device,
     )

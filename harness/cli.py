@@ -30,9 +30,18 @@ _LEAD_SPEAKS_SECONDS = 5.0
 
 # name: its file, and what it does.
 COMMANDS = {
-    "train": ("tools.start", "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed."),
-    "inspect": ("report.inspect", "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches."),
-    "explain": ("report.explain", "Say what a code of the guard means and what to do, or what happened in a run."),
+    "train": (
+        "tools.start",
+        "Train. Alone: one process; under torchrun: DDP; under deepspeed: DeepSpeed.",
+    ),
+    "inspect": (
+        "report.inspect",
+        "Show a run's FP8 slots: amax, scale, saturation, underflow, history, switches.",
+    ),
+    "explain": (
+        "report.explain",
+        "Say what a code of the guard means and what to do, or what happened in a run.",
+    ),
     "replay": (
         "tools.replay",
         "Run one step of a run again and say where it went bad: module, tensor, sample, and whether in fp32 too.",
@@ -47,8 +56,14 @@ COMMANDS = {
         "tools.estimate",
         "Predict memory and speed of a run on a card that need not be there. Nothing runs on a GPU.",
     ),
-    "data": ("tools.data", "Make files of token ids of text, once for many runs: harness data prepare."),
-    "export": ("tools.export", "Write a run's weights for others (Hugging Face, safetensors), with a model card."),
+    "data": (
+        "tools.data",
+        "Make files of token ids of text, once for many runs: harness data prepare.",
+    ),
+    "export": (
+        "tools.export",
+        "Write a run's weights for others (Hugging Face, safetensors), with a model card.",
+    ),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
     "sync": ("tools.sync", "Deliver what MLflow has not got of a run's journal."),
     "verify": ("tools.verify", "Check every byte of a run's checkpoints against their manifests."),
@@ -129,7 +144,9 @@ def _single(name: str) -> typer.Typer:
     def run(**arguments: Any) -> None:
         _guarded(lambda: command(**arguments), trains=name == "train")
 
-    single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    single = typer.Typer(
+        rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False
+    )
     single.command(name, help=text)(run)
     return single
 

@@ -60,7 +60,11 @@ class Guard:
     """
 
     def __init__(
-        self, judge: Judge, telemetry: Telemetry, memory: Snapshots | None = None, disk: Recovery | None = None
+        self,
+        judge: Judge,
+        telemetry: Telemetry,
+        memory: Snapshots | None = None,
+        disk: Recovery | None = None,
     ) -> None:
         self.judge, self.telemetry, self.memory, self.disk = judge, telemetry, memory, disk
         self.state: TrainState = judge.state
@@ -106,31 +110,55 @@ class Guard:
             keep = [keep]  # a module may be gone through, too
         parts |= {f"kept.{number}": each for number, each in enumerate(keep)}
         problems = [
-            Problem(f"{type(each).__name__} lacks state_dict or load_state_dict", "Guard.for_precision", fix="wrap it")
+            Problem(
+                f"{type(each).__name__} lacks state_dict or load_state_dict",
+                "Guard.for_precision",
+                fix="wrap it",
+            )
             for each in parts.values()
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
         ]
         if ready.guarded or ready.state.step:
-            what = "the model has a guard already" if ready.guarded else "the model has trained already"
+            what = (
+                "the model has a guard already"
+                if ready.guarded
+                else "the model has trained already"
+            )
             fix = "make one Guard for each Precision, before its first step and before load_state_dict"
             problems.append(Problem(what, "Guard.for_precision", fix=fix))
         if ready.told if telemetry is None else not telemetry.is_of(precision):
-            what = "the model's Telemetry is not given" if telemetry is None else "this Telemetry is another model's"
-            problems.append(Problem(what, "Guard.for_precision", fix="telemetry=..., made for this Precision"))
+            what = (
+                "the model's Telemetry is not given"
+                if telemetry is None
+                else "this Telemetry is another model's"
+            )
+            problems.append(
+                Problem(what, "Guard.for_precision", fix="telemetry=..., made for this Precision")
+            )
         if not max_grad_norm > 0:
             fix = "over 0, or none for no clipping"
-            problems.append(Problem(f"max_grad_norm is {max_grad_norm}", "Guard.for_precision", fix=fix))
+            problems.append(
+                Problem(f"max_grad_norm is {max_grad_norm}", "Guard.for_precision", fix=fix)
+            )
         if problems:
             raise MisuseError(problems)
         config = validate(GuardConfig, settings, "Guard.for_precision")
-        fixed = [each for each in chosen if any(group.get("lr") is None for group in each.param_groups)]
+        fixed = [
+            each for each in chosen if any(group.get("lr") is None for group in each.param_groups)
+        ]
         if fixed and config.rollback_lr_factor != 1:
             what = f"rollback_lr_factor: {type(fixed[0]).__name__} has no learning rate that could be lowered"
-            raise MisuseError(Problem(what, "Guard.for_precision", fix="rollback_lr_factor=1, or an optimizer with lr"))
+            raise MisuseError(
+                Problem(
+                    what, "Guard.for_precision", fix="rollback_lr_factor=1, or an optimizer with lr"
+                )
+            )
         chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
         healthy = validate(CheckpointConfig, chosen_steps, "Guard.for_precision").healthy_steps
         telemetry = telemetry or Telemetry.for_precision(None, precision)
-        if text := unwatched(config.enabled, ready.context.fallback.enabled, bool(ready.context.layers)):
+        if text := unwatched(
+            config.enabled, ready.context.fallback.enabled, bool(ready.context.layers)
+        ):
             telemetry.tell(0, "precision.unwatched", text)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
         comparison = RankComparison.of(config, ready.model, ready.device)
@@ -139,7 +167,9 @@ class Guard:
             ready.state.parts["model"] = ModelPart(ready.model)
             ready.state.parts |= {name: ExternalState(name, each) for name, each in parts.items()}
             ready.state.state_dict()  # refuses now what cannot be kept
-            trained = sum(param.numel() for param in ready.model.parameters() if param.requires_grad)
+            trained = sum(
+                param.numel() for param in ready.model.parameters() if param.requires_grad
+            )
             size = state_bytes(ready.model, _MOMENT_BYTES * trained)
             memory = room_for_snapshots(size, healthy, ready.device, telemetry)
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
@@ -155,16 +185,27 @@ class Guard:
         Collective under a process group.
         """
         precision = self._precision
-        assert precision is not None, "for loops with harness.Precision; ours takes arrived, observe and act"
+        assert precision is not None, (
+            "for loops with harness.Precision; ours takes arrived, observe and act"
+        )
         if not self.pending or self.pending[-1] is self._seen:
             fix = "call it once after every precision.step()"
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
-        if self._loaded != precision.prepared.loaded:  # the loop went back by itself: what is in memory is not its past
-            self._loaded, self.telemetry.attempt = precision.prepared.loaded, self.state.ledger.attempt
+        if (
+            self._loaded != precision.prepared.loaded
+        ):  # the loop went back by itself: what is in memory is not its past
+            self._loaded, self.telemetry.attempt = (
+                precision.prepared.loaded,
+                self.state.ledger.attempt,
+            )
             if self.memory is not None:
                 self.memory.clear()
-        groups = [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [
+            len(group["params"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
         if self._groups not in (None, groups) and self.memory is not None:
             self.memory.clear()  # an optimizer that grew cannot be put back to what it was
         self._groups = groups
@@ -196,7 +237,11 @@ class Guard:
     def begin(self) -> None:
         """Carry out the switches that are due before the next step. Harmless twice."""
         for step, switch in self.judge.switch_due():
-            moved = {"demote": list(switch.demote), "promote": list(switch.promote), "lowered": switch.whole_run_to}
+            moved = {
+                "demote": list(switch.demote),
+                "promote": list(switch.promote),
+                "lowered": switch.whole_run_to,
+            }
             self.telemetry.event(step, "precision.switched", **moved)
 
     def arrived(self, keep: int) -> StepFacts | None:
@@ -229,7 +274,9 @@ class Guard:
             if target is None:
                 action = Halt(str(self._nothing_to_return_to(step, action)))
             else:
-                self.telemetry.screen.event(f"step {step}: rolled back to step {target}: {action.reason}")
+                self.telemetry.screen.event(
+                    f"step {step}: rolled back to step {target}: {action.reason}"
+                )
         if isinstance(action, Halt):
             if action.fix and self._precision is not None:
                 action = replace(action, fix=_FIX_IN_A_LOOP)
@@ -252,9 +299,17 @@ class Guard:
             return
         try:
             self.memory.take(self.state.step, *self.state.state_dict())
-        except (MisuseError, MemoryError, OSError) as error:  # an optimizer makes its state as it goes
+        except (
+            MisuseError,
+            MemoryError,
+            OSError,
+        ) as error:  # an optimizer makes its state as it goes
             self.memory = None
-            what = error.problems[0].what if isinstance(error, MisuseError) else f"no room for a copy ({error})"
+            what = (
+                error.problems[0].what
+                if isinstance(error, MisuseError)
+                else f"no room for a copy ({error})"
+            )
             self.telemetry.tell(self.state.step, "snapshot.off", f"{what}: nothing to roll back to")
 
     def _roll_back(self, step: int, action: Rollback) -> int | None:
@@ -294,13 +349,19 @@ class Guard:
     def _nothing_to_return_to(self, step: int, action: Rollback) -> Problem:
         """Why a rollback could not be done, for the post-mortem."""
         if self.disk is None:
-            why = "a snapshot is good once healthy steps enough followed it; each serves one rollback"
+            why = (
+                "a snapshot is good once healthy steps enough followed it; each serves one rollback"
+            )
             if self.memory is None:
-                why = "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
+                why = (
+                    "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
+                )
             if action.from_disk:
                 why = "ranks that differ have no state in common"
             fix = "go on from a checkpoint of your own, with a lower learning rate"
-            return Problem(f"step {step}: {action.reason}; and no snapshot is good", "guard", why, fix)
+            return Problem(
+                f"step {step}: {action.reason}; and no snapshot is good", "guard", why, fix
+            )
         return Problem(
             f"step {step}: {action.reason}; and no checkpoint is good yet",
             "guard",

@@ -1,6 +1,16 @@
-"""A run: the pieces that `build` put together, one training step of it, its validation, and the loop.
+"""A run: the parts that `build` put together, one training step, the validation, and the loop.
 
-The loop steps, judges one step later, and acts; it saves and validates on drained boundaries.
+One step, in order, with the file that does it:
+
+1. forward and backward: `train_step`, here
+2. gate, update, and the step's figures on their way to the host: core/update.py, `finish_step`
+3. one step later the figures arrive: guard.py, `Guard.arrived`
+4. judgement: guard.py, `Guard.observe`, which asks monitors/responder.py, `Judge.observe`
+5. record: telemetry.py, `Telemetry.record`
+6. action, such as a rollback: guard.py, `Guard.act`
+
+Judging one step later keeps the device busy: the host reads the figures of a step while the next one runs. Before a
+save, a validation and the end all steps are judged.
 """
 
 from __future__ import annotations
@@ -9,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +29,7 @@ from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ExitCode
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
-from harness.core.health import check_batch, harmless, name_faults
+from harness.core.health import Fault, check_batch, harmless, name_faults
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, finish_step, peak_memory, to_device
@@ -38,26 +48,34 @@ if TYPE_CHECKING:
 
 
 class Loss(Protocol):
-    """The task's loss: mean over the targets that have one, 0-d. vocab_size: of tokens, classes: of labels, None if
-    nothing tells."""
+    """The loss of a model on a batch.
+
+    vocab_size: number of token ids; None if not known.
+    classes: number of label classes; None if not known.
+    """
 
     vocab_size: int | None
     classes: int | None
 
-    def loss(self, module: nn.Module, batch: Batch) -> Tensor: ...
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Mean over the targets that are not masked, 0-d."""
+        ...
 
     def count(self, batch: Batch) -> int:
-        """Targets that the loss is a mean over; samples, where there are none."""
+        """Number of targets that the loss is a mean over; of samples, for data without targets."""
         ...
 
     def judged(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The loss, and how many labels the model hits, None where that means nothing."""
+        """The loss, and the number of labels that the model predicts; None where there is no one class a sample."""
         ...
 
 
 class Validation(NamedTuple):
-    """loss: mean over all ranks' targets that have one. accuracy: share of labels that are hit, None where labels are
-    not one class a sample."""
+    """Result of a validation over the samples of all ranks.
+
+    loss: mean over the targets that are not masked.
+    accuracy: share of labels predicted; None where labels are not one class a sample.
+    """
 
     loss: float
     accuracy: float | None = None
@@ -65,14 +83,29 @@ class Validation(NamedTuple):
 
 @dataclass
 class Run:
-    """Everything `train_step` and the loop touch.
+    """Everything that `train_step` and the loop use.
 
-    stats_every: one of so many steps samples underflow and SQNR. watch: None unless something was compiled.
-    keep_flight: keeps what a re-run of a bad step needs (its facts, samples, codes of verdicts, and the ledger), and
-    says whether it begins a streak of bad ones; raises OSError; None but on rank 0. ideal: seconds that a sample's
-    matrix products take on all ranks at the cards' peak, by precision (RUNG: the rung's own); empty where it is not
-    known. fp8_weights: see `Plan.fp8_weights`. replay_told: the user has seen how to find out what made a step bad;
-    validation_told: that samples of the validation are bad.
+    config: of the run.
+    folder: where the run writes.
+    engine: owns the wrapped model, gradients and optimizer; collectives of the ranks.
+    precision: computes layers as planned, and owns the FP8 scales.
+    task: the loss.
+    data: windows and micro-batches.
+    state: everything that a resume needs.
+    guard: judges steps and acts on what it finds.
+    telemetry: journal, screen, MLflow and report.
+    recovery: saves and loads checkpoints.
+    stop: whether this process was asked to stop.
+    forward_clock: time of the forwards of a step, to compare ranks.
+    stats_every: one of so many steps samples underflow and SQNR.
+    watch: reports compiled code that fell back to eager; None if nothing was compiled.
+    keep_flight: keeps the repro bundle of a bad step, from its facts, samples, codes of verdicts and the ledger.
+        Returns whether this step begins a streak of bad ones; raises OSError. None on ranks other than 0.
+    ideal: precision (RUNG: the rung's own) -> seconds that the matrix products of a sample take on all ranks at the
+        cards' peak; empty if the peak is not known.
+    fp8_weights: see `Plan.fp8_weights`.
+    replay_suggested: whether the user has been shown the command that finds out what made a step bad.
+    bad_validation_logged: whether bad samples of the validation have been logged.
     """
 
     config: RunConfig
@@ -92,44 +125,55 @@ class Run:
     keep_flight: KeepFlight | None = None
     ideal: Mapping[str, float] = field(default_factory=dict[str, float])
     fp8_weights: Mapping[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
-    replay_told: bool = False
-    validation_told: bool = False
+    replay_suggested: bool = False
+    bad_validation_logged: bool = False
 
 
 RUNG = "rung"
+# Larger than any number of ranks, so that no rank gets the random numbers of another rank's window.
 _SEED_STRIDE = 1_000_003
 
 
 class Share(NamedTuple):
-    """What one rank computes of a window: its micro-batches, with that rank's random numbers."""
+    """One rank's part of a window: its micro-batches, computed with that rank's random numbers."""
 
     rank: int
     batches: Sequence[Batch]
 
 
-def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None) -> InFlight:
-    """Train on one window; the update is applied unless, on any rank, the samples are unfit to train on, or loss or
-    gradients are not finite or over the step's limits.
+def train_step(
+    run: Run, window: Window, shares: Sequence[Share] = (), limits: Limits | None = None
+) -> InFlight:
+    """Train on one window. Collective.
 
-    shares: what this process computes, one after the other, each as a rank of its own would; by default its own rank's.
-    limits: in place of those that earlier steps decided.
+    The update is skipped on every rank if, on any rank, the samples are unfit to train on, or loss or gradients are not
+    finite or over the step's limits.
+
+    shares: parts of the window that this process computes, one after the other, each with the random numbers of its
+        rank. By default only its own.
+    limits: to use instead of those that earlier steps decided.
 
     Nothing here reads the device (DeepSpeed, and optimizers without `found_inf`, do so inside `engine.apply`).
     """
+    # What earlier steps decided about this one, its limits and what to measure: monitors/responder.py, `Judge`.
     clock = StepClock(run.engine.device)
     engine, precision, judge = run.engine, run.precision, run.guard.judge
     terms = judge.terms()
     if limits is not None:
         terms = replace(terms, limits=limits)
 
-    # Forward and backward; converted layers cast with the scales of earlier steps and record this window's amax.
+    # Forward and backward. Converted layers cast with the scales of earlier steps and record this window's amax.
     precision.begin_window(sample=judge.samples(run.stats_every))
-    shares = shares or [Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))]
+    shares = shares or [
+        Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))
+    ]
     own = _accumulate(run, window, shares)
     own["peak_memory"] = peak_memory(engine.device)
 
-    # Gate and update, then the facts leave for the host: the same for every loop.
-    _, facts = finish_step(
+    # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop.
+    # One step later `train` below has them judged (guard.py, which asks monitors/responder.py) and recorded
+    # (telemetry.py).
+    _, in_flight = finish_step(
         engine,
         precision,
         engine.module.parameters(),
@@ -142,26 +186,32 @@ def train_step(run: Run, window: Window, shares: Sequence[Share] = (), limits: L
         tokens=len(window.samples) * run.data.tokens_per_sample,
         ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),
     )
-    return facts
+    return in_flight
 
 
 def _fastest(precision: PrecisionBackend) -> str:
-    """The key in `Run.ideal` of the fastest precision that something runs in."""
-    all_left = precision.layers and len(precision.demoted) == len(precision.layers)
-    return precision.fell_back_to or ("bf16" if all_left else RUNG)
+    """The key in `Run.ideal` of the fastest precision that any layer runs in."""
+    if precision.fell_back_to:
+        return precision.fell_back_to
+    if precision.layers and len(precision.demoted) == len(precision.layers):
+        return "bf16"
+    return RUNG
 
 
 def seed_step(run: Run, window: Window, rank: int) -> None:
-    """Random numbers (dropout) are a function of the step and rank: a resume, and a replay, repeat them."""
+    """Seed dropout by window and rank, so that a resume and a replay draw the same numbers."""
     seed = (run.config.train.seed * _SEED_STRIDE + window.index) * _SEED_STRIDE + rank
     seed_torch(seed % 2**63)
 
 
 def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, float | Tensor]:
-    """Forward and backward of the shares' micro-batches: what this process measured of itself, and the mean loss over
-    ranks.
+    """Forward and backward of all micro-batches of `shares`. Collective.
 
-    Shares are of one size. Gradients become their mean, each at its full size, with its own FP8 range, before that.
+    All shares have the same number of micro-batches. Gradients are the mean over micro-batches and shares; each
+    micro-batch is divided before its backward, and the shares after all backwards, so that the gradients of one share
+    are quantised at the size that they have on a rank of their own.
+
+    Returns this process's figures by the names of StepFacts; the loss is the mean over ranks already.
     """
     engine, precision = run.engine, run.precision
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
@@ -170,25 +220,36 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
     for share in shares:
         seed_step(run, window, share.rank)
         for number, batch in enumerate(share.batches, start=1):
+            # Bad samples could crash the kernels: train on harmless ones instead, and let the gate skip the update.
             found = check_batch(batch, run.task.vocab_size, run.task.classes)
             if found:
                 batch = harmless(batch)
-            weight = None if weights is None else next(weights)
-            # One without a target weighs nothing; where all of the window are, the weights are NaN, and so is the loss.
-            bad |= found if weight is None else found & ~NO_LABEL
+            weight = None
+            if weights is not None:
+                # A micro-batch without targets is no fault here, as it weighs nothing. If the whole window has none,
+                # the weights and so the loss are NaN, and the update is skipped.
+                weight = next(weights)
+                found &= ~NO_LABEL
+            bad |= found
             batch = {name: to_device(values, engine.device) for name, values in batch.items()}
+
+            # Engines reduce gradients over ranks in the last backward only.
             last = share is shares[-1] and number == len(share.batches)
             with engine.micro_batch(last):
                 with run.forward_clock.forward(), precision.context():
                     loss = run.task.loss(engine.module, batch)
-                loss = loss if weight is None else loss * weight
+                if weight is not None:
+                    loss = loss * weight
                 with precision.backward_context(last):
                     engine.backward(loss / len(share.batches))
             total += loss.detach().float()
             precision.end_micro_batch(engine.max)
+
+    # The backwards have added up the gradients of all shares.
     if len(shares) > 1:
         gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
         torch._foreach_div_(gradients, float(len(shares)))
+
     forward = run.forward_clock.step()
     return {
         "loss": engine.mean(total / sum(len(share.batches) for share in shares)),
@@ -200,18 +261,21 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
 
 
 def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
-    """What each micro-batch weighs, float32 0-d: its targets that have a loss, over their mean among all of the window.
+    """The weight of each micro-batch's loss, float32 0-d: its targets over the mean number of targets. Collective.
 
-    The mean over micro-batches, shares and ranks is then one over targets. Where none has a loss the weights are NaN.
+    Micro-batches with masked labels have different numbers of targets. With these weights the mean over micro-batches,
+    shares and ranks is the mean over targets. If the window has no targets at all, the weights are NaN.
     """
     counts = [run.task.count(batch) for share in shares for batch in share.batches]
-    mean = run.engine.mean(torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device))
+    mean = run.engine.mean(
+        torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device)
+    )
     return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> Validation:
-    """The validation of all ranks, identical on every rank."""
+    """Validate on the samples of all ranks; the result is the same on every rank. Collective."""
     engine = run.engine
     module = engine.module
     was_training = module.training
@@ -219,85 +283,141 @@ def evaluate(run: Run) -> Validation:
     try:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         right = torch.zeros_like(total)
-        counted, judges = 0, False
+        counted, has_labels = 0, False
         for batch in run.data.validation(engine.rank, engine.world_size):
-            batch, weight = _fit(run, batch) if run.data.masked else (batch, 1)
+            weight = 1
+            if run.data.masked:
+                batch, weight = _without_bad_samples(run, batch)
             counted += weight
             batch = {name: values.to(engine.device) for name, values in batch.items()}
             with run.precision.context():
                 loss, hits = run.task.judged(module, batch)
             total += loss.double() * weight
             if hits is not None:
-                judges, right = True, right + hits * (weight > 0)
+                has_labels = True
+                right = right + hits * (weight > 0)
+
+        # Every rank has the same number of batches of equal weight.
         if not run.data.masked:
             return Validation(float(engine.mean((total / counted).float())))
-        # Of ranks that count different numbers: the mean of sums over the mean of counts.
-        sums = engine.mean(torch.stack([total.float(), right.float(), total.new_tensor(counted).float()]))
+
+        # Ranks have different numbers of targets: the mean of sums over the mean of counts.
+        sums = engine.mean(
+            torch.stack([total.float(), right.float(), total.new_tensor(counted).float()])
+        )
         nats, hits, counts = sums.tolist()
-        return Validation(nats / counts, hits / counts if judges else None)
+        accuracy = hits / counts if has_labels else None
+        return Validation(nats / counts, accuracy)
     finally:
         module.train(was_training)
 
 
-def _fit(run: Run, batch: Batch) -> tuple[Batch, int]:
-    """A validation batch without the samples that nothing can be learned of, and what it weighs; told once a run."""
-    known = run.task.vocab_size, run.task.classes
-    if check_batch(batch, *known) & ~NO_LABEL:
-        faults = [fault for fault in name_faults(batch, *known) if fault.row is not None]
+def _without_bad_samples(run: Run, batch: Batch) -> tuple[Batch, int]:
+    """A validation batch without its bad samples, and its weight: the number of targets that are left.
+
+    With weight 0 the batch is a harmless one, as every rank must compute as many batches as the others.
+    """
+    sizes = run.task.vocab_size, run.task.classes
+    if check_batch(batch, *sizes) & ~NO_LABEL:
+        faults = [fault for fault in name_faults(batch, *sizes) if fault.row is not None]
+        _log_bad_validation(run, faults)
         bad = {fault.row for fault in faults}
-        if not run.validation_told:
-            run.validation_told = True
-            named = "; ".join(f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3])
-            run.telemetry.tell(
-                run.state.step, "data.validation", f"bad samples are left out of the validation: {named}"
-            )
-        kept = [row for row in range(len(next(iter(batch.values())))) if row not in bad]
-        if not kept:
+        good = [row for row in range(len(next(iter(batch.values())))) if row not in bad]
+        if not good:
             return harmless(batch), 0
-        batch = {name: values[kept] for name, values in batch.items()}
+        batch = {name: values[good] for name, values in batch.items()}
     weight = run.task.count(batch)
-    return batch if weight else harmless(batch), weight
+    if not weight:
+        return harmless(batch), 0
+    return batch, weight
+
+
+def _log_bad_validation(run: Run, faults: Sequence[Fault]) -> None:
+    """Log bad samples of the validation, once a run: every validation has the same ones."""
+    if run.bad_validation_logged:
+        return
+    run.bad_validation_logged = True
+    named = "; ".join(f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3])
+    run.telemetry.tell(
+        run.state.step, "data.validation", f"bad samples are left out of the validation: {named}"
+    )
 
 
 def train(run: Run) -> Outcome:
     """Train from the run's state to `train.steps`, a stop request or a halt. The outcome is the same on every rank."""
-    total, guard = run.config.train.steps, run.guard
-    known: dict[str, float] = {}
+    config, guard = run.config, run.guard
+    metrics: dict[str, float] = {}  # of the present state; its checkpoint is compared by them
     kept = Kept()
     guard.judge.stay_fallen_back()
-    while run.state.step < total and not guard.stopping:
+    while run.state.step < config.train.steps and not guard.stopping:
+        # Train on the next window: forward, backward, gate and update.
         guard.pending.append(next_step(run))
-        _tell_eager(run)
-        lag = 0 if _boundary(run) else 1
-        returned = False
+        _log_eager(run)
+
+        # Judge, record and act. The newest step stays unjudged while the device computes it, unless something follows
+        # that must not use an unjudged state.
+        rolled_back = False
+        lag = 0 if _on_boundary(run) else 1
         while (facts := guard.arrived(lag)) is not None:
-            known = {"train_loss": facts.loss}
+            metrics = {"train_loss": facts.loss}
             action = guard.act(observe(run, facts))
             if isinstance(action, Halt):
                 return Outcome("halted", ExitCode.HALTED, action.text, facts.step)
             if isinstance(action, Rollback):
-                returned, known = True, {}
-        if run.state.step >= total or _every(run.config.train.eval_every, run.state.step):
-            known["val_loss"] = _validate(run)
-        # What a rollback went back to is there already, and known by the figures of its own step.
-        due = _every(run.config.checkpoint.every, run.state.step) and not returned
-        if run.state.step >= total or guard.stopping or due:
-            kept = run.recovery.keep(known, "stop" if guard.stopping else "end" if run.state.step >= total else "")
+                rolled_back, metrics = True, {}
+
+        # Validate before saving: the checkpoint is stored with its validation loss.
+        at_end = run.state.step >= config.train.steps
+        if at_end or _every(config.train.eval_every, run.state.step):
+            metrics["val_loss"] = _validate(run)
+
+        # Save. After a rollback the state has a checkpoint already, stored with the figures of its own step.
+        due = _every(config.checkpoint.every, run.state.step) and not rolled_back
+        if at_end or guard.stopping or due:
+            kept = run.recovery.keep(metrics, _last_save(run))
             guard.stopping = guard.stopping or kept.asked
             if kept.halts:
-                return Outcome("halted", ExitCode.HALTED, f"checkpoint.on_failure: halt; {kept.note}", run.state.step)
+                return Outcome(
+                    "halted",
+                    ExitCode.HALTED,
+                    f"checkpoint.on_failure: halt; {kept.note}",
+                    run.state.step,
+                )
+
+        # Snapshots in memory serve rollbacks that need not go back to a checkpoint.
         if guard.snapshot_due():
             guard.snapshot()
-    if run.state.step < total:
-        reason = _with_note(_reason(run), kept)
-        if not kept.safe:
-            return _lost(run, reason)
-        run.telemetry.event(run.state.step, "run.stopped", reason=reason)
-        return Outcome("stopped", ExitCode.STOPPED, reason, run.state.step)
-    val_loss = known["val_loss"] if "val_loss" in known else _validate(run)
-    reason = _with_note(f"{total} steps", kept)
+
+    if run.state.step < config.train.steps:
+        return _stopped(run, kept)
+    return _completed(run, kept, metrics)
+
+
+def _last_save(run: Run) -> Literal["", "stop", "end"]:
+    """Why no step follows the save at this step; empty if steps follow."""
+    if run.guard.stopping:
+        return "stop"
+    return "end" if run.state.step >= run.config.train.steps else ""
+
+
+def _stopped(run: Run, kept: Kept) -> Outcome:
+    """The outcome of a run that was asked to stop before its last step. Collective. kept: its last save."""
+    reason = _with_note(_stop_reason(run), kept)
     if not kept.safe:
-        return _lost(run, _with_note(_reason(run), kept) if kept.asked else reason, val_loss)
+        return _unsaved(run, reason)
+    run.telemetry.event(run.state.step, "run.stopped", reason=reason)
+    return Outcome("stopped", ExitCode.STOPPED, reason, run.state.step)
+
+
+def _completed(run: Run, kept: Kept, metrics: Mapping[str, float]) -> Outcome:
+    """The outcome of a run that has done all its steps. Collective. kept: its last save."""
+    val_loss = metrics["val_loss"] if "val_loss" in metrics else _validate(run)
+    reason = f"{run.config.train.steps} steps"
+    if not kept.safe and kept.asked:
+        reason = _stop_reason(run)
+    reason = _with_note(reason, kept)
+    if not kept.safe:
+        return _unsaved(run, reason, val_loss)
     return Outcome("done", ExitCode.DONE, reason, run.state.step, val_loss)
 
 
@@ -305,21 +425,21 @@ def _with_note(reason: str, kept: Kept) -> str:
     return f"{reason}; {kept.note}" if kept.note else reason
 
 
-def _lost(run: Run, reason: str, val_loss: float | None = None) -> Outcome:
-    """The end of a run whose last steps no checkpoint has: to start it again is not to go on from here."""
+def _unsaved(run: Run, reason: str, val_loss: float | None = None) -> Outcome:
+    """The outcome of a run whose last steps are in no checkpoint: the same command would not go on from here."""
     run.telemetry.tell(run.state.step, "run.failed", reason)
     return Outcome("failed", ExitCode.FAILED, reason, run.state.step, val_loss)
 
 
-def _reason(run: Run) -> str:
-    """Why the run was asked to stop, and on which rank if not on the first; the same on every rank."""
+def _stop_reason(run: Run) -> str:
+    """Why the run was asked to stop, and on which rank if not on rank 0; the same on every rank. Collective."""
     reasons = gather_texts(run.stop.reason)
     rank = next((number for number, text in enumerate(reasons) if text), 0)
     return f"rank {rank}: {reasons[rank]}" if rank else reasons[rank]
 
 
 def observe(run: Run, facts: StepFacts) -> Judgement:
-    """Judge a step; of one that went bad keep what a re-run needs, before anything is rolled back."""
+    """Have a step judged and recorded; keep the repro bundle of a bad one, before anything is rolled back."""
     judged = run.guard.observe(facts)
     if judged.suspect:
         _keep_flight(run, judged)
@@ -327,14 +447,14 @@ def observe(run: Run, facts: StepFacts) -> Judgement:
 
 
 def next_step(run: Run) -> InFlight:
-    """Train on the next window. Its facts are to be judged, in order."""
+    """Train on the next window. The figures returned must be judged, in order."""
     pending = train_step(run, next_window(run))
     run.state.advance()
     return pending
 
 
 def next_window(run: Run) -> Window:
-    """The next window, after what is due before its step: switches, and the learning rate's factor. Harmless twice."""
+    """The next window, after what is due before its step: switches, and the learning rate's factor. Idempotent."""
     run.guard.begin()
     run.engine.lr_factor = run.guard.judge.lr_factor
     return run.data.window(run.guard.window)
@@ -344,18 +464,25 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def _boundary(run: Run) -> bool:
-    """Whether something follows this step that must not see an unjudged one: a save, a validation, the end."""
+def _on_boundary(run: Run) -> bool:
+    """Whether something follows this step that needs it judged: a save, a validation, a snapshot, the end."""
     step, config = run.state.step, run.config
-    periodic = _every(config.checkpoint.every, step) or _every(config.train.eval_every, step)
-    return periodic or run.guard.snapshot_due() or step >= config.train.steps
+    if step >= config.train.steps:
+        return True
+    return (
+        _every(config.checkpoint.every, step)
+        or _every(config.train.eval_every, step)
+        or run.guard.snapshot_due()
+    )
 
 
 def _keep_flight(run: Run, judged: Judgement) -> None:
+    """Keep the repro bundle of a bad step, and show once how to use it."""
     if run.keep_flight is None:
         return
     facts = judged.facts
-    run.recovery.settle()  # a record keeps the checkpoint to start from, and which one must not depend on the disk
+    # The bundle links the newest checkpoint before the step: which one that is must not depend on how fast the disk is.
+    run.recovery.settle()
     try:
         samples = run.data.window(facts.window).samples
         codes = [verdict.code for verdict in judged.verdicts if not verdict.ok]
@@ -363,17 +490,18 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
     except OSError as error:
         run.telemetry.event(facts.step, "flight.failed", text=str(error))
         return
-    if begins and not run.replay_told:
-        run.replay_told = True
-        told = f"step {facts.step}: what made it bad: harness replay {run.folder} --step {facts.step}"
-        run.telemetry.screen.event(told)
+    if begins and not run.replay_suggested:
+        run.replay_suggested = True
+        command = f"harness replay {run.folder} --step {facts.step}"
+        run.telemetry.screen.event(f"step {facts.step}: what made it bad: {command}")
 
 
-def _tell_eager(run: Run) -> None:
-    """Compiled code that was given up costs speed, and torch tells only its own logger."""
-    fallen = run.watch.take() if run.watch is not None else ""
-    if fallen:
-        run.telemetry.tell(run.state.step, "compile.eager", fallen)
+def _log_eager(run: Run) -> None:
+    """Log compiled code that fell back to eager: it costs speed, and torch reports it only to its own logger."""
+    if run.watch is None:
+        return
+    if text := run.watch.take():
+        run.telemetry.tell(run.state.step, "compile.eager", text)
 
 
 def _validate(run: Run) -> float:

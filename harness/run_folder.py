@@ -24,7 +24,15 @@ import yaml
 from harness.core.config import RunConfig, changed_keys, flat
 from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
-from harness.core.files import MAX_LARGE, atomic_file, dump_json, read_json, read_mapping, sync_folder, write_json
+from harness.core.files import (
+    MAX_LARGE,
+    atomic_file,
+    dump_json,
+    read_json,
+    read_mapping,
+    sync_folder,
+    write_json,
+)
 from harness.core.schema import read_yaml, validate
 
 RUNS = Path("runs")
@@ -58,11 +66,13 @@ _OTHER_DATA = (
     "checkpoints: --name NEW --resume RUN/checkpoints/step-N"
 )
 _OTHER_OPTIMIZER = "the state in its checkpoints is of another kind"
-_CUT_SHORT = "config.yaml does not have it: the file was cut short, or an older version wrote it"
+_CUT_SHORT = "config.yaml does not have it: the file was cut short"
 _OF_THE_CUT = ("data.context", "data.val_samples", "data.bad")
 
 
-def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: str, steps: int) -> Path:
+def choose_folder(
+    config_name: str, recipe_name: str, name: str | None, resume: str, steps: int
+) -> Path:
     """The run folder that a command means.
 
     Without a name it is `<config>-<recipe>`, so that the same command finds its own run again; once that run has
@@ -70,23 +80,31 @@ def choose_folder(config_name: str, recipe_name: str, name: str | None, resume: 
     folder name, or is taken and resume is "never".
     """
     if name is not None:
-        plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+        plain = (
+            name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
+        )
         if not name or name[0] in ".-~" or "/" in name or not plain:
-            raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _"))
+            raise ConfigError(
+                Problem(f"{name!r} is no folder name", "--name", fix="use letters, digits, - and _")
+            )
         folder = RUNS / name
         if resume != "auto" and (folder / "config.yaml").exists():
             fix = "choose another --name, or use --resume auto"
             raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
         if _has_remains(folder) and not (folder / "config.yaml").exists():
             fix = "choose another --name, or move the folder away"
-            raise ConfigError(Problem("holds the remains of a run without its config.yaml", str(folder), fix=fix))
+            raise ConfigError(
+                Problem("holds the remains of a run without its config.yaml", str(folder), fix=fix)
+            )
         return folder
     base = base_name(config_name, recipe_name)
     number = 1
     while True:
         folder = RUNS / (base if number == 1 else f"{base}-{number}")
         resumable = (folder / "config.yaml").exists()
-        if not _has_remains(folder) or (resumable and resume == "auto" and not is_finished(folder, steps)):
+        if not _has_remains(folder) or (
+            resumable and resume == "auto" and not is_finished(folder, steps)
+        ):
             return folder
         number += 1
 
@@ -120,7 +138,11 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     tell_wrapper(outcome.exit_code, overrule=True)
     loss = outcome.val_loss
     spelled = loss if loss is None or math.isfinite(loss) else str(loss)  # strict JSON has no NaN
-    last_words = {"reason": outcome.reason[:_MAX_REASON], "val_loss": spelled, "exit_code": int(outcome.exit_code)}
+    last_words = {
+        "reason": outcome.reason[:_MAX_REASON],
+        "val_loss": spelled,
+        "exit_code": int(outcome.exit_code),
+    }
     content = {**asdict(outcome), **last_words}
     path, reserve = folder / "outcome.json", folder / _RESERVE
     try:
@@ -194,7 +216,9 @@ def fit_vocab(config: RunConfig, ids: int, vocab: int | None) -> RunConfig:
     if isinstance(given, int) and given < ids:
         why = f"the data has token ids up to {ids - 1}"
         fix = f"set model.args.vocab={vocab}, or leave it out; a model that was begun with less cannot take these data"
-        raise ConfigError(Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix))
+        raise ConfigError(
+            Problem(f"a vocabulary of {given} is too small", "model.args.vocab", why, fix)
+        )
     return config
 
 
@@ -229,7 +253,9 @@ class Resumed:
     accepted: tuple[str, ...]
 
 
-def check_resumable(folder: Path, config: RunConfig, recipe_sha256: str, accepted: Sequence[str] = ()) -> Resumed:
+def check_resumable(
+    folder: Path, config: RunConfig, recipe_sha256: str, accepted: Sequence[str] = ()
+) -> Resumed:
     """What a resume would change. Raises CheckpointError naming every changed key that may not be, ConfigError for
     names in `accepted` that are no keys.
 
@@ -291,23 +317,33 @@ def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None
 
 def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """What checkpoints are bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
-    return {"config": config.model_dump(mode="json"), "recipe": recipe_sha256, "data": data.get("sha256")}
+    return {
+        "config": config.model_dump(mode="json"),
+        "recipe": recipe_sha256,
+        "data": data.get("sha256"),
+    }
 
 
-def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()) -> None:
+def check_bound(
+    step: int, saved: Any, now: Mapping[str, Any], accepted: Collection[str] = ()
+) -> None:
     """Refuse to go on from a checkpoint of another config, recipe or data than this process has.
 
     The folder's own files may have been changed, swapped or lost since; the checkpoint knows. saved: of the checkpoint.
     accepted: keys that may differ, `recipe` and `data` among them. Raises CheckpointError naming every difference.
     """
     try:
-        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(mode="json")
+        old = validate(RunConfig, saved["config"], f"checkpoint of step {step}").model_dump(
+            mode="json"
+        )
         known = {key: saved[key] for key in ("recipe", "data")}
     except (ConfigError, LookupError, TypeError) as error:
         what, fix = "what it is bound to cannot be read", "resume with the version that wrote it"
-        raise CheckpointError(Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)) from error
+        raise CheckpointError(
+            Problem(what, f"checkpoint of step {step}", str(error)[:400], fix)
+        ) from error
     why = "its weights come from what was; config.yaml or data/ may have been replaced since"
-    fix = "put the run's own files back, or give the new run another --name and --resume this checkpoint"
+    fix = "restore the run's own files, or give the new run another --name and --resume this checkpoint"
     problems = [
         Problem(f"changed {change.values}", change.key, why, _or_accept(fix, change.key))
         for change in _changes(old, now["config"])
@@ -320,7 +356,9 @@ def check_bound(step: int, saved: Any, now: Mapping[str, Any], accepted: Collect
         if known[key] != now[key]
     ]
     if refused := [each for each in problems if each.where not in accepted]:
-        raise CheckpointError([replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused])
+        raise CheckpointError(
+            [replace(each, where=f"checkpoint of step {step}: {each.where}") for each in refused]
+        )
 
 
 def _or_accept(fix: str, key: str) -> str:
@@ -429,17 +467,25 @@ class RunLock:
         fix = "choose a folder on a writable disk that supports file locks"
         if error.errno in (errno.ELOOP, errno.EISDIR):
             where, fix = str(self._path), "move away what is there: it is no lock of a run"
-        return Problem("the run folder cannot be locked", where, why=error.strerror or str(error), fix=fix)
+        return Problem(
+            "the run folder cannot be locked", where, why=error.strerror or str(error), fix=fix
+        )
 
 
 def _self() -> dict[str, int | str]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
 def _owner(descriptor: int | None) -> str:
     """Who has the lock, from what the owner wrote; it may still be writing."""
     try:
-        return _owner_of(json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {})
+        return _owner_of(
+            json.loads(os.pread(descriptor, 4096, 0)) if descriptor is not None else {}
+        )
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "owner not known"
 

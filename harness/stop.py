@@ -8,36 +8,21 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from harness.core.errors import ExitCode, tell_wrapper
+from harness.core.processes import command_of, parent_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _FORCE_AFTER = 3
 
 
-def _parent_of(pid: int) -> int:
-    """Parent of a process, 0 if it cannot be told (the process is gone, or there is no /proc)."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _launchers() -> tuple[int, int]:
     """Parent, and grandparent if it is the deepspeed launcher (else 0)."""
     parent = os.getppid()
-    grandparent = _parent_of(parent)
-    return parent, grandparent if "deepspeed" in _command_of(grandparent) else 0
+    grandparent = parent_of(parent)
+    return parent, grandparent if "deepspeed" in command_of(grandparent) else 0
 
 
 # Looked up as early as can be: a launcher may die while its ranks start, and then another process is their parent.
@@ -106,12 +91,16 @@ def _end_early(reason: str) -> None:
 def _launcher_gone(parent: int, grandparent: int) -> bool:
     if parent and os.getppid() != parent:
         return True
-    return bool(grandparent) and _parent_of(parent) != grandparent
+    return bool(grandparent) and parent_of(parent) != grandparent
 
 
 def _take_over(handler: Any) -> dict[signal.Signals, Any]:
     """Set `handler` for the signals that ask to stop; returns what was set. What nohup ignores stays ignored."""
-    wanted = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    wanted = [
+        each
+        for each in _SIGNALS
+        if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN
+    ]
     return {number: signal.signal(number, handler) for number in wanted}
 
 
@@ -174,6 +163,8 @@ def end_at_a_signal(exit_code: int) -> None:
 
 
 def _end_at_once(exit_code: int) -> None:
-    with suppress(OSError, RuntimeError, ValueError):  # the signal may have come in the middle of a print
+    with suppress(
+        OSError, RuntimeError, ValueError
+    ):  # the signal may have come in the middle of a print
         sys.stdout.flush()
     os._exit(exit_code)

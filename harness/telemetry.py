@@ -25,7 +25,7 @@ from harness.core.errors import (
     Problem,
 )
 from harness.core.facts import ROLES, Outcome, StepFacts
-from harness.core.metrics import row, slot_row
+from harness.core.metrics import row
 from harness.core.schema import validate
 from harness.core.secrets import scrub_all, scrubbed
 from harness.core.state import RunLedger
@@ -60,7 +60,9 @@ def _taken(folder: Path, plan: Mapping[str, Any]) -> RunLock:
     try:
         if (folder / "config.yaml").exists():
             what = "is a run of harness train, whose journal has one writer"
-            raise CheckpointError(Problem(what, str(folder), fix="give your loop a folder of its own"))
+            raise CheckpointError(
+                Problem(what, str(folder), fix="give your loop a folder of its own")
+            )
         lock.acquire()
         write_plan(folder, plan)
         forget_outcome(folder)
@@ -71,9 +73,13 @@ def _taken(folder: Path, plan: Mapping[str, Any]) -> RunLock:
             raise
         if isinstance(cause, BlockingIOError):
             fix = "close the Telemetry that writes there, or give each loop a folder of its own"
-            raise CheckpointError(Problem("another Telemetry writes this run", str(folder), fix=fix)) from error
+            raise CheckpointError(
+                Problem("another Telemetry writes this run", str(folder), fix=fix)
+            ) from error
         fix = "check that the run folder is writable"
-        raise ConfigError(Problem(f"the folder cannot be written: {cause}", str(folder), fix=fix)) from error
+        raise ConfigError(
+            Problem(f"the folder cannot be written: {cause}", str(folder), fix=fix)
+        ) from error
     return lock
 
 
@@ -91,7 +97,12 @@ class Telemetry:
     """
 
     def __init__(
-        self, folder: Path | None, journal: Journal, screen: Console, config: TrackingConfig, layers: int = 0
+        self,
+        folder: Path | None,
+        journal: Journal,
+        screen: Console,
+        config: TrackingConfig,
+        layers: int = 0,
     ) -> None:
         self.folder, self.journal, self.screen, self.config = folder, journal, screen, config
         self.layers = layers
@@ -129,7 +140,11 @@ class Telemetry:
         config = validate(TrackingConfig, settings, "Telemetry.for_precision")
         if folder is not None and precision.prepared.guarded:
             fix = "make the Telemetry first, then Guard.for_precision(..., telemetry=telemetry)"
-            raise MisuseError(Problem("the model's guard tells elsewhere already", "Telemetry.for_precision", fix=fix))
+            raise MisuseError(
+                Problem(
+                    "the model's guard tells elsewhere already", "Telemetry.for_precision", fix=fix
+                )
+            )
         lead = world_rank() == 0
         spoken = sys.stderr if folder is None else sys.stdout
         screen = Console(steps, stream=spoken if lead else open(os.devnull, "w"))  # noqa: SIM115
@@ -139,7 +154,9 @@ class Telemetry:
         plan = precision.plan
         lock = None if path is None else _taken(path, plan.as_dict())
         resumed = path is not None and (path / JOURNAL).exists()
-        journal = Journal(Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None)
+        journal = Journal(
+            Path(os.devnull) if path is None else path / JOURNAL, resume_step=0 if resumed else None
+        )
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
         telemetry._precision, telemetry._lock = precision, lock
         telemetry.watch(precision.recipe.fallback)
@@ -186,18 +203,35 @@ class Telemetry:
         underflow = (limits.underflow, limits.underflow, limits.underflow_grad_output)
         even_db = (limits.even_db_input, limits.even_db_weight, limits.even_db_grad_output)
         self.slots.limits = SlotLimits(
-            saturation, limits.clipped, underflow, limits.sqnr_db, limits.warmup_steps, even_db, limits.centred_db
+            saturation,
+            limits.clipped,
+            underflow,
+            limits.sqnr_db,
+            limits.warmup_steps,
+            even_db,
+            limits.centred_db,
         )
 
-    def begin(self, tags: Mapping[str, str], params: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> None:
+    def begin(
+        self,
+        tags: Mapping[str, str],
+        params: Mapping[str, Any],
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
         """What the run is."""
-        where = {} if self.folder is None else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
+        where = (
+            {}
+            if self.folder is None
+            else {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
+        )
         self.note("run", tags=dict(tags), params=dict(params), data=dict(data or {}), where=where)
 
     def ship(self) -> None:
         """Deliver the journal to MLflow from now on, in a process of its own; after the row of `begin` is written."""
         if self.folder is not None and self.config.mlflow:
-            self._ship = shipper.start(self.folder, self.config.experiment, self.config.system_seconds)
+            self._ship = shipper.start(
+                self.folder, self.config.experiment, self.config.system_seconds
+            )
             self.screen.say(self._ship.choice.told)
         elif self.folder is not None:
             self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
@@ -225,39 +259,56 @@ class Telemetry:
         if self.slots.file is not None:
             self.slots.file.flush()
 
-    def record(self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None) -> None:
-        """One step, in order: its row, what was said of it, and the line on the screen.
+    def record(
+        self, facts: StepFacts, ledger: RunLedger | None = None, judged: Judgement | None = None
+    ) -> None:
+        """Write down one step, in order: its row, the events about it, and its line on the screen.
 
         In a loop without a guard: `telemetry.record(precision.facts())` after every step, which waits for its figures.
         Raises MisuseError after `close`.
         """
         if self._closed:
             fix = "keep the whole loop inside of `with Telemetry.for_precision(...)`"
-            raise MisuseError(Problem("the telemetry was closed: this step would not be kept", "record()", fix=fix))
+            raise MisuseError(
+                Problem(
+                    "the telemetry was closed: this step would not be kept", "record()", fix=fix
+                )
+            )
         if ledger is None:
-            ledger = RunLedger() if self._precision is None else self._precision.prepared.state.ledger
+            ledger = (
+                RunLedger() if self._precision is None else self._precision.prepared.state.ledger
+            )
         if self._precision is not None:
             self.attempt = ledger.attempt
         else:
             self.count(facts.step, facts.applied_steps, ledger)
         self._last = (ledger.attempt, facts.step)
+
+        # One row: the figures of the step, and those FP8 figures that have series.
         kept = self.slots.take(self.attempt, facts)
-        told = facts if kept.slots is None else replace(facts, slots=kept.slots)
-        self.metrics(facts.step, row(told, ledger, kept.with_slots, kept.picked) | kept.figures)
-        self._tell_slots(facts.step, kept)
+        self.journal.metrics(facts.step, row(facts, ledger) | kept.figures)
+        self._tell_slots(kept)
+
         for verdict in judged.told if judged is not None else ():
             self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
         skipped = facts.step - facts.applied_steps
-        self.screen.step(facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to))
+        self.screen.step(
+            facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to)
+        )
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
         """What the outcome says of the run's steps: a resume may have none left to record."""
-        self._counts = {"applied": applied, "skipped": step - applied, "rollbacks": len(ledger.returned_to)}
+        self._counts = {
+            "applied": applied,
+            "skipped": step - applied,
+            "rollbacks": len(ledger.returned_to),
+        }
 
-    def _tell_slots(self, step: int, kept: Kept) -> None:
-        for told in kept.events:
-            fields = dict(told)
-            (self.tell if "text" in fields else self.event)(step, fields.pop("code"), **fields)
+    def _tell_slots(self, kept: Kept) -> None:
+        """Events about slots, those with a text on the screen too, and the tags that name the worst slots."""
+        for event in kept.events:
+            write = self.tell if "text" in event else self.event
+            write(kept.step, **event)
         if kept.worst:
             self.note("tags", tags=kept.worst)
 
@@ -301,9 +352,11 @@ class Telemetry:
         try:
             write_plan(self.folder, plan)
         except OSError as error:
-            self.screen.event(f"plan.json could not be written again, without the precision as it ran: {error}")
+            self.screen.event(
+                f"plan.json could not be written again, without the precision as it ran: {error}"
+            )
         if outcome.status != "stopped":  # which goes on, as if it had never been stopped
-            self._last_slots(outcome.step)
+            self._last_slots()
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
         self.note("run", tags=tags, params={}, data={})
         self.flush()
@@ -315,13 +368,12 @@ class Telemetry:
             self.note("artifact", path=name)
         self.note("end", status=outcome.status)
 
-    def _last_slots(self, step: int) -> None:
+    def _last_slots(self) -> None:
         """FP8 figures of a last step that is no multiple of tracking.fp8_every: a short run has some too."""
         kept = self.slots.rest(self.attempt)
-        slots = kept.slots
-        if slots is not None:
-            self.metrics(kept.step, slot_row(slots, kept.picked) | kept.figures)
-            self._tell_slots(kept.step, kept)
+        if kept is not None:
+            self.journal.metrics(kept.step, kept.figures)
+            self._tell_slots(kept)
 
     def _parquet(self, step: int) -> None:
         """The table of all FP8 figures; without pyarrow, or a disk that takes it, the run ends as well as without."""
@@ -333,7 +385,11 @@ class Telemetry:
         try:
             written = write_parquet(self.folder)
         except (ImportError, OSError, ValueError) as error:
-            self.tell(step, "fp8.no_table", f"no {PARQUET}: {error}; try again with harness report {self.folder}")
+            self.tell(
+                step,
+                "fp8.no_table",
+                f"no {PARQUET}: {error}; try again with harness report {self.folder}",
+            )
         else:
             if written is not None:
                 self.note("artifact", path=written.name)
@@ -345,7 +401,10 @@ class Telemetry:
         try:
             for path in write(self.folder):
                 self.note("artifact", path=str(path.relative_to(self.folder)))
-        except (OSError, ValueError) as error:  # the training is done and saved: a picture must not fail it
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # the training is done and saved: a picture must not fail it
             self.event(step, "report.failed", text=str(error))
             self.screen.event(f"no report: {error}; try again with harness report {self.folder}")
 
@@ -356,14 +415,18 @@ class Telemetry:
         from harness.report.inspect import summary
 
         delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
-        self.screen.say(summary(self.folder, asdict(self._ended) if self._ended is not None else None))
+        self.screen.say(
+            summary(self.folder, asdict(self._ended) if self._ended is not None else None)
+        )
         if self.journal.dropped:
             self.screen.event(
                 f"journal.dropped: the disk refused {self.journal.dropped} rows of {self.folder / JOURNAL} to the end; "
                 "training was not affected"
             )
         if delivered is False:
-            self.screen.event(f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}")
+            self.screen.event(
+                f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}"
+            )
 
     def close(self, error: BaseException | None = None) -> None:
         """End the record of a loop of your own: outcome, report, delivery, summary. Safe to call twice.
@@ -378,8 +441,13 @@ class Telemetry:
                 self._end_own(self._precision, error)
                 self.journal.close()
                 self.farewell()
-            except (OSError, ConfigError) as trouble:  # the training is done: what tells of it must not undo that
-                self.screen.event(f"the end of the run could not be written to {self.folder}: {trouble}")
+            except (
+                OSError,
+                ConfigError,
+            ) as trouble:  # the training is done: what tells of it must not undo that
+                self.screen.event(
+                    f"the end of the run could not be written to {self.folder}: {trouble}"
+                )
             self._precision.prepared.told = False
         self._closed = self._closed or self._precision is not None
         self.journal.close()
@@ -391,7 +459,9 @@ class Telemetry:
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
         """Outcome and report of a loop that is not ours."""
         ready = precision.prepared
-        if error is None:  # the loop is over: what is still on its way gets its row, though nobody judges it
+        if (
+            error is None
+        ):  # the loop is over: what is still on its way gets its row, though nobody judges it
             for facts in (each.facts() for each in ready.pending):
                 if (ready.state.ledger.attempt, facts.step) != self._last:
                     self.record(facts, ready.state.ledger)
@@ -407,6 +477,9 @@ class Telemetry:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close(error)

@@ -28,7 +28,9 @@ def figure(request: pytest.FixtureRequest) -> Callable[..., None]:
     reached. The test asserts what must hold; this only tells.
     """
 
-    def tell(row: int, what: str, value: str | tuple[int, int], n: int = 0, target: str = "") -> None:
+    def tell(
+        row: int, what: str, value: str | tuple[int, int], n: int = 0, target: str = ""
+    ) -> None:
         write(
             {"kind": "figure", "row": row, "what": what, "value": value, "n": n, "target": target}
             | {"test": request.node.nodeid}

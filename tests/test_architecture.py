@@ -6,9 +6,13 @@ The rooms are described in docs/architecture.md; a change of the tables below is
 from __future__ import annotations
 
 import ast
+import builtins
+import io
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -32,7 +36,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "stop": ("core",),
     "run_folder": ("core",),
     "report": ("core", "checkpoint", "tracking"),
-    "telemetry": ("core", "capability", "monitors", "precision", "run_folder", "tracking", "report"),
+    "telemetry": (
+        "core",
+        "capability",
+        "monitors",
+        "precision",
+        "run_folder",
+        "tracking",
+        "report",
+    ),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
     "run": ("core", "checkpoint", "monitors", "precision", "stop", "telemetry", "guard"),
     "replay": ("core", "checkpoint", "tracking", *LOOP),
@@ -111,8 +123,14 @@ def imports_of(path: Path, root: Path) -> list[Import]:
                 targets = [".".join([*base, alias.name]) for alias in child.names]
             elif isinstance(child, ast.Call) and child.args and _imports(ast.unparse(child.func)):
                 name = child.args[0]
-                targets = [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
-            found.extend(Import(relative.as_posix(), child.lineno, target, lazy) for target in targets)  # type: ignore[attr-defined]
+                targets = (
+                    [name.value]
+                    if isinstance(name, ast.Constant) and isinstance(name.value, str)
+                    else []
+                )
+            found.extend(
+                Import(relative.as_posix(), child.lineno, target, lazy) for target in targets
+            )  # type: ignore[attr-defined]
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 for part in child.body:
                     visit(ast.Module([part], []), True)
@@ -126,7 +144,9 @@ def imports_of(path: Path, root: Path) -> list[Import]:
 
 
 def sources(root: Path) -> Iterator[Path]:
-    return (path for path in sorted((root / "harness").rglob("*.py")) if "_shipped" not in path.parts)
+    return (
+        path for path in sorted((root / "harness").rglob("*.py")) if "_shipped" not in path.parts
+    )
 
 
 def room_of(module: str) -> str:
@@ -136,7 +156,9 @@ def room_of(module: str) -> str:
 
 def layer_faults(root: Path, layers: Mapping[str, tuple[str, ...]] = LAYERS) -> list[str]:
     """Imports that go against the layers, and rooms that the table does not know."""
-    rooms = {path.relative_to(root / "harness").parts[0].removesuffix(".py") for path in sources(root)}
+    rooms = {
+        path.relative_to(root / "harness").parts[0].removesuffix(".py") for path in sources(root)
+    }
     faults = [f"harness/{room}: not in the table of layers" for room in sorted(rooms - set(layers))]
     for path in sources(root):
         room = path.relative_to(root / "harness").parts[0].removesuffix(".py")
@@ -193,10 +215,17 @@ def cycles(root: Path) -> list[str]:
 
 def torch_loaded_by(module: str, root: Path) -> bool:
     """Whether importing `module` in a fresh interpreter loads torch. An import that fails raises."""
-    code = f"import importlib, sys; importlib.import_module({module!r}); print('torch' in sys.modules)"
+    code = (
+        f"import importlib, sys; importlib.import_module({module!r}); print('torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     if done.returncode:
         raise ImportError(f"{module}: {done.stderr.strip()[-500:]}")
@@ -215,9 +244,36 @@ def test_no_import_cycles() -> None:
     assert cycles(ROOT) == []
 
 
-@pytest.mark.parametrize("module", [*TORCH_FREE, *(f"harness.{file}" for file, _ in COMMANDS.values())])
+@pytest.mark.parametrize(
+    "module", [*TORCH_FREE, *(f"harness.{file}" for file, _ in COMMANDS.values())]
+)
 def test_torch_free(module: str) -> None:
     assert not torch_loaded_by(module, ROOT)
+
+
+def test_the_functions_from_a_tensor_to_its_chart_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## From a tensor to its chart\n")[1].split("\n## ")[0]
+    assert [line[:2] for line in section.splitlines() if line[:1].isdigit()] == [
+        f"{number}." for number in range(1, 9)
+    ]
+    files: dict[str, Path] = {}  # a file is named with its folder first, and then by its name alone
+    missing: list[str] = []
+    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", section):
+        file = files.setdefault(Path(path).name, ROOT / "harness" / path)
+        body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            found = [
+                node
+                for node in body
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
+            ]
+            if not found:
+                missing.append(f"{path}:{name}")
+                break
+            body = found[0].body
+    assert missing == []
+    assert len(files) == 9
 
 
 def tree(root: Path, files: Mapping[str, str]) -> Path:
@@ -261,7 +317,9 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
 
 
 def test_an_unknown_room_is_found(tmp_path: Path) -> None:
-    assert layer_faults(tree(tmp_path, {"harness/attic/a.py": ""})) == ["harness/attic: not in the table of layers"]
+    assert layer_faults(tree(tmp_path, {"harness/attic/a.py": ""})) == [
+        "harness/attic: not in the table of layers"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -280,16 +338,109 @@ def test_a_vendor_away_from_home_is_found(tmp_path: Path, text: str) -> None:
 
 def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:
     lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from harness.core import a\n"
-    root = tree(tmp_path, {"harness/core/a.py": "from harness.core import b", "harness/core/b.py": lazy})
+    root = tree(
+        tmp_path, {"harness/core/a.py": "from harness.core import b", "harness/core/b.py": lazy}
+    )
     assert cycles(root) == []
     tree(tmp_path, {"harness/core/b.py": "from harness.core.a import x"})
     assert cycles(root) == ["harness.core.a -> harness.core.b -> harness.core.a"]
 
 
 def test_an_indirect_torch_import_is_found(tmp_path: Path) -> None:
-    files = {"harness/__init__.py": "", "harness/a.py": "import harness.b", "harness/b.py": "import torch"}
+    files = {
+        "harness/__init__.py": "",
+        "harness/a.py": "import harness.b",
+        "harness/b.py": "import torch",
+    }
     root = tree(tmp_path, {**files, "torch.py": "", "harness/c.py": "import json"})
     assert torch_loaded_by("harness.a", root)
     assert not torch_loaded_by("harness.c", root)
     with pytest.raises(ImportError, match="no_such_module"):
         torch_loaded_by("harness.no_such_module", root)
+
+
+# Of other libraries: docstrings and comments name them, and no code does.
+FOREIGN = (
+    *(
+        "_extra_state",
+        "clip_grad_norm_",
+        "clip_gradients",
+        "custom_op",
+        "is_bf16_supported",
+        "is_first_microbatch",
+    ),
+    *(
+        "load_state",
+        "resume_from_checkpoint",
+        "save_state",
+        "training_step",
+        "Fabric",
+        "WORLD",
+        "zstandard",
+    ),
+)
+
+
+def words_of(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
+    """The words of a file's code, and its docstrings and comments, each with its line."""
+    source = path.read_text(encoding="utf-8")
+    told = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    docstrings = {line for line, _ in told}
+    words = set(path.with_suffix("").parts)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            told.append((token.start[0], token.string))
+        elif token.type != tokenize.STRING or token.start[0] not in docstrings:
+            words |= set(re.findall(r"\w+", token.string))
+    return words, told
+
+
+def dead_references(root: Path) -> list[str]:
+    """Names `in backticks` in docstrings and comments that no code of the package has any more."""
+    words = {*dir(builtins), *FOREIGN}
+    told: list[tuple[str, int, str]] = []
+    for path in sources(root):
+        known, texts = words_of(path)
+        words |= known
+        told += [(path.relative_to(root).as_posix(), line, text) for line, text in texts]
+    for table in (root / "harness").rglob("*.toml"):  # codes of events
+        words |= set(re.findall(r"\w+", table.read_text(encoding="utf-8")))
+    faults: list[str] = []
+    for file, line, text in told:
+        for found in re.finditer(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
+            if found[1].endswith((".bin", ".jsonl")):  # the name of a user's file
+                continue
+            names = {name for name in found[1].split(".") if not name.isdecimal()}
+            at = line + text.count("\n", 0, found.start())
+            faults += [
+                f"{file}:{at}: {found[0]}: no code has {name}" for name in sorted(names - words)
+            ]
+    return faults
+
+
+def test_what_docstrings_and_comments_name_is_there() -> None:
+    assert dead_references(ROOT) == []
+
+
+def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
+    room = tmp_path / "harness" / "core"
+    room.mkdir(parents=True)
+    lines = [
+        "def kept() -> None:",
+        '    """As `kept`, `len`.',
+        "",
+        '    Not `a.gone()`."""',
+        "    # `lost`",
+    ]
+    (room / "a.py").write_text("\n".join(lines) + "\n")
+    faults = dead_references(tmp_path)
+    assert faults == [
+        "harness/core/a.py:4: `a.gone()`: no code has gone",
+        "harness/core/a.py:5: `lost`: no code has lost",
+    ]

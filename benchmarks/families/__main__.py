@@ -94,7 +94,9 @@ def draw(points: Sequence[dict[str, float]], families: Sequence[Family], path: P
 
 def main() -> None:
     """Judge all, print the table, write the record and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     families = load_families()
     rows: list[dict[str, Any]] = []
@@ -106,8 +108,15 @@ def main() -> None:
             print(f"x{factor:<5g}{family.kind:<8} {family.name:<56}{done}", flush=True)
     points = curve(rows, FACTORS)
     for point in points:
-        print(f"limits x{point['factor']:g}: {point['false halts']} false halts, {point['let through']} let through")
-    record = {"command": "python -m benchmarks.families", "limits": list(LIMITS), "curve": points, "courses": rows}
+        print(
+            f"limits x{point['factor']:g}: {point['false halts']} false halts, {point['let through']} let through"
+        )
+    record = {
+        "command": "python -m benchmarks.families",
+        "limits": list(LIMITS),
+        "curve": points,
+        "courses": rows,
+    }
     write_json(RESULTS, record)
     draw(points, families, ROOT / "docs" / "images" / "families.png")
 

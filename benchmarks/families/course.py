@@ -60,7 +60,9 @@ def resumed(ledger: RunLedger, on_disk: str, step: int) -> RunLedger:
     return state.ledger
 
 
-def drive(formula: Formula, steps: int, every: int = 20, resume_every: int = 0, **keys: Any) -> Course:
+def drive(
+    formula: Formula, steps: int, every: int = 20, resume_every: int = 0, **keys: Any
+) -> Course:
     """`steps` steps, or until it halts. every: steps between states that a rollback can go back to. resume_every: steps
     after which another process goes on, 0: none.
     """
@@ -78,7 +80,9 @@ def drive(formula: Formula, steps: int, every: int = 20, resume_every: int = 0, 
         loss, norm = formula(applied, window)
         now = limits.pop(step, Limits())
         course.limits.append((now.loss, now.norm))
-        facts = StepFacts(step, window, loss, norm, 1e-3, 1.0, True, applied + 1, 1, 1.0, limits=now)
+        facts = StepFacts(
+            step, window, loss, norm, 1e-3, 1.0, True, applied + 1, 1, 1.0, limits=now
+        )
         facts = replace(facts, applied=math.isfinite(loss + norm) and not facts.over_limits)
         applied += facts.applied
         (course.applied if facts.applied else course.skipped).append(window)
@@ -93,7 +97,9 @@ def drive(formula: Formula, steps: int, every: int = 20, resume_every: int = 0, 
             course.rollbacks.append(action.bad)
             state = json.loads(good)
             step, applied, healthy = state["step"], state["applied"], 0
-            limits = {int(each): Limits.from_json(values) for each, values in state["limits"].items()}
+            limits = {
+                int(each): Limits.from_json(values) for each, values in state["limits"].items()
+            }
             for monitor, meta in zip(monitors, state["monitors"], strict=True):
                 monitor.load_state_dict(meta)
             course.returned_to.append(step)

@@ -23,7 +23,9 @@ def learns(applied: int, window: int, noise: float = 0.03, scatter: float = 0.15
     return loss, 0.6 * math.exp(scatter * float(drawn(window, 1).standard_normal()))
 
 
-def _changed(which: Callable[[int], bool], add: float, times: float, norm: float, value: float | None) -> Formula:
+def _changed(
+    which: Callable[[int], bool], add: float, times: float, norm: float, value: float | None
+) -> Formula:
     """`learns`, with the windows that `which` names changed."""
 
     def formula(applied: int, window: int) -> Numbers:
@@ -41,10 +43,21 @@ def usual(noise: float = 0.03, scatter: float = 0.15) -> Formula:
 
 
 def sometimes(
-    share: float, add: float = 0, times: float = 1, norm: float = 1, value: float | None = None, start: int = 0
+    share: float,
+    add: float = 0,
+    times: float = 1,
+    norm: float = 1,
+    value: float | None = None,
+    start: int = 0,
 ) -> Formula:
     """A share of the windows from `start` on is changed, by chance."""
-    return _changed(lambda window: window >= start and drawn(window, 2).random() < share, add, times, norm, value)
+    return _changed(
+        lambda window: window >= start and drawn(window, 2).random() < share,
+        add,
+        times,
+        norm,
+        value,
+    )
 
 
 def not_finite(share: float, start: int = 0) -> Formula:
@@ -53,10 +66,18 @@ def not_finite(share: float, start: int = 0) -> Formula:
 
 
 def regular(
-    of: int, bad: int, add: float = 0, times: float = 1, norm: float = 1, first: int = 0, last: int = FOREVER
+    of: int,
+    bad: int,
+    add: float = 0,
+    times: float = 1,
+    norm: float = 1,
+    first: int = 0,
+    last: int = FOREVER,
 ) -> Formula:
     """Of `of` windows the last `bad` ones are changed, from `first` to before `last`."""
-    return _changed(lambda window: first <= window < last and window % of >= of - bad, add, times, norm, None)
+    return _changed(
+        lambda window: first <= window < last and window % of >= of - bad, add, times, norm, None
+    )
 
 
 def restarts(every: int, rise: float, norm: float, lasts: float) -> Formula:
@@ -92,7 +113,9 @@ def steps_up(factor: float, at: list[int]) -> Formula:
     return formula
 
 
-def _of_its_own(loss: Callable[[int, int], float], noise: float, norm: Callable[[int], float] | None = None) -> Formula:
+def _of_its_own(
+    loss: Callable[[int, int], float], noise: float, norm: Callable[[int], float] | None = None
+) -> Formula:
     """A loss of updates and window with normal noise, and the usual norms times a factor of the updates."""
 
     def formula(applied: int, window: int) -> Numbers:
@@ -104,7 +127,13 @@ def _of_its_own(loss: Callable[[int, int], float], noise: float, norm: Callable[
 
 
 def decays(
-    high: float, low: float, over: float, noise: float, rise: float = 0, start: int = 400, within: int = 300
+    high: float,
+    low: float,
+    over: float,
+    noise: float,
+    rise: float = 0,
+    start: int = 400,
+    within: int = 300,
 ) -> Formula:
     """A loss from `high` to `low`, as likelihoods and cosines go; from `start` on it rises again, `within` windows."""
 
@@ -118,13 +147,17 @@ def decays(
 def cosine(over: float, norms_over: float) -> Formula:
     """A loss that comes close to -1, with norms that decay."""
     return _of_its_own(
-        lambda applied, _: -1 + 0.9 * math.exp(-applied / over), 2e-4, lambda applied: math.exp(-applied / norms_over)
+        lambda applied, _: -1 + 0.9 * math.exp(-applied / over),
+        2e-4,
+        lambda applied: math.exp(-applied / norms_over),
     )
 
 
 def reward(rate: float, power: int, noise: float, norms: float = 0) -> Formula:
     """A negative reward that falls for ever, with norms that grow by a share with every update."""
-    return _of_its_own(lambda applied, _: -rate * applied**power, noise, lambda applied: 1 + norms * applied)
+    return _of_its_own(
+        lambda applied, _: -rate * applied**power, noise, lambda applied: 1 + norms * applied
+    )
 
 
 def collapses(rate: float, at: int, noise: float) -> Formula:

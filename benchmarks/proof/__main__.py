@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := unwritable(out):
         say(f"proof: {out} cannot be written: {problem}; name another folder with --out")
         return USAGE
-    rows = [row for row in ROWS if row.name == "machine" or not options.only or row.name in options.only]
+    rows = [
+        row for row in ROWS if row.name == "machine" or not options.only or row.name in options.only
+    ]
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -78,12 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [row.name for row in ROWS]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.proof",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy sizes, whatever card there is")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES})")
-    parser.add_argument("--only", nargs="+", metavar="ROW", choices=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results go (default benchmarks/results)")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU at toy sizes, whatever card there is"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES})"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="ROW", choices=names, help=f"of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where results go (default benchmarks/results)"
+    )
     options = parser.parse_args(arguments)
     if not 0 < options.minutes < 24 * 60:
         parser.error("--minutes must be more than 0 and less than a day")
@@ -107,7 +119,9 @@ def unwritable(folder: Path) -> str:
         return str(error.strerror or error)
 
 
-def ask(rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path) -> tuple[list[dict[str, Any]], bool]:
+def ask(
+    rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path
+) -> tuple[list[dict[str, Any]], bool]:
     """The rows' outcomes, in order, and whether all of them had their turn.
 
     A row may run until the budgets of all rows up to it are used up: what one leaves over, the next may use.
@@ -132,7 +146,15 @@ def ask(rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path) -> tup
             else:
                 earlier = page.passed(outcomes)
                 outcomes.append(
-                    run_row(row, limit, work, rehearsal=rehearsal, environ=environ, earlier=earlier, keep=keep)
+                    run_row(
+                        row,
+                        limit,
+                        work,
+                        rehearsal=rehearsal,
+                        environ=environ,
+                        earlier=earlier,
+                        keep=keep,
+                    )
                 )
             tell(outcomes[-1])
             if row.name == "machine" and not usable(outcomes[0], rehearsal):
@@ -194,9 +216,14 @@ def tell(outcome: Mapping[str, Any]) -> None:
     say(f"{outcome['name']:17s} {outcome['status']:8s} {outcome['seconds']:5.0f} s  {said}")
 
 
-def farewell(rehearsal: bool, outcomes: Sequence[Mapping[str, Any]], written: Sequence[Path]) -> None:
+def farewell(
+    rehearsal: bool, outcomes: Sequence[Mapping[str, Any]], written: Sequence[Path]
+) -> None:
     """What there is now, and what to do with it."""
-    count = {status: sum(row["status"] == status for row in outcomes) for status in ("passed", "failed", "not run")}
+    count = {
+        status: sum(row["status"] == status for row in outcomes)
+        for status in ("passed", "failed", "not run")
+    }
     say("")
     say(", ".join(f"{number} {status}" for status, number in count.items()))
     for path in written:
@@ -204,8 +231,12 @@ def farewell(rehearsal: bool, outcomes: Sequence[Mapping[str, Any]], written: Se
     if rehearsal:
         say(page.REHEARSAL)
         return
-    say("Host and user names, your folders and identities of the card are taken out of these files; look for yourself.")
-    say("To share them: commit them on a branch of their own and send it as a pull request, failed rows and all.")
+    say(
+        "Host and user names, your folders and identities of the card are taken out of these files; look for yourself."
+    )
+    say(
+        "To share them: commit them on a branch of their own and send it as a pull request, failed rows and all."
+    )
     say(f"To use them:   harness estimate --calibration {written[0]}")
 
 

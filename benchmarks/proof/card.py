@@ -29,11 +29,25 @@ from harness.capability.probe import MachineFacts, probe
 
 GIB = 2**30
 PACKAGES = ("numpy", "pydantic", "pytest", "rich", "safetensors", "triton", "yaml")
-VERSIONS = ("triton", "transformer-engine", "transformer-engine-torch", "torchao", "deepspeed", "numpy", "pytest")
+VERSIONS = (
+    "triton",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "torchao",
+    "deepspeed",
+    "numpy",
+    "pytest",
+)
 # Over these at the start, somebody else is using the card.
 BUSY_PERCENT, BUSY_BYTES = 10, 2 * GIB
 SMI_BASE = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
-SMI_MORE = ("utilization.gpu", "mig.mode.current", "temperature.gpu", "ecc.mode.current", "compute_mode")
+SMI_MORE = (
+    "utilization.gpu",
+    "mig.mode.current",
+    "temperature.gpu",
+    "ecc.mode.current",
+    "compute_mode",
+)
 SMI_LOAD = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
@@ -53,7 +67,8 @@ def machine(task: Task) -> Answer:
         "card": card,
         "problem": problem,
         "libraries": {
-            name: "" if library.ok else f"{name}: {library.reason}" for name, library in facts.libraries.items()
+            name: "" if library.ok else f"{name}: {library.reason}"
+            for name, library in facts.libraries.items()
         },
         "no_compiling": no_compiling(facts),
         "packages": [name for name in PACKAGES if find_spec(name) is not None],
@@ -62,7 +77,11 @@ def machine(task: Task) -> Answer:
         "disk_free": facts.disk_free_bytes,
         "source": source(),
     }
-    what = f"{card['name']}, driver {card['smi'].get('driver_version', 'unknown')}" if card else figures["cpu"]["model"]
+    what = (
+        f"{card['name']}, driver {card['smi'].get('driver_version', 'unknown')}"
+        if card
+        else figures["cpu"]["model"]
+    )
     return Answer(f"{what}; torch {facts.torch_version}", figures)
 
 
@@ -84,7 +103,11 @@ def about_card() -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     smi = nvidia_smi((*SMI_BASE, *SMI_MORE)) or nvidia_smi(SMI_BASE)
     used = total - free - torch.cuda.memory_reserved(device)
-    busy = [f"{used / GIB:.1f} GiB of its memory were in use at the start"] if used > BUSY_BYTES else []
+    busy = (
+        [f"{used / GIB:.1f} GiB of its memory were in use at the start"]
+        if used > BUSY_BYTES
+        else []
+    )
     percent = smi.get("utilization.gpu", "")
     if percent.isdigit() and int(percent) > BUSY_PERCENT:
         busy.append(f"it was {percent}% busy at the start")
@@ -117,7 +140,9 @@ def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
         if done.returncode == 0 and len(rows) == 1 and rows[0].count(",") == len(fields) - 1:
             values = (value.strip() for value in rows[0].split(","))
             return {
-                name: value for name, value in zip(fields, values, strict=True) if value and not value.startswith("[")
+                name: value
+                for name, value in zip(fields, values, strict=True)
+                if value and not value.startswith("[")
             }
     return {}
 
@@ -180,8 +205,15 @@ def source() -> dict[str, Any]:
     """Which code this is: commit and what differs from it, as far as git tells, and a hash of the sources."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "harness").rglob("*.py")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    found: dict[str, Any] = {"commit": None, "changed": None, "sha256": digest.hexdigest(), "why": ""}
+        digest.update(
+            path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
+    found: dict[str, Any] = {
+        "commit": None,
+        "changed": None,
+        "sha256": digest.hexdigest(),
+        "why": "",
+    }
     try:
         top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
         if Path(top).resolve() != ROOT:
@@ -236,7 +268,9 @@ def gemm(task: Task) -> Answer:
     figures: dict[str, Any] = {"size": size, "flops": flops, "reasons": reasons | failures}
     require(figures["flops"], figures["reasons"])
     if device.type == "cuda":
-        figures["under_load"] = under_load(next(iter(actions.values())), min(next(iter(times.values()))))
+        figures["under_load"] = under_load(
+            next(iter(actions.values())), min(next(iter(times.values())))
+        )
     told = ", ".join(f"{name} {row['median'] / 1e12:.4g}" for name, row in figures["flops"].items())
     return Answer(f"TFLOP/s at {size}^3: {told}", figures)
 
@@ -253,14 +287,26 @@ def under_load(action: Any, each: float) -> dict[str, str]:
 def bandwidth(task: Task) -> Answer:
     """B/s of a copy (bytes read and written) and of a sum (bytes read), of blocks much larger than any cache."""
     device = task.device
-    size = 2**24 if task.rehearsal else min(2 * GIB, torch.cuda.mem_get_info(device)[0] // 4) // 1024 * 1024
+    size = (
+        2**24
+        if task.rehearsal
+        else min(2 * GIB, torch.cuda.mem_get_info(device)[0] // 4) // 1024 * 1024
+    )
     a = torch.ones(size // 4, device=device)
     b = torch.empty_like(a)
     turn, rounds = (0.01, 3) if task.rehearsal else (0.1, 9)
     times, reasons = in_turns(
-        {"copy": lambda: b.copy_(a), "read": lambda: a.sum()}, device, turn, rounds, task.deadline - 2
+        {"copy": lambda: b.copy_(a), "read": lambda: a.sum()},
+        device,
+        turn,
+        rounds,
+        task.deadline - 2,
     )
-    figures = {"bytes": size, "rate": rates(times, {"copy": 2.0 * size, "read": 1.0 * size}), "reasons": reasons}
+    figures = {
+        "bytes": size,
+        "rate": rates(times, {"copy": 2.0 * size, "read": 1.0 * size}),
+        "reasons": reasons,
+    }
     require(figures["rate"], reasons)
     told = ", ".join(f"{name} {row['median'] / 1e9:.4g}" for name, row in figures["rate"].items())
     return Answer(f"GB/s of blocks of {size / 2**20:.0f} MiB: {told}", figures)
@@ -276,7 +322,8 @@ def attention(task: Task) -> Answer:
     old = (0, 0) < task.capability < (8, 0)
     dtype = torch.float16 if old else torch.bfloat16
     q, k, v = (
-        torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
     )
     gradient = torch.randn(batch, heads, length, width, device=device, dtype=dtype)
     kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name
@@ -290,7 +337,9 @@ def attention(task: Task) -> Answer:
 
     once = 0.5 * 4.0 * batch * heads * length * length * width
     turn, rounds = (0.01, 3) if task.rehearsal else (0.15, 7)
-    times, reasons = in_turns({"forward": forward, "both": both}, device, turn, rounds, task.deadline - 2)
+    times, reasons = in_turns(
+        {"forward": forward, "both": both}, device, turn, rounds, task.deadline - 2
+    )
     figures = {
         "shape": [batch, heads, length, width],
         "kernel": kernel,

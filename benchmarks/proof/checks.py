@@ -35,7 +35,18 @@ TOLERANCE = 0.1
 def tests(task: Task) -> Answer:
     """tests/gpu by pytest. Warnings do not fail them here: other versions of torch have other ones."""
     report = task.folder / "junit.xml"
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["--color=no", f"--junitxml={report}", "tests/gpu"]
     code, output = run(command, max(1.0, task.left() - 6), gently=True)
     sys.stdout.write(output)
@@ -43,7 +54,11 @@ def tests(task: Task) -> Answer:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         begun = [line.split()[0] for line in output.splitlines() if line.startswith("tests/gpu/")]
-        why = f"did not come back from {begun[-1] if begun else 'collecting'}" if code is None else f"ended with {code}"
+        why = (
+            f"did not come back from {begun[-1] if begun else 'collecting'}"
+            if code is None
+            else f"ended with {code}"
+        )
         raise RuntimeError(f"pytest {why} and wrote no report") from None
     outcomes: dict[str, list[dict[str, str]]] = {"passed": [], "failed": [], "skipped": []}
     for case in cases:
@@ -60,7 +75,11 @@ def tests(task: Task) -> Answer:
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     failed = "; ".join(each["test"] for each in outcomes["failed"])
     if not failed and code != 0:
-        failed = "pytest was stopped before its end" if code is None else f"pytest ended with code {code}"
+        failed = (
+            "pytest was stopped before its end"
+            if code is None
+            else f"pytest ended with code {code}"
+        )
     return Answer(told, figures, failed)
 
 
@@ -74,7 +93,9 @@ def golden(task: Task) -> Answer:
     found = te_golden.disagreements(record)
     told = f"{len(record['sequences'])} sequences and {len(record['casts'])} casts of 65,536 values"
     figures = {"transformer_engine": record["transformer_engine"], "disagreements": found}
-    return Answer(f"{told}, Transformer Engine {record['transformer_engine']}", figures, "; ".join(found))
+    return Answer(
+        f"{told}, Transformer Engine {record['transformer_engine']}", figures, "; ".join(found)
+    )
 
 
 def kernels(task: Task) -> Answer:
@@ -82,7 +103,11 @@ def kernels(task: Task) -> Answer:
     if find_spec(KERNEL_HOME) is None:
         raise NotHere("this version has no fused kernel")
     found: Sequence[str] = import_module(KERNEL_HOME).check(task.device)
-    return Answer("equal bit for bit" if not found else "differs", {"differences": list(found)}, "; ".join(found))
+    return Answer(
+        "equal bit for bit" if not found else "differs",
+        {"differences": list(found)},
+        "; ".join(found),
+    )
 
 
 def estimated(task: Task) -> Answer:
@@ -103,14 +128,33 @@ def estimated(task: Task) -> Answer:
     figures: dict[str, Any] = {"card": short, "rows": {}}
     wrong: list[str] = []
     for name, row in measured.items():
-        size = [f"model.args.{key}={value}" for key, value in row["model"].items() if key in MODEL_ARGS]
-        command = ["--card", short, "--config", CONFIG, "--recipe", ESTIMATED[name], "--calibration", str(calibration)]
-        predicted = predict([*command, *size, f"data.context={row['model']['context']}"], task.left())
+        size = [
+            f"model.args.{key}={value}" for key, value in row["model"].items() if key in MODEL_ARGS
+        ]
+        command = [
+            "--card",
+            short,
+            "--config",
+            CONFIG,
+            "--recipe",
+            ESTIMATED[name],
+            "--calibration",
+            str(calibration),
+        ]
+        predicted = predict(
+            [*command, *size, f"data.context={row['model']['context']}"], task.left()
+        )
         sixteen, fp8 = row["contenders"]["16 bit"], row["contenders"]["fp8"]
         found = {
             "calibrated": predicted["calibrated"],
-            "fp8": {"rung": predicted["estimated"], **beside(fp8, predicted["peak_gib"], predicted["step_ms"])},
-            "16 bit": {"rung": BF16, **beside(sixteen, predicted["bf16_peak_gib"], predicted["bf16_step_ms"])},
+            "fp8": {
+                "rung": predicted["estimated"],
+                **beside(fp8, predicted["peak_gib"], predicted["step_ms"]),
+            },
+            "16 bit": {
+                "rung": BF16,
+                **beside(sixteen, predicted["bf16_peak_gib"], predicted["bf16_step_ms"]),
+            },
             "ratio": {"measured": fp8["ratio"]["median"], "predicted": predicted["ratio_vs_bf16"]},
         }
         figures["rows"][name] = found
@@ -144,7 +188,9 @@ def beside(contender: Mapping[str, Any], gib: float, milliseconds: float) -> dic
 def predict(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
     """`harness estimate --json`, which makes a card of its own. Raises NotHere if it does not answer."""
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    code, output = run([sys.executable, "-m", "harness.cli", "estimate", *arguments, "--json"], seconds, env=hidden)
+    code, output = run(
+        [sys.executable, "-m", "harness.cli", "estimate", *arguments, "--json"], seconds, env=hidden
+    )
     if code is None:
         raise NotHere(f"harness estimate took more than {seconds:.0f} s")
     if code != 0:
@@ -153,14 +199,20 @@ def predict(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def run(
-    command: Sequence[str], seconds: float, *, gently: bool = False, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float,
+    *,
+    gently: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[int | None, str]:
     """Exit code (None: stopped after `seconds`) and output of a command in the checkout.
 
     gently: as by Ctrl-C, so that it can tell how far it came; if it does not end then either, it is killed.
     """
     with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
+        )
         stopped = False
         try:
             child.wait(seconds)

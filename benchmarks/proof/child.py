@@ -38,7 +38,12 @@ def answer(folder: Path) -> dict[str, Any]:
         if not isinstance(found, Answer):
             raise TypeError(f"{request['target']} gave {type(found).__name__}, not an Answer")
         status = "failed" if found.failed else "passed"
-        return {"status": status, "reason": found.failed, "summary": found.summary, "figures": found.figures}
+        return {
+            "status": status,
+            "reason": found.failed,
+            "summary": found.summary,
+            "figures": found.figures,
+        }
     except NotHere as error:
         return {"status": "not run", "reason": str(error), "summary": "", "figures": {}}
     except Exception as error:
@@ -65,7 +70,10 @@ def main(folder: Path) -> None:
     try:
         write(folder / "result.json", result)
     except (TypeError, ValueError) as error:
-        write(folder / "result.json", {**result, "status": "failed", "reason": describe(error), "figures": {}})
+        write(
+            folder / "result.json",
+            {**result, "status": "failed", "reason": describe(error), "figures": {}},
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,15 @@ LEAST = 6.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Of a launcher, or of debugging: with these the figures would be others'.
-_DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "CUDA_LAUNCH_BLOCKING")
+_DROPPED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "GROUP_RANK",
+    "CUDA_LAUNCH_BLOCKING",
+)
 _DROPPED_PREFIXES = ("MASTER_", "TORCHELASTIC_", "PYTEST_")
 
 
@@ -45,7 +53,11 @@ def environment(work: Path, rehearsal: bool, environ: Mapping[str, str]) -> dict
         folder.mkdir(parents=True, exist_ok=True)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return kept | {
-        "CUDA_VISIBLE_DEVICES": "" if rehearsal else "0" if visible is None else visible.split(",")[0].strip(),
+        "CUDA_VISIBLE_DEVICES": ""
+        if rehearsal
+        else "0"
+        if visible is None
+        else visible.split(",")[0].strip(),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")])),
         "PYTHONUTF8": "1",
         "PYTHONUNBUFFERED": "1",
@@ -99,8 +111,16 @@ def run_row(
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=dict(environ), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            failed = {"status": "failed", "reason": f"no process could be started: {error}", "summary": ""}
-            return asdict(row) | failed | {"figures": {}, "log": [], "seconds": 0.0, "limit": round(seconds, 1)}
+            failed = {
+                "status": "failed",
+                "reason": f"no process could be started: {error}",
+                "summary": "",
+            }
+            return (
+                asdict(row)
+                | failed
+                | {"figures": {}, "log": [], "seconds": 0.0, "limit": round(seconds, 1)}
+            )
         try:
             child.wait(timeout=seconds)
             late = False
@@ -111,7 +131,11 @@ def run_row(
     outcome = _outcome(folder, child.returncode, late, seconds)
     if outcome["status"] == "failed":
         outcome["log"] = _tail(folder / "log")
-    return asdict(row) | outcome | {"seconds": round(time.monotonic() - began, 1), "limit": round(seconds, 1)}
+    return (
+        asdict(row)
+        | outcome
+        | {"seconds": round(time.monotonic() - began, 1), "limit": round(seconds, 1)}
+    )
 
 
 def end(child: subprocess.Popen[bytes], others: Set[int]) -> None:
@@ -145,7 +169,11 @@ def children_of(parent: int) -> set[int]:
 
 def _outcome(folder: Path, code: int, late: bool, seconds: float) -> dict[str, Any]:
     result = _read(folder / "result.json")
-    if isinstance(result, dict) and result.get("status") in STATUSES and isinstance(result.get("figures"), dict):
+    if (
+        isinstance(result, dict)
+        and result.get("status") in STATUSES
+        and isinstance(result.get("figures"), dict)
+    ):
         return result
     if late:
         reason = f"stopped after its {seconds:.0f} s"

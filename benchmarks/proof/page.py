@@ -37,7 +37,12 @@ _PATTERNS = (
 class Scrubber:
     """Takes host names, user names, private folders and secrets of this machine out of texts."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, hosts: Sequence[str] = (), users: Sequence[str] = ()):
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        hosts: Sequence[str] = (),
+        users: Sequence[str] = (),
+    ):
         paths = {
             str(ROOT): "<repo>",
             sys.prefix: "<python>",
@@ -45,7 +50,15 @@ class Scrubber:
             str(Path.cwd()): "<here>",
             tempfile.gettempdir(): "<tmp>",
         }
-        for name in ("HOME", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX", "PWD", "OLDPWD", "XDG_CACHE_HOME"):
+        for name in (
+            "HOME",
+            "TMPDIR",
+            "VIRTUAL_ENV",
+            "CONDA_PREFIX",
+            "PWD",
+            "OLDPWD",
+            "XDG_CACHE_HOME",
+        ):
             if environ.get(name):
                 paths[environ[name]] = "~" if name == "HOME" else f"<{name.lower()}>"
         with suppress(RuntimeError, KeyError):
@@ -58,8 +71,17 @@ class Scrubber:
         )
         found = [*hosts, socket.gethostname(), platform.node(), environ.get("HOSTNAME", "")]
         parts = [(host, *host.partition(".")[::2]) for host in found]
-        names = {name: "<host>" for host, short, domain in parts for name in (host, short, domain * ("." in domain))}
-        people = [*users, environ.get("USER", ""), environ.get("LOGNAME", ""), environ.get("SUDO_USER", "")]
+        names = {
+            name: "<host>"
+            for host, short, domain in parts
+            for name in (host, short, domain * ("." in domain))
+        }
+        people = [
+            *users,
+            environ.get("USER", ""),
+            environ.get("LOGNAME", ""),
+            environ.get("SUDO_USER", ""),
+        ]
         with suppress(OSError, KeyError, ImportError):
             people.append(getpass.getuser())
         names |= dict.fromkeys(people, "<user>")
@@ -68,7 +90,9 @@ class Scrubber:
             for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0]))
             if len(name) > 1 and name.lower() not in _COMMON
         ]
-        self._secrets = [value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8]
+        self._secrets = [
+            value for name, value in environ.items() if _SECRET.search(name) and len(value) >= 8
+        ]
 
     def text(self, text: str) -> str:
         """The same without what is private."""
@@ -120,7 +144,9 @@ def flaw(card: Mapping[str, Any]) -> str:
     """Why a card's figures are not those of a whole, idle card; empty if they are."""
     if not card:
         return "no card"
-    return "; ".join(filter(None, ("it is a slice of a card (MIG)" if card["mig"] else "", card["busy"])))
+    return "; ".join(
+        filter(None, ("it is a slice of a card (MIG)" if card["mig"] else "", card["busy"]))
+    )
 
 
 def passed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -141,7 +167,13 @@ def stem(machine: Mapping[str, Any], rehearsal: bool, complete: bool) -> str:
 
 
 def record(
-    rows: Sequence[Mapping[str, Any]], *, rehearsal: bool, complete: bool, command: str, date: str, minutes: float
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    rehearsal: bool,
+    complete: bool,
+    command: str,
+    date: str,
+    minutes: float,
 ) -> dict[str, Any]:
     """The whole proof as one JSON-able value."""
     machine = next(row["figures"] for row in rows if row["name"] == "machine")
@@ -178,7 +210,13 @@ def markdown(proof: Mapping[str, Any]) -> str:
                 f"- NOTE: {proof['flaw']}; these are not the figures of a whole, idle card, and calibrate none"
             )
     changed = source["changed"]
-    state = "not known" if changed is None else f"changed: {', '.join(changed)}" if changed else "as committed"
+    state = (
+        "not known"
+        if changed is None
+        else f"changed: {', '.join(changed)}"
+        if changed
+        else "as committed"
+    )
     lines += [
         f"- code: commit {source['commit'] or 'not known'}, {state}; sha256 of harness/ {source['sha256'][:16]}"
         + (f" ({source['why']})" if source["why"] else ""),
@@ -192,7 +230,9 @@ def markdown(proof: Mapping[str, Any]) -> str:
     for row in proof["rows"]:
         said = "; ".join(filter(None, (row["reason"], row["summary"])))
         status = f"**{row['status']}**" if row["status"] == "failed" else row["status"]
-        lines.append(f"| {row['name']} | {cell(row['question'])} | {status} | {cell(said)} | {row['seconds']:.0f} |")
+        lines.append(
+            f"| {row['name']} | {cell(row['question'])} | {status} | {cell(said)} | {row['seconds']:.0f} |"
+        )
     again = "python -m benchmarks.proof" + (" --rehearse" if proof["rehearsal"] else "")
     lines += ["", f"One row again: `{again} --only NAME`.", ""]
     if proof["rehearsal"]:

@@ -109,11 +109,29 @@ NEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 ROWS: tuple[Row, ...] = (
-    Row("machine", "Which card, driver, versions and commit?", (), 60, "benchmarks.proof.card:machine"),
+    Row(
+        "machine",
+        "Which card, driver, versions and commit?",
+        (),
+        60,
+        "benchmarks.proof.card:machine",
+    ),
     Row("gemm", "How fast are large GEMMs?", (), 25, "benchmarks.proof.card:gemm"),
     Row("bandwidth", "How fast is the memory?", (), 15, "benchmarks.proof.card:bandwidth"),
-    Row("attention", "How fast is attention, forward and backward?", (), 20, "benchmarks.proof.card:attention"),
-    Row("launch", "What does an eager kernel launch cost, and a context?", (), 15, "benchmarks.proof.card:launch"),
+    Row(
+        "attention",
+        "How fast is attention, forward and backward?",
+        (),
+        20,
+        "benchmarks.proof.card:attention",
+    ),
+    Row(
+        "launch",
+        "What does an eager kernel launch cost, and a context?",
+        (),
+        15,
+        "benchmarks.proof.card:launch",
+    ),
     Row(
         "kernels",
         "Does the fused FP8 kernel give the reference's bits?",
@@ -128,7 +146,13 @@ ROWS: tuple[Row, ...] = (
         25,
         "benchmarks.proof.checks:golden",
     ),
-    Row("syncs", "Does a training step wait for the card?", ("card", "trainer"), 35, "benchmarks.proof.training:syncs"),
+    Row(
+        "syncs",
+        "Does a training step wait for the card?",
+        ("card", "trainer"),
+        35,
+        "benchmarks.proof.training:syncs",
+    ),
     Row(
         "native",
         "Step time, native FP8 over bf16, eager",
@@ -185,7 +209,13 @@ ROWS: tuple[Row, ...] = (
         85,
         "benchmarks.proof.training:watching",
     ),
-    Row("saves", "How long does a background save hold up training?", ("trainer",), 50, "benchmarks.proof.saves:saves"),
+    Row(
+        "saves",
+        "How long does a background save hold up training?",
+        ("trainer",),
+        50,
+        "benchmarks.proof.saves:saves",
+    ),
     Row(
         "estimated",
         "Are memory (within 10%) and time what `harness estimate` predicts?",
@@ -193,7 +223,13 @@ ROWS: tuple[Row, ...] = (
         50,
         "benchmarks.proof.checks:estimated",
     ),
-    Row("tests", "Do the tests in tests/gpu pass?", ("pytest", "trainer"), 100, "benchmarks.proof.checks:tests"),
+    Row(
+        "tests",
+        "Do the tests in tests/gpu pass?",
+        ("pytest", "trainer"),
+        100,
+        "benchmarks.proof.checks:tests",
+    ),
 )
 BUDGET = sum(row.budget for row in ROWS)
 """Seconds of all rows. A row may use what the rows before it left over."""

@@ -25,7 +25,9 @@ def saves(task: Task) -> Answer:
     disk, memory = shutil.disk_usage(task.folder).free, free_memory()
     if disk < 4 * state or memory < 5 * state:
         have = f"{disk / 1e9:.0f} GB of disk in the temporary folder and {memory / 1e9:.0f} GB of memory are free"
-        raise NotHere(f"a save of {state / 1e9:.1f} GB needs four times that on disk and five times in memory; {have}")
+        raise NotHere(
+            f"a save of {state / 1e9:.1f} GB needs four times that on disk and five times in memory; {have}"
+        )
     with ExitStack() as stack:
         over = {"checkpoint": {"every": 0, "background": True, "keep": 2}}
         contender = start(stack, task, "saves", size, recipe_of(best(task)), over)

@@ -70,7 +70,9 @@ def in_turns(
     return times, reasons
 
 
-def rates(times: Mapping[str, Sequence[float]], work: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def rates(
+    times: Mapping[str, Sequence[float]], work: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
     """Work (FLOP or bytes of one call) over seconds, with its spread."""
     return {name: spread([work[name] / each for each in values]) for name, values in times.items()}
 
@@ -78,4 +80,6 @@ def rates(times: Mapping[str, Sequence[float]], work: Mapping[str, float]) -> di
 def require(figures: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """Raises RuntimeError if nothing could be timed."""
     if not figures:
-        raise RuntimeError("; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed")
+        raise RuntimeError(
+            "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed"
+        )

@@ -51,13 +51,22 @@ class Size:
         """Of the model, embedding and head included."""
         dim, ffn, vocab = self.args["dim"], self.args["ffn"], self.args["vocab"]
         width = dim // self.args["heads"] * (self.args["heads"] + 2 * self.args["kv_heads"])
-        return self.args["layers"] * (dim * (width + dim + 3 * ffn) + 2 * dim) + 2 * vocab * dim + dim
+        return (
+            self.args["layers"] * (dim * (width + dim + 3 * ffn) + 2 * dim) + 2 * vocab * dim + dim
+        )
 
 
 def llama(dim: int, context: int, layers: int = 8) -> Size:
     """Llama-3-8B's proportions (heads of 128, a quarter as many for k and v, ffn 3.5 dim) at another width."""
     heads = dim // 128
-    args = {"vocab": 256, "dim": dim, "layers": layers, "heads": heads, "kv_heads": heads // 4, "ffn": dim * 7 // 2}
+    args = {
+        "vocab": 256,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads // 4,
+        "ffn": dim * 7 // 2,
+    }
     return Size(f"{layers} layers of width {dim}, {context} tokens", context, args)
 
 
@@ -129,7 +138,9 @@ class Contender:
         facts = self.pending.popleft().facts()
         action = self.run.guard.observe(facts).action
         if isinstance(action, Rollback | Halt):
-            raise RuntimeError(f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}")
+            raise RuntimeError(
+                f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}"
+            )
         self.last = facts
         self.demoted |= set(facts.demoted)
 
@@ -138,9 +149,13 @@ class Contender:
         facts = self.last
         assert facts is not None
         if not facts.applied:
-            raise RuntimeError(f"{self.rung}: the update of step {facts.step} was skipped, loss {facts.loss}")
+            raise RuntimeError(
+                f"{self.rung}: the update of step {facts.step} was skipped, loss {facts.loss}"
+            )
         if self.run.precision.layers and (facts.slots is None or not (facts.slots.amax > 0).all()):
-            raise RuntimeError(f"{self.rung}: step {facts.step} used FP8 tensors that were all zero, or none")
+            raise RuntimeError(
+                f"{self.rung}: step {facts.step} used FP8 tensors that were all zero, or none"
+            )
         eager = self.run.watch.take() if self.run.watch is not None else ""
         return {
             "rung": self.rung,
@@ -153,7 +168,12 @@ class Contender:
 
 
 def start(
-    stack: ExitStack, task: Task, name: str, size: Size, recipe: Recipe, over: Mapping[str, Any] | None = None
+    stack: ExitStack,
+    task: Task,
+    name: str,
+    size: Size,
+    recipe: Recipe,
+    over: Mapping[str, Any] | None = None,
 ) -> Contender:
     """A run of `recipe`, built as `harness train` builds one, closed with `stack`. over: sections of the config.
 
@@ -164,7 +184,11 @@ def start(
     folder.mkdir()
     text = task.folder / "text.txt"
     if not text.exists():
-        text.write_bytes(bytes(32 + byte % 95 for byte in random.Random(0).randbytes(64 * max(4096, size.context))))
+        text.write_bytes(
+            bytes(
+                32 + byte % 95 for byte in random.Random(0).randbytes(64 * max(4096, size.context))
+            )
+        )
     sections: dict[str, Any] = {
         "recipe": recipe.name,
         "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
@@ -182,16 +206,25 @@ def start(
         with torch.device(task.device):
             plan, model = build_plan(config, recipe, worker)
         data = build_data(config, folder, worker)
-        screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, worker)
+        screen, store = (
+            Console(config.train.steps, stream=io.StringIO()),
+            open_store(folder, worker),
+        )
         telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
-        run = build_run(config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store)
+        run = build_run(
+            config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store
+        )
     except (ConfigError, MachineError) as error:
-        raise NotHere("; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)) from error
+        raise NotHere(
+            "; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)
+        ) from error
     stack.callback(run.stop.uninstall)
     return Contender(run, plan.resolved, len(plan.fused_norms()) + len(plan.fused_mlps()))
 
 
-def at_the_largest(task: Task, candidates: Sequence[Size], measure: Callable[[ExitStack, Size], Answer]) -> Answer:
+def at_the_largest(
+    task: Task, candidates: Sequence[Size], measure: Callable[[ExitStack, Size], Answer]
+) -> Answer:
     """`measure` at the first size that does not run out of memory; `figures.too_large` names the others."""
     too_large: list[str] = []
     for size in candidates:
@@ -229,7 +262,12 @@ def warm(contender: Contender, steps: int) -> dict[str, Any]:
 
 
 def in_rounds(
-    task: Task, contenders: Mapping[str, Contender], so_far: dict[str, Any], turn: float, rounds: int, period: int = 1
+    task: Task,
+    contenders: Mapping[str, Contender],
+    so_far: dict[str, Any],
+    turn: float,
+    rounds: int,
+    period: int = 1,
 ) -> dict[str, list[float]]:
     """Seconds of a step, one entry a round; `so_far` plus the times is noted after each.
 
@@ -271,7 +309,10 @@ def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer
     def measure(stack: ExitStack, size: Size) -> Answer:
         contenders: dict[str, Contender] = {}
         facts: dict[str, dict[str, Any]] = {}
-        for name, recipe in (("fp8", recipe_of(backend, fuse=fuse)), ("16 bit", recipe_of("16 bit"))):
+        for name, recipe in (
+            ("fp8", recipe_of(backend, fuse=fuse)),
+            ("16 bit", recipe_of("16 bit")),
+        ):
             others = allocated(task.device)
             contenders[name] = start(stack, task, name, size, recipe, over)
             # Past a step that samples statistics: it is the one that takes the most memory.
@@ -296,7 +337,11 @@ def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer
             f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}) of {facts['16 bit']['rung']}: "
             f"{milliseconds['fp8']:.4g} ms over {milliseconds['16 bit']:.4g} ms, {size.name}"
         )
-        fell = [f"{name}: {row['fell_back_to_eager']}" for name, row in facts.items() if row["fell_back_to_eager"]]
+        fell = [
+            f"{name}: {row['fell_back_to_eager']}"
+            for name, row in facts.items()
+            if row["fell_back_to_eager"]
+        ]
         left = [layer for row in facts.values() for layer in row["left_fp8"]]
         wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
         wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
@@ -370,12 +415,16 @@ def watching(task: Task) -> Answer:
         return Answer(f"of a step without: {told}; {size.name}{without}", figures)
 
     # A step of this width does not wait for Python, and four states of it fit a card of 80 GB.
-    return at_the_largest(task, sizes(task, 4.6, (llama(4096, 4096, layers=4), *SIZES[1:])), measure)
+    return at_the_largest(
+        task, sizes(task, 4.6, (llama(4096, 4096, layers=4), *SIZES[1:])), measure
+    )
 
 
 def syncs(task: Task) -> Answer:
     """Steps of every rung under torch's own detector, which raises where the host waits for the card."""
-    rungs = ["16 bit"] + [name for name in ("native", "transformer_engine", "torchao") if task.capability >= (8, 9)]
+    rungs = ["16 bit"] + [
+        name for name in ("native", "transformer_engine", "torchao") if task.capability >= (8, 9)
+    ]
     found: dict[str, str] = {}
     for rung in rungs:
         for every in (1, NEVER):
@@ -395,7 +444,9 @@ def syncs(task: Task) -> Answer:
     wrong = {name: why for name, why in found.items() if why and not why.startswith("not run")}
     ran = [name for name, why in found.items() if not why]
     return Answer(
-        f"none in: {'; '.join(ran) or 'nothing'}", {"rungs": found}, "; ".join(f"{a}: {b}" for a, b in wrong.items())
+        f"none in: {'; '.join(ran) or 'nothing'}",
+        {"rungs": found},
+        "; ".join(f"{a}: {b}" for a, b in wrong.items()),
     )
 
 

@@ -85,7 +85,12 @@ def _unseen_card(facts: MachineFacts) -> Problem | None:
     if not smi.gpus:
         if smi.error and facts.nvidia_on_pci:
             fix = f"reboot or reinstall the driver, or rent another machine; {_ON_PURPOSE}"
-            return Problem("an NVIDIA card is plugged in, but its driver does not answer", "nvidia-smi", smi.error, fix)
+            return Problem(
+                "an NVIDIA card is plugged in, but its driver does not answer",
+                "nvidia-smi",
+                smi.error,
+                fix,
+            )
         return None
     card = smi.gpus[0] if len(smi.gpus) == 1 else f"{len(smi.gpus)} x {smi.gpus[0]}"
     what = f"this machine has {card}, but torch cannot use it"
@@ -95,7 +100,9 @@ def _unseen_card(facts: MachineFacts) -> Problem | None:
         return Problem(what, where, "it is a CPU-only build", fix)
     built_for = int(facts.torch_cuda.split(".")[0])
     needed = _MINIMUM_DRIVER.get(built_for)
-    driver = int(smi.driver.split(".")[0]) if smi.driver and smi.driver.split(".")[0].isdigit() else None
+    driver = (
+        int(smi.driver.split(".")[0]) if smi.driver and smi.driver.split(".")[0].isdigit() else None
+    )
     if needed and driver and driver < needed:
         why = f"it was built for CUDA {facts.torch_cuda}, which needs driver {needed} or newer; here is {smi.driver}"
         fix = f"choose a machine or image with driver {needed}+, or a torch built for an older CUDA; {_ON_PURPOSE}"
@@ -112,7 +119,9 @@ def _card_problem(device: Device, facts: MachineFacts) -> Problem | None:
     where = f"{device.name} (compute capability {capability})"
     if device.capability < (7, 0):
         fix = f"choose a card of compute capability 7.0 (V100) or newer; {_ON_PURPOSE}"
-        return Problem("this card is too old", where, "it has no fast number format to train in", fix)
+        return Problem(
+            "this card is too old", where, "it has no fast number format to train in", fix
+        )
     if facts.arch_list and not _has_code_for(device.capability, facts.arch_list):
         why = f"torch {facts.torch_version} was built for {', '.join(facts.arch_list)}"
         fix = f"install a torch build that has sm_{capability.replace('.', '')}; {_ON_PURPOSE}"
@@ -134,7 +143,9 @@ def _has_code_for(capability: tuple[int, int], arch_list: tuple[str, ...]) -> bo
             # Architecture-specific code runs on that one architecture only.
             if built == capability:
                 return True
-        elif built == capability or (built < capability and (kind == "compute" or built[0] == capability[0])):
+        elif built == capability or (
+            built < capability and (kind == "compute" or built[0] == capability[0])
+        ):
             return True
     return False
 
@@ -165,14 +176,21 @@ class Card:
     def peaks(self, tf32: bool = False) -> dict[str, float]:
         """Dense FLOP/s by precision, 0 where the card has no such unit. tf32: float32 products may use it."""
         bf16 = self.half if self.capability >= (8, 0) else 0.0
-        return {"fp8": self.fp8, "bf16": bf16, "fp16": self.half, "fp32": self.tf32 if tf32 else self.fp32}
+        return {
+            "fp8": self.fp8,
+            "bf16": bf16,
+            "fp16": self.half,
+            "fp32": self.tf32 if tf32 else self.fp32,
+        }
 
 
 # Peaks are NVIDIA's dense figures: half of those printed "with sparsity". Memory is what torch calls "total capacity"
 # in its out-of-memory messages, which is less than the round figure of the datasheet: ECC and the driver take theirs.
 CARDS: dict[str, Card] = {
     # NVIDIA H100 Tensor Core GPU datasheet, column SXM: 3.35 TB/s, 1,979 / 3,958 / 67 TFLOPS (the first two sparse).
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), int(79.1 * GIB), 3.35e12, 989e12, 1979e12, 67e12, 132),
+    "H100": Card(
+        "NVIDIA H100 80GB HBM3", (9, 0), int(79.1 * GIB), 3.35e12, 989e12, 1979e12, 67e12, 132
+    ),
     # NVIDIA H200 Tensor Core GPU datasheet, column SXM: 4.8 TB/s; the processor is the H100's.
     "H200": Card("NVIDIA H200", (9, 0), int(139.7 * GIB), 4.8e12, 989e12, 1979e12, 67e12, 132),
     # NVIDIA HGX B200 datasheet, for eight cards, dense: 18 PFLOPS 16-bit, 36 FP8, 600 TFLOPS fp32, 62 TB/s, 1.44 TB.
@@ -182,17 +200,34 @@ CARDS: dict[str, Card] = {
     # NVIDIA L4 datasheet: 300 GB/s, 242 and 485 TFLOPS with sparsity, 30.3 fp32.
     "L4": Card("NVIDIA L4", (8, 9), int(22.0 * GIB), 0.3e12, 121e12, 242e12, 30.3e12, 58),
     # NVIDIA Ada GPU architecture whitepaper, appendix A: 1,008 GB/s; tensor cores with fp32 accumulation, dense.
-    "RTX4090": Card("NVIDIA GeForce RTX 4090", (8, 9), int(23.6 * GIB), 1.008e12, 165.2e12, 330.3e12, 82.6e12, 128),
+    "RTX4090": Card(
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        int(23.6 * GIB),
+        1.008e12,
+        165.2e12,
+        330.3e12,
+        82.6e12,
+        128,
+    ),
     # NVIDIA A100 Tensor Core GPU datasheet, SXM: 2,039 and 1,555 GB/s, 312 TFLOPS, 19.5 fp32.
-    "A100-80GB": Card("NVIDIA A100-SXM4-80GB", (8, 0), int(79.1 * GIB), 2.039e12, 312e12, 0.0, 19.5e12, 108),
-    "A100-40GB": Card("NVIDIA A100-SXM4-40GB", (8, 0), int(39.4 * GIB), 1.555e12, 312e12, 0.0, 19.5e12, 108),
+    "A100-80GB": Card(
+        "NVIDIA A100-SXM4-80GB", (8, 0), int(79.1 * GIB), 2.039e12, 312e12, 0.0, 19.5e12, 108
+    ),
+    "A100-40GB": Card(
+        "NVIDIA A100-SXM4-40GB", (8, 0), int(39.4 * GIB), 1.555e12, 312e12, 0.0, 19.5e12, 108
+    ),
     # NVIDIA A10 datasheet: 600 GB/s, 125 TFLOPS, 31.2 fp32.
     "A10": Card("NVIDIA A10", (8, 6), int(22.0 * GIB), 0.6e12, 125e12, 0.0, 31.2e12, 72),
     # NVIDIA T4 datasheet: 320 GB/s (maximum), 65 TFLOPS, 8.1 fp32.
     "T4": Card("Tesla T4", (7, 5), int(14.6 * GIB), 0.32e12, 65e12, 0.0, 8.1e12, 40),
     # NVIDIA V100 datasheet, SXM2: 900 GB/s, 125 TFLOPS, 15.7 fp32; 16 and 32 GB.
-    "V100-16GB": Card("Tesla V100-SXM2-16GB", (7, 0), int(15.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80),
-    "V100-32GB": Card("Tesla V100-SXM2-32GB", (7, 0), int(31.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80),
+    "V100-16GB": Card(
+        "Tesla V100-SXM2-16GB", (7, 0), int(15.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80
+    ),
+    "V100-32GB": Card(
+        "Tesla V100-SXM2-32GB", (7, 0), int(31.7 * GIB), 0.9e12, 125e12, 0.0, 15.7e12, 80
+    ),
 }
 
 

@@ -45,7 +45,11 @@ def library_facts() -> dict[str, LibraryFacts]:
 def _library(module: str, distribution: str) -> LibraryFacts:
     found = _version(distribution)
     if find_spec(module) is None:
-        reason = f"{distribution} {found} is installed, but holds no module {module}" if found else "not installed"
+        reason = (
+            f"{distribution} {found} is installed, but holds no module {module}"
+            if found
+            else "not installed"
+        )
         return LibraryFacts(found, False, reason)
     if module == "transformer_engine":
         return _transformer_engine(found)
@@ -54,11 +58,18 @@ def _library(module: str, distribution: str) -> LibraryFacts:
 
 def _transformer_engine(found: str | None) -> LibraryFacts:
     # The meta package and the core library install without the part that is built against torch.
-    if find_spec("transformer_engine_torch") is None and _version("transformer-engine-torch") is None:
-        return LibraryFacts(found, False, "its PyTorch extension (transformer_engine_torch) is not installed")
+    if (
+        find_spec("transformer_engine_torch") is None
+        and _version("transformer-engine-torch") is None
+    ):
+        return LibraryFacts(
+            found, False, "its PyTorch extension (transformer_engine_torch) is not installed"
+        )
     if found is not None and _release(found) < _TE_MINIMUM:
         needed = ".".join(map(str, _TE_MINIMUM))
-        return LibraryFacts(found, False, f"version {found} is older than {needed}, which brought te.autocast")
+        return LibraryFacts(
+            found, False, f"version {found} is older than {needed}, which brought te.autocast"
+        )
     return LibraryFacts(found, True, "installed")
 
 
@@ -145,11 +156,16 @@ def probe(folder: Path | None = None) -> MachineFacts:
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         nvidia_smi=_nvidia_smi(),
         nvidia_on_pci=_nvidia_on_pci(Path("/sys/bus/pci/devices")),
-        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
         has_compiler=any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++")),
-        has_ninja=shutil.which("ninja") is not None or (Path(sys.executable).parent / "ninja").is_file(),
-        memory_bytes=memory_limit(_read(Path("/proc/meminfo")), _read(Path("/sys/fs/cgroup/memory.max"))),
+        has_ninja=shutil.which("ninja") is not None
+        or (Path(sys.executable).parent / "ninja").is_file(),
+        memory_bytes=memory_limit(
+            _read(Path("/proc/meminfo")), _read(Path("/sys/fs/cgroup/memory.max"))
+        ),
         disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
         libraries=library_facts(),
         **torch_facts,
@@ -178,8 +194,12 @@ def memory_limit(meminfo: str, cgroup_max: str) -> int:
 
 def parse_nvidia_smi(output: str) -> NvidiaSmi:
     """Facts from `nvidia-smi --query-gpu=name,driver_version --format=csv,noheader`."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if "," in line]
-    return NvidiaSmi(present=True, driver=rows[0][1] if rows else None, gpus=tuple(row[0] for row in rows))
+    rows = [
+        [cell.strip() for cell in line.split(",")] for line in output.splitlines() if "," in line
+    ]
+    return NvidiaSmi(
+        present=True, driver=rows[0][1] if rows else None, gpus=tuple(row[0] for row in rows)
+    )
 
 
 def _nvidia_smi() -> NvidiaSmi:
@@ -192,7 +212,9 @@ def _nvidia_smi() -> NvidiaSmi:
     except (OSError, subprocess.TimeoutExpired) as error:
         return NvidiaSmi(present=True, error=str(error))
     if done.returncode:
-        return NvidiaSmi(present=True, error=" ".join((done.stdout + done.stderr).split())[:300] or "no output")
+        return NvidiaSmi(
+            present=True, error=" ".join((done.stdout + done.stderr).split())[:300] or "no output"
+        )
     return parse_nvidia_smi(done.stdout)
 
 
@@ -219,7 +241,11 @@ def _torch_facts() -> dict[str, Any]:
     if available:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            devices.append(Device(properties.name, (properties.major, properties.minor), properties.total_memory))
+            devices.append(
+                Device(
+                    properties.name, (properties.major, properties.minor), properties.total_memory
+                )
+            )
     return {
         "torch_version": str(torch.__version__),
         "torch_cuda": torch.version.cuda,

@@ -19,13 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import CheckpointError, Problem
-from harness.core.files import MAX_LARGE, dump_json, parse_json, read_bounded, read_json, write_json
+from harness.core.files import (
+    MAX_LARGE,
+    dump_json,
+    file_sha256,
+    parse_json,
+    read_bounded,
+    read_json,
+    write_json,
+)
 
 
 def failed(what: str, path: Path, error: Exception) -> CheckpointError:
     """The error for something under `path` that could not be written or read."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return CheckpointError(Problem(what, str(path), why, fix="check free space and permissions of the folder"))
+    why = (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else f"{type(error).__name__}: {error}"
+    )
+    return CheckpointError(
+        Problem(what, str(path), why, fix="check free space and permissions of the folder")
+    )
 
 
 MANIFEST = "manifest.json"
@@ -53,9 +67,7 @@ def part_file(part: str) -> str:
 
 def file_entry(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, read back in chunks. Raises OSError."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-        return {"bytes": stream.tell(), "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def manifest_bytes(
@@ -64,9 +76,15 @@ def manifest_bytes(
     versions: Mapping[str, str],
     metrics: Mapping[str, float] | None = None,
 ) -> bytes:
-    """The manifest of a checkpoint, sealed with the SHA-256 of its own content. metrics: finite numbers."""
-    content = {"format": _FORMAT, "step": step, "files": files, "versions": versions, "metrics": metrics or {}}
-    return _seal(content)
+    """The manifest of a checkpoint, with the SHA-256 of its own content. metrics: finite numbers."""
+    content = {
+        "format": _FORMAT,
+        "step": step,
+        "files": files,
+        "versions": versions,
+        "metrics": metrics or {},
+    }
+    return _with_sha256(content)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -76,10 +94,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     raw = read_bounded(path, _MAX_MANIFEST)
     try:
         content = parse_json(raw)
-        sealed = _seal({key: value for key, value in content.items() if key != "sha256"})
+        expected = _with_sha256({key: value for key, value in content.items() if key != "sha256"})
     except (ValueError, AttributeError) as error:
         raise ValueError("is not a manifest") from error
-    if raw != sealed:
+    if raw != expected:
         raise ValueError("differs from its own SHA-256")
     if content.get("format") != _FORMAT:
         raise ValueError(f"has format {content.get('format')!r}, this version reads {_FORMAT}")
@@ -146,7 +164,13 @@ def check_header(path: Path) -> None:
     if not isinstance(header, dict):
         raise ValueError("has no header")
     for name, entry in header.items():
-        shape = [] if name == "__metadata__" else entry.get("shape") if isinstance(entry, dict) else None
+        shape = (
+            []
+            if name == "__metadata__"
+            else entry.get("shape")
+            if isinstance(entry, dict)
+            else None
+        )
         if not isinstance(shape, list) or len(shape) > _MAX_RANK:
             raise ValueError(f"has no shape for {name[:80]!r}")
         if not all(type(length) is int and 0 <= length < _MAX_LENGTH for length in shape):
@@ -164,7 +188,7 @@ def _problem(path: Path, error: OSError | ValueError) -> Problem:
     return Problem(what, str(path), fix=_FIX)
 
 
-def _seal(content: Mapping[str, Any]) -> bytes:
+def _with_sha256(content: Mapping[str, Any]) -> bytes:
     digest = hashlib.sha256(dump_json(content)).hexdigest()
     return dump_json({**content, "sha256": digest})
 

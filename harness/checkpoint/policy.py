@@ -30,7 +30,10 @@ class RollbackTargets:
     """
 
     def __init__(
-        self, store: Store, healthy_steps: int, committed: Callable[[int], bool | None] = lambda step: True
+        self,
+        store: Store,
+        healthy_steps: int,
+        committed: Callable[[int], bool | None] = lambda step: True,
     ) -> None:
         self._store = store
         self._healthy_steps = healthy_steps
@@ -67,14 +70,22 @@ class RollbackTargets:
         what is gone, and are taken away. Else as `saved`.
         """
         marked = manifest.read_marks(self._store.root)
-        counts = {int(each): count for each, count in waiting.items() if each.isdecimal() and type(count) is int}
+        counts = {
+            int(each): count
+            for each, count in waiting.items()
+            if each.isdecimal() and type(count) is int
+        }
         there = self._store.steps()
-        self._waiting = {each: count for each, count in counts.items() if each in there and each not in marked}
+        self._waiting = {
+            each: count for each, count in counts.items() if each in there and each not in marked
+        }
         good = self.saved(step)
         try:
             manifest.forget_after(self._store.root, step)
         except OSError as error:
-            raise failed("marks of checkpoints that are gone cannot be taken away", self._store.root, error) from error
+            raise failed(
+                "marks of checkpoints that are gone cannot be taken away", self._store.root, error
+            ) from error
         return good
 
     def newest_good(self) -> int | None:
@@ -88,10 +99,16 @@ class RollbackTargets:
 
     def rolled_back(self, step: int) -> None:
         """The run went back to `step`: newer checkpoints are gone, and none of them waits any longer."""
-        self._waiting = {waiting: count for waiting, count in self._waiting.items() if waiting <= step}
+        self._waiting = {
+            waiting: count for waiting, count in self._waiting.items() if waiting <= step
+        }
 
     def _promote(self) -> list[int]:
-        there = {step: self._committed(step) for step, count in self._waiting.items() if count >= self._healthy_steps}
+        there = {
+            step: self._committed(step)
+            for step, count in self._waiting.items()
+            if count >= self._healthy_steps
+        }
         for step in (step for step, known in there.items() if known is False):
             del self._waiting[step]
         earned = [step for step, known in there.items() if known]
@@ -99,7 +116,9 @@ class RollbackTargets:
             try:
                 manifest.add_mark(self._store.root, step)
             except OSError as error:
-                raise failed("a checkpoint cannot be marked good", self._store.root, error) from error
+                raise failed(
+                    "a checkpoint cannot be marked good", self._store.root, error
+                ) from error
             del self._waiting[step]
         return earned
 
@@ -139,12 +158,18 @@ class Retention:
 
 def best(store: Store, metric: str) -> int | None:
     """Step of the checkpoint whose `metric` is the lowest (the newest of equals); None if none has it."""
-    known = [(store.metrics(step).get(metric, math.nan), -step) for step in store.steps()] if metric else []
+    known = (
+        [(store.metrics(step).get(metric, math.nan), -step) for step in store.steps()]
+        if metric
+        else []
+    )
     ranked = sorted(pair for pair in known if math.isfinite(pair[0]))
     return -ranked[0][1] if ranked else None
 
 
-def newest_good(store: Store, marked: Sequence[int] | None = None, settled: bool = True) -> int | None:
+def newest_good(
+    store: Store, marked: Sequence[int] | None = None, settled: bool = True
+) -> int | None:
     """Step of the newest checkpoint of `store` that is marked good (default: on disk) and verifies.
 
     settled: as for `Store.is_whole`.

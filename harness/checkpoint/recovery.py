@@ -88,7 +88,9 @@ class Recovery:
         after this save, as the run was asked to stop or is at its end, so training waits for it and it is verified.
         """
         failures, config = self._failures_so_far(), self.config
-        if not last and (config.on_failure == "continue" or not failures or failures + 1 < config.max_failures):
+        if not last and (
+            config.on_failure == "continue" or not failures or failures + 1 < config.max_failures
+        ):
             self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=False)
             return Kept()
         # What failed once is tried once more before anything is given up for it.
@@ -132,7 +134,11 @@ class Recovery:
         config, step = self.config, self.state.step
         if self.engine.rank == 0:
             text = f"training waits for room and tries again every {config.retry_seconds:g} s; it goes on by itself. "
-            place = f", then in {self.spare}" if self.spare else "; checkpoint.emergency_path would name another place"
+            place = (
+                f", then in {self.spare}"
+                if self.spare
+                else "; checkpoint.emergency_path would name another place"
+            )
             text += f"Asked to stop, it tries once more{place}"
             self.tracker.tell(step, "checkpoint.paused", text)
         while True:
@@ -147,7 +153,9 @@ class Recovery:
                 time.sleep(min(_ROUND, config.retry_seconds))
             if done():
                 if self.engine.rank == 0:
-                    text = f"there was room after {clock(time.monotonic() - began)}: training goes on"
+                    text = (
+                        f"there was room after {clock(time.monotonic() - began)}: training goes on"
+                    )
                     self.tracker.tell(step, "checkpoint.saved_again", text)
                 return True
 
@@ -169,12 +177,29 @@ class Recovery:
                 error = "; ".join(saved.error for saved in saver.finished())
         if lead and error:
             self.tracker.tell(step, "checkpoint.failed", error)
-        stands = next((each for each in reversed(self.store.steps()) if self.store.is_whole(each)), 0) if lead else 0
-        lost = f"steps {stands + 1} to {step} are lost" if stands + 1 < step else f"step {step} is lost"
+        stands = (
+            next((each for each in reversed(self.store.steps()) if self.store.is_whole(each)), 0)
+            if lead
+            else 0
+        )
+        lost = (
+            f"steps {stands + 1} to {step} are lost"
+            if stands + 1 < step
+            else f"step {step} is lost"
+        )
         if stands >= step:  # gone back to and trained on again
             lost = f"what was trained up to step {step} is lost"
-        what = f"the newest checkpoint that verifies is of step {stands}" if stands else "there is no checkpoint"
-        return Kept(False, self.engine.broadcast(f"{lost}: the state could not be saved, and {what}"), asked, halts)
+        what = (
+            f"the newest checkpoint that verifies is of step {stands}"
+            if stands
+            else "there is no checkpoint"
+        )
+        return Kept(
+            False,
+            self.engine.broadcast(f"{lost}: the state could not be saved, and {what}"),
+            asked,
+            halts,
+        )
 
     def _failures_so_far(self) -> int:
         """Saves in a row that have failed, after what is being saved now; the same on every rank."""
@@ -230,7 +255,9 @@ class Recovery:
         ledger.return_to = target
         if self.engine.rank == 0:
             self.tracker.flush()
-        later = [each for each in self.store.steps() if each > target] if self.engine.rank == 0 else []
+        later = (
+            [each for each in self.store.steps() if each > target] if self.engine.rank == 0 else []
+        )
 
         def written() -> bool:
             error = ""
@@ -240,14 +267,22 @@ class Recovery:
                     finish_rollback(ledger, self.store, self.keep_ledger)
                 except CheckpointError as failure:
                     ledger.return_to, error = target, str(failure)
-                    self.tracker.tell(self.state.step, "checkpoint.failed", f"the way back to step {target}: {error}")
+                    self.tracker.tell(
+                        self.state.step,
+                        "checkpoint.failed",
+                        f"the way back to step {target}: {error}",
+                    )
             errors.append(self.engine.broadcast(error))
             return not errors[-1]
 
         errors: list[str] = []
-        if not (written() or (self.config.on_failure == "pause" and self._held(written)) or written()):
+        if not (
+            written() or (self.config.on_failure == "pause" and self._held(written)) or written()
+        ):
             what = f"the way back to step {target} could not be written"
-            failed = CheckpointError(Problem(what, why=errors[-1], fix="make room, and give the same command again"))
+            failed = CheckpointError(
+                Problem(what, why=errors[-1], fix="make room, and give the same command again")
+            )
             failed.exit_code = ExitCode.FAILED
             raise failed
         if self.engine.rank == 0:
@@ -268,7 +303,9 @@ class Recovery:
         if self.engine.world_size > 1:
             mine = state_hash(tensors, meta)
             differs = float(mine != self.engine.broadcast(mine))
-            agreed = self.engine.max(torch.tensor([differs, float(bool(problems))], device=self.engine.device))
+            agreed = self.engine.max(
+                torch.tensor([differs, float(bool(problems))], device=self.engine.device)
+            )
             found, unread = (bool(flag) for flag in agreed.tolist())
             if found and not problems:
                 what = f"the ranks read different checkpoints of step {step}"
@@ -298,7 +335,11 @@ class Recovery:
                 continue
             self._failures, self._since, self._stands = 0, 0.0, saved.step
             self._note(
-                "saved", [saved.step], path=str(saved.path.resolve()), metrics=saved.metrics, seconds=saved.seconds
+                "saved",
+                [saved.step],
+                path=str(saved.path.resolve()),
+                metrics=saved.metrics,
+                seconds=saved.seconds,
             )
             if saved.error:  # written, but what was to be deleted could not be
                 self.tracker.event(saved.step, "checkpoint.failed", text=saved.error)
@@ -313,7 +354,11 @@ class Recovery:
             return
         since = f", for {clock(time.monotonic() - self._since)}" if count > 1 else ""
         what = f"{count} save{'s' if count > 1 else ''} in a row failed{since}"
-        stands = "none stands" if self._stands is None else f"the newest that stands is of step {self._stands}"
+        stands = (
+            "none stands"
+            if self._stands is None
+            else f"the newest that stands is of step {self._stands}"
+        )
         text = f"{saved.error}\n    {what}; {stands}, and a crash would lose what came after it"
         if count < config.max_failures and config.on_failure != "continue":
             then = "training waits for room" if config.on_failure == "pause" else "the run ends"
@@ -333,7 +378,9 @@ def spare_folder(path: str | None, folder: Path) -> Path | None:
     if path is None:
         return None
     here = str(folder.resolve())
-    return Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
+    return (
+        Path(path).resolve() / f"{folder.name}-{hashlib.sha256(os.fsencode(here)).hexdigest()[:8]}"
+    )
 
 
 def spare_folders(folder: Path, path: str | None) -> list[Path]:
@@ -343,7 +390,11 @@ def spare_folders(folder: Path, path: str | None) -> list[Path]:
     except (ConfigError, OSError, AttributeError):
         earlier = None
     paths = [each for each in (earlier, path) if isinstance(each, str)]
-    return [each for each in (spare_folder(name, folder) for name in dict.fromkeys(paths)) if each is not None]
+    return [
+        each
+        for each in (spare_folder(name, folder) for name in dict.fromkeys(paths))
+        if each is not None
+    ]
 
 
 def bring_back(store: Store, spare: Path) -> int | None:
@@ -360,20 +411,28 @@ def bring_back(store: Store, spare: Path) -> int | None:
         step = away.newest_valid()
         newest = max((each for each in store.steps() if store.is_whole(each)), default=0)
         found = step is not None and step > newest
-        if lost := [problem for each, told in away.damaged.items() if each > newest for problem in told]:
-            raise CheckpointError(lost)  # the last save itself: an older one beside it must not stand for it unasked
+        if lost := [
+            problem for each, told in away.damaged.items() if each > newest for problem in told
+        ]:
+            raise CheckpointError(
+                lost
+            )  # the last save itself: an older one beside it must not stand for it unasked
         if step is not None and found:
             store.save(step, *away.load(step), away.metrics(step))
             if problems := store.verify(step):
                 raise CheckpointError(problems)
     except CheckpointError as error:
-        what = "the last save of this run, which its own folder had no room for, cannot be taken back"
+        what = (
+            "the last save of this run, which its own folder had no room for, cannot be taken back"
+        )
         raise CheckpointError([Problem(what, str(spare), fix=fix), *error.problems]) from error
     shutil.rmtree(spare, ignore_errors=True)
     return step if found else None
 
 
-def finish_rollback(ledger: RunLedger, store: Store, keep_ledger: Callable[[RunLedger], None]) -> None:
+def finish_rollback(
+    ledger: RunLedger, store: Store, keep_ledger: Callable[[RunLedger], None]
+) -> None:
     """Carry out a rollback that incidents.json has committed; nothing to do if there is none. Rank 0 only."""
     if ledger.return_to:
         store.discard_after(ledger.return_to)

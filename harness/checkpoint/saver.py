@@ -44,7 +44,10 @@ class Saver:
     """
 
     def __init__(
-        self, store: Store, prune: Callable[[Sequence[int]], Sequence[int]], staging: Staging | None = None
+        self,
+        store: Store,
+        prune: Callable[[Sequence[int]], Sequence[int]],
+        staging: Staging | None = None,
     ) -> None:
         self._store = store
         self._prune = prune
@@ -56,7 +59,13 @@ class Saver:
         self._crash: BaseException | None = None
 
     def begin(
-        self, step: int, tensors: Tensors, meta: Meta, metrics: Mapping[str, float], *, surely: bool = False
+        self,
+        step: int,
+        tensors: Tensors,
+        meta: Meta,
+        metrics: Mapping[str, float],
+        *,
+        surely: bool = False,
     ) -> None:
         """Save the state of `step`. Waits for the save before it. metrics: what the checkpoint is known by.
 
@@ -73,7 +82,9 @@ class Saver:
             self.wait()
             return
         arguments = (self._now, copies, copy.deepcopy(meta), good, surely)
-        self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._in_background, args=arguments, name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def busy(self, seconds: float) -> bool:
@@ -120,18 +131,24 @@ class Saver:
             self._staging = None  # no room: from now on training waits for the disk
             return None
 
-    def _in_background(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool) -> None:
+    def _in_background(
+        self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool
+    ) -> None:
         try:
             # Of this thread alone, on Linux: where cores are scarce, training comes first.
             thread = threading.get_native_id()
             with suppress(OSError):
                 if not surely:
-                    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+                    os.setpriority(
+                        os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+                    )
             self._work(saved, tensors, meta, good, surely)
         except BaseException as error:
             self._crash = error
 
-    def _work(self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool = False) -> None:
+    def _work(
+        self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool = False
+    ) -> None:
         began = time.monotonic()
         try:
             if self._staging is not None:

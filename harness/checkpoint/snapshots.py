@@ -75,7 +75,9 @@ class Snapshots:
         self._next = _Snapshot(self._next.memory)
 
 
-def room_for_snapshots(size: int, healthy_steps: int, device: torch.device, tracker: Tracker) -> Snapshots | None:
+def room_for_snapshots(
+    size: int, healthy_steps: int, device: torch.device, tracker: Tracker
+) -> Snapshots | None:
     """Snapshots of a state of `size` bytes on `device`, if every rank has room for them. Collective."""
     lacks = torch.tensor(float(2 * size > free_memory() / 4), device=device)
     if max_over_ranks(lacks).item():

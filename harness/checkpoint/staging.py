@@ -51,7 +51,11 @@ class Staging:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        layout = [(part, name, t.shape, t.dtype) for part, named in tensors.items() for name, t in named.items()]
+        layout = [
+            (part, name, t.shape, t.dtype)
+            for part, named in tensors.items()
+            for name, t in named.items()
+        ]
         if layout != self._layout or tensors.keys() != self._views.keys():
             self._lay_out(tensors, layout)
         sources = [tensor.detach() for named in tensors.values() for tensor in named.values()]
@@ -67,8 +71,14 @@ class Staging:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def _lay_out(self, tensors: Tensors, layout: list[tuple[str, str, torch.Size, torch.dtype]]) -> None:
-        sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for named in tensors.values() for t in named.values()]
+    def _lay_out(
+        self, tensors: Tensors, layout: list[tuple[str, str, torch.Size, torch.dtype]]
+    ) -> None:
+        sizes = [
+            -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+            for named in tensors.values()
+            for t in named.values()
+        ]
         if sum(sizes) > self._block.numel():
             self._allocate(sum(sizes))
         offsets = accumulate(sizes, initial=0)

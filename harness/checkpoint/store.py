@@ -61,7 +61,9 @@ class Store:
     other than 0) nothing on disk is ever changed. Raises CheckpointError if `root` cannot be made.
     """
 
-    def __init__(self, root: Path, versions: Mapping[str, str] | None = None, *, readonly: bool = False) -> None:
+    def __init__(
+        self, root: Path, versions: Mapping[str, str] | None = None, *, readonly: bool = False
+    ) -> None:
         self.root = root
         self.damaged: dict[int, list[Problem]] = {}
         self.quarantined: list[Problem] = []
@@ -111,7 +113,9 @@ class Store:
         problems = self.verify(step) if os.path.lexists(final) else []
         if final.exists() and not problems:
             try:
-                sync_folder(self.root)  # which may be what an earlier save of this step has failed in
+                sync_folder(
+                    self.root
+                )  # which may be what an earlier save of this step has failed in
             except OSError as error:
                 raise failed("the checkpoint was not written", final, error) from error
             return final
@@ -123,7 +127,9 @@ class Store:
             temporary.rename(final)
             sync_folder(self.root)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            raise failed("the checkpoint was not written", final, self._made_again() or error) from error
+            raise failed(
+                "the checkpoint was not written", final, self._made_again() or error
+            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -153,10 +159,15 @@ class Store:
     def _files(self, step: int) -> _Files:
         """Name, number, size and times of each file of the checkpoint of `step`; empty if it cannot be looked at."""
         try:
-            files = [(each.name, each.stat(follow_symlinks=False)) for each in os.scandir(self.path(step))]
+            files = [
+                (each.name, each.stat(follow_symlinks=False))
+                for each in os.scandir(self.path(step))
+            ]
         except OSError:
             return []
-        return sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files)
+        return sorted(
+            (name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files
+        )
 
     def metrics(self, step: int) -> dict[str, float]:
         """What the checkpoint of `step` is known by; empty if its manifest cannot be read. Verifies nothing else."""
@@ -203,9 +214,13 @@ class Store:
         if damaged:
             fix = "restore one from a copy of this run, or start a new run with another --name"
             none = Problem(
-                "not one of its checkpoints is whole, so there is nothing to go on from", str(self.root), fix=fix
+                "not one of its checkpoints is whole, so there is nothing to go on from",
+                str(self.root),
+                fix=fix,
             )
-            raise CheckpointError([none, *(problem for problems in damaged.values() for problem in problems)])
+            raise CheckpointError(
+                [none, *(problem for problems in damaged.values() for problem in problems)]
+            )
         return None
 
     def set_aside(self) -> None:
@@ -215,7 +230,9 @@ class Store:
             try:
                 self._quarantine(step, self.damaged[step])
             except OSError as error:
-                raise failed("a damaged checkpoint cannot be moved aside", self.path(step), error) from error
+                raise failed(
+                    "a damaged checkpoint cannot be moved aside", self.path(step), error
+                ) from error
             del self.damaged[step]
 
     def discard_after(self, step: int) -> None:
@@ -293,7 +310,11 @@ class Store:
     def _check_writer(self) -> None:
         if self._readonly:
             raise MisuseError(
-                Problem("this store was opened to read", str(self.root), fix="open it on rank 0, to write")
+                Problem(
+                    "this store was opened to read",
+                    str(self.root),
+                    fix="open it on rank 0, to write",
+                )
             )
 
     def _quarantine(self, step: int, problems: list[Problem]) -> None:
@@ -333,7 +354,11 @@ def check_unfinished(root: Path, ledger: RunLedger) -> None:
     target = unfinished_rollback(root)
     if target in (None, ledger.return_to or None):
         return
-    known = f"that is finished, by {LEDGER}" if target in ledger.returned_to else f"of which {LEDGER} knows nothing"
+    known = (
+        f"that is finished, by {LEDGER}"
+        if target in ledger.returned_to
+        else f"of which {LEDGER} knows nothing"
+    )
     what = f"tells of a rollback to step {target} {known}"
     raise CheckpointError(Problem(what, str(root / _ROLLBACK), fix=_KEEP_ALL))
 
@@ -381,7 +406,14 @@ def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
         disk = os.statvfs(folder)
     except OSError as error:
         fix = "choose a folder that you may write to: start from another working folder, or give another --name"
-        return [Problem("checkpoints cannot be written here", str(folder), why=error.strerror or str(error), fix=fix)]
+        return [
+            Problem(
+                "checkpoints cannot be written here",
+                str(folder),
+                why=error.strerror or str(error),
+                fix=fix,
+            )
+        ]
     problems: list[Problem] = []
     count = max(COPIES - existing, 1)
     free = disk.f_bavail * disk.f_frsize
@@ -396,7 +428,9 @@ def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
         )
     if disk.f_files and disk.f_favail < _FILES:
         fix = "delete files on this disk, or start from a folder on another"
-        problems.append(Problem(f"the disk has room for {disk.f_favail} more files", str(folder), fix=fix))
+        problems.append(
+            Problem(f"the disk has room for {disk.f_favail} more files", str(folder), fix=fix)
+        )
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < bytes_each:
         why = f"a checkpoint's files may need up to {_size(bytes_each)}"

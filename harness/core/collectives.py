@@ -107,7 +107,9 @@ class Fingerprint:
     def _sum(self, words: Tensor) -> Tensor:
         factors = self._within[: len(words)]
         mixed = words * factors
-        mixed ^= (mixed >> 32) & _LOWER_HALF  # the shift copies the sign, the mask removes the copies
+        mixed ^= (
+            mixed >> 32
+        ) & _LOWER_HALF  # the shift copies the sign, the mask removes the copies
         mixed *= factors
         return mixed.sum()
 
@@ -115,7 +117,9 @@ class Fingerprint:
 def differing(hashes: Tensor) -> Tensor:
     """Which of `hashes` (int64 [n]) are not the same on every rank: bool [n]. One collective."""
     count = len(hashes)
-    both = max_over_ranks(torch.cat([hashes, ~hashes]))  # ~ turns the order round and, unlike -, never overflows
+    both = max_over_ranks(
+        torch.cat([hashes, ~hashes])
+    )  # ~ turns the order round and, unlike -, never overflows
     return both[:count] != ~both[count:]
 
 
@@ -132,7 +136,9 @@ class RankComparison:
         self._last = 0
 
     @classmethod
-    def of(cls, guard: GuardConfig, model: nn.Module, device: torch.device) -> RankComparison | None:
+    def of(
+        cls, guard: GuardConfig, model: nn.Module, device: torch.device
+    ) -> RankComparison | None:
         """What the guard compares between ranks; None where there is one rank, or it is not wanted."""
         if world_size() == 1 or not guard.enabled or not guard.compare_ranks_every:
             return None
@@ -146,12 +152,16 @@ class RankComparison:
         gap, self._last = self._last != step - 1, step
         if not gap and step % self.every:
             return (), torch.zeros(0, device=self._fingerprint.device)
-        return tuple(self._parameters), differing(self._fingerprint.of(self._parameters.values())).float()
+        return tuple(self._parameters), differing(
+            self._fingerprint.of(self._parameters.values())
+        ).float()
 
 
 def _odd(stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """`count` odd numbers, the same everywhere: int64 [count], by splitmix64 (Steele, Lea & Flood, 2014)."""
-    words = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    words = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((words ^ (words >> np.uint64(31))) | np.uint64(1)).view(np.int64)
@@ -192,5 +202,7 @@ class ForwardClock:
         self._queued.append(self._events)
         self._events = []
         while self._queued and all(end.query() for _, end in self._queued[0]):
-            self._seconds = sum(begin.elapsed_time(end) for begin, end in self._queued.popleft()) / 1000
+            self._seconds = (
+                sum(begin.elapsed_time(end) for begin, end in self._queued.popleft()) / 1000
+            )
         return self._seconds

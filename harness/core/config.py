@@ -27,7 +27,7 @@ Ratio = Annotated[float, Field(gt=0)]
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
 Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
-"""Formats of text, of which token ids are made; `data.registry` has who reads them."""
+"""Formats of text, of which token ids are made; `data.rows.FORMATS` has their readers."""
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -36,35 +36,62 @@ class TrainConfig(Strict):
     """Length, batch and update rule."""
 
     steps: Positive = Field(default=300, description="windows (optimizer steps) to train")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="seed of weights and data order")
-    global_batch: Positive = Field(default=16, description="samples per optimizer step, over all ranks")
-    micro_batch: Positive = Field(default=8, description="samples per forward and backward on one rank")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="clip the global L2 gradient norm to this")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="seed of weights and data order"
+    )
+    global_batch: Positive = Field(
+        default=16, description="samples per optimizer step, over all ranks"
+    )
+    micro_batch: Positive = Field(
+        default=8, description="samples per forward and backward on one rank"
+    )
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="clip the global L2 gradient norm to this"
+    )
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        default="cosine", description="learning rate after the warm-up; wsd: constant, then linear in decay_share"
+        default="cosine",
+        description="learning rate after the warm-up; wsd: constant, then linear in decay_share",
     )
-    min_lr_ratio: Share = Field(default=0.1, description="final learning rate over peak, but for constant")
-    decay_share: Share = Field(default=0.2, description="wsd: share of train.steps that decays, at the end")
-    weight_decay: float = Field(default=0.1, ge=0, description="decay on matrices; vectors (norms, biases) get none")
+    min_lr_ratio: Share = Field(
+        default=0.1, description="final learning rate over peak, but for constant"
+    )
+    decay_share: Share = Field(
+        default=0.2, description="wsd: share of train.steps that decays, at the end"
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decay on matrices; vectors (norms, biases) get none"
+    )
     decay_embeddings: bool = Field(default=True, description="decay embeddings like other matrices")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="AdamW moment decay rates")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), strict=False, description="AdamW moment decay rates"
+    )
     optimizer: str = Field(
         default="adamw",
         description="adamw, sgd (momentum betas[0]): fused; adamw8bit, adamw_fp8: torchao's; muon, AdamW for what is "
         'no hidden matrix; or "pkg.mod:Class"',
     )
-    optimizer_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the optimizer's class")
-    eval_every: Count = Field(default=100, description="steps between validations; 0: only at the end")
-    threads: Count = Field(default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS")
-    max_minutes: float = Field(default=0.0, ge=0, description="save and stop after this many minutes; 0: never")
+    optimizer_args: dict[str, Any] = Field(
+        default_factory=dict, description="more arguments of the optimizer's class"
+    )
+    eval_every: Count = Field(
+        default=100, description="steps between validations; 0: only at the end"
+    )
+    threads: Count = Field(
+        default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS"
+    )
+    max_minutes: float = Field(
+        default=0.0, ge=0, description="save and stop after this many minutes; 0: never"
+    )
 
     @field_validator("optimizer")
     @classmethod
     def _known(cls, name: str) -> str:
         if ":" not in name and name not in OPTIMIZERS:
-            raise ValueError(f'{name!r} is neither {", ".join(OPTIMIZERS)} nor "package.module:Class"')
+            raise ValueError(
+                f'{name!r} is neither {", ".join(OPTIMIZERS)} nor "package.module:Class"'
+            )
         return name
 
 
@@ -78,12 +105,15 @@ class HubConfig(Strict):
         default=None, description="of hf:NAME: the split to train on; none: train, or the only one"
     )
     revision: str | None = Field(
-        default=None, description="of hf:NAME: branch, tag or commit; none: its main branch as it is at the first start"
+        default=None,
+        description="of hf:NAME: branch, tag or commit; none: its main branch as it is at the first start",
     )
 
     @model_validator(mode="after")
     def _of_the_hub(self) -> Self:
-        given = [f"data.{name}" for name in HubConfig.model_fields if getattr(self, name) is not None]
+        given = [
+            f"data.{name}" for name in HubConfig.model_fields if getattr(self, name) is not None
+        ]
         if given and not str(getattr(self, "path", None)).startswith("hf:"):
             raise ValueError(f"{' and '.join(given)}: only a path hf:NAME has one")
         return self
@@ -100,9 +130,12 @@ class DataConfig(HubConfig):
     """Where data comes from and how it is cut into samples; or a data set of your own."""
 
     target: str | None = Field(
-        default=None, description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__'
+        default=None,
+        description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__',
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the target"
+    )
     path: str | None = Field(
         default=None,
         description="text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset, .bin of token ids, what `harness "
@@ -113,28 +146,38 @@ class DataConfig(HubConfig):
         default_factory=list, description="several sources with weights, instead of data.path"
     )
     cache: str | None = Field(
-        default=None, description="folder where hf:NAME is kept; none: that of huggingface_hub (HF_HUB_CACHE, HF_HOME)"
+        default=None,
+        description="folder where hf:NAME is kept; none: that of huggingface_hub (HF_HUB_CACHE, HF_HOME)",
     )
     format: Literal["auto", "tokens", Documents] = Field(
         default="auto", description="what data.path is; auto: looked at"
     )
     tokenizer: str | None = Field(
-        default=None, description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte"
+        default=None,
+        description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte",
     )
     text_key: str = Field(default="text", min_length=1, description="key or column of rows")
-    dtype: Literal["uint8", "uint16", "uint32"] = Field(default="uint16", description="of headerless .bin files")
+    dtype: Literal["uint8", "uint16", "uint32"] = Field(
+        default="uint16", description="of headerless .bin files"
+    )
     packing: Literal["none", "documents"] = Field(
         default="none",
         description="documents: samples have segments, and no token is predicted from another document's",
     )
     separator: Count | None = Field(
-        default=None, description="token id that ends a document in .bin files; none: the tokenizer's"
+        default=None,
+        description="token id that ends a document in .bin files; none: the tokenizer's",
     )
     context: Positive = Field(default=256, description="tokens per sample")
     val_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share held out where the data has no validation of its own"
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share held out where the data has no validation of its own",
     )
-    val_samples: Positive = Field(default=128, description="validation samples, over all ranks, evenly spread")
+    val_samples: Positive = Field(
+        default=128, description="validation samples, over all ranks, evenly spread"
+    )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
         description="samples unfit to train on, or that cannot be read (or differ from their hash): skip the update, "
@@ -144,7 +187,11 @@ class DataConfig(HubConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        sources = {"path": self.path is not None, "mixture": bool(self.mixture), "target": self.target is not None}
+        sources = {
+            "path": self.path is not None,
+            "mixture": bool(self.mixture),
+            "target": self.target is not None,
+        }
         given = [f"data.{name}" for name, there in sources.items() if there]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
@@ -158,7 +205,9 @@ class ModelConfig(Strict):
         default="harness.models.gpt:build",
         description='"pkg.mod:fn": fn(**args) -> nn.Module; "hf:FOLDER": a causal LM of Hugging Face',
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the target")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the target"
+    )
 
 
 class CheckpointConfig(Strict):
@@ -166,12 +215,16 @@ class CheckpointConfig(Strict):
 
     every: Count = Field(default=50, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=3, ge=2, description="newest checkpoints kept; at least 2")
-    healthy_steps: Count = Field(default=10, description="healthy steps after a save before it is a rollback target")
+    healthy_steps: Count = Field(
+        default=10, description="healthy steps after a save before it is a rollback target"
+    )
     best: Literal["val_loss", "train_loss", "none"] = Field(
-        default="val_loss", description="keep the checkpoint with the lowest; val_loss: of those saved when validated"
+        default="val_loss",
+        description="keep the checkpoint with the lowest; val_loss: of those saved when validated",
     )
     background: bool = Field(
-        default=True, description="write while training goes on (takes one copy of the state in memory)"
+        default=True,
+        description="write while training goes on (takes one copy of the state in memory)",
     )
     on_failure: Literal["continue", "pause", "halt"] = Field(
         default="pause",
@@ -181,7 +234,9 @@ class CheckpointConfig(Strict):
         default=3,
         description="saves in a row that fail before on_failure; 1 is as 2: the first is known at the next",
     )
-    retry_seconds: float = Field(default=30.0, gt=0, description="between tries to save while the run waits")
+    retry_seconds: float = Field(
+        default=30.0, gt=0, description="between tries to save while the run waits"
+    )
     emergency_path: str | None = Field(
         default=None,
         description="folder on another disk for the last save of a run whose own takes none; the next start takes it "
@@ -193,27 +248,37 @@ class TrackingConfig(Strict):
     """What goes into the journal and MLflow, how often."""
 
     mlflow: bool = Field(default=True, description="ship the journal to MLflow")
-    experiment: str = Field(default="hopper-harness", min_length=1, description="MLflow experiment name")
+    experiment: str = Field(
+        default="hopper-harness", min_length=1, description="MLflow experiment name"
+    )
     fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
     fp8_series: Count = Field(
-        default=128, description="FP8 slots up to which all have series of their own; beyond, those that are picked"
+        default=128,
+        description="FP8 slots up to which all have series of their own; beyond, those that are picked",
     )
     fp8_slots: list[str] = Field(
         default_factory=list,
         description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
     )
-    report: bool = Field(default=True, description="draw the plots and report.html at the end of the run")
-    system_seconds: float = Field(
-        default=10.0, ge=0, description="seconds between MLflow's figures of the machine and its GPUs; 0: none"
+    report: bool = Field(
+        default=True, description="draw the plots and report.html at the end of the run"
     )
-    drain_seconds: float = Field(default=30.0, ge=0, description="wait at exit for MLflow to catch up")
+    system_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        description="seconds between MLflow's figures of the machine and its GPUs; 0: none",
+    )
+    drain_seconds: float = Field(
+        default=30.0, ge=0, description="wait at exit for MLflow to catch up"
+    )
 
 
 class EngineConfig(Strict):
     """Distributed execution."""
 
     name: Literal["auto", "single", "ddp", "deepspeed"] = Field(
-        default="auto", description="auto: deepspeed under its launcher, else ddp, or single for one process"
+        default="auto",
+        description="auto: deepspeed under its launcher, else ddp, or single for one process",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage")
     deepspeed: str | None = Field(
@@ -221,7 +286,8 @@ class EngineConfig(Strict):
     )
     timeout_seconds: float = Field(default=600.0, gt=0, description="process-group timeout")
     compile: Literal["none", "blocks"] = Field(
-        default="none", description="blocks: torch.compile each element of the model's nn.ModuleLists"
+        default="none",
+        description="blocks: torch.compile each element of the model's nn.ModuleLists",
     )
     deterministic: bool = Field(
         default=False,
@@ -232,36 +298,55 @@ class EngineConfig(Strict):
 class GuardConfig(Strict):
     """Thresholds and budgets of the guard."""
 
-    enabled: bool = Field(default=True, description="monitors and responder; the non-finite gate is always on")
-    max_consecutive_skips: Positive = Field(
-        default=5, description="skipped steps in a row before a rollback, or before large norms are accepted"
+    enabled: bool = Field(
+        default=True, description="monitors and responder; the non-finite gate is always on"
     )
-    spike_window: Positive = Field(default=40, description="applied steps that tell the usual loss and gradient norm")
+    max_consecutive_skips: Positive = Field(
+        default=5,
+        description="skipped steps in a row before a rollback, or before large norms are accepted",
+    )
+    spike_window: Positive = Field(
+        default=40, description="applied steps that tell the usual loss and gradient norm"
+    )
     spike_sigma: float = Field(
-        default=12.0, gt=0, description="robust sigmas (median/MAD) over the usual loss that make a spike"
+        default=12.0,
+        gt=0,
+        description="robust sigmas (median/MAD) over the usual loss that make a spike",
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
-        default=5.0, gt=1, description="a gradient norm this many times the running median is not applied"
+        default=5.0,
+        gt=1,
+        description="a gradient norm this many times the running median is not applied",
     )
     clip_growth: float = Field(
-        default=3.0, gt=1, description="gradients are clipped to this many times the running median norm"
+        default=3.0,
+        gt=1,
+        description="gradients are clipped to this many times the running median norm",
     )
     measure_every: Positive = Field(
-        default=10, description="steps between measurements of the parameters' norm and of fp16 gradients' shares"
+        default=10,
+        description="steps between measurements of the parameters' norm and of fp16 gradients' shares",
     )
     underflow_rise: Share = Field(
-        default=0.05, description="rise of the share of exact zeros in fp16 gradients that is reported"
+        default=0.05,
+        description="rise of the share of exact zeros in fp16 gradients that is reported",
     )
     overflow_share: Share = Field(
-        default=0.01, description="share of fp16 gradients over half of fp16's largest value that is reported"
+        default=0.01,
+        description="share of fp16 gradients over half of fp16's largest value that is reported",
     )
-    clipping_share: Share = Field(default=0.95, description="share of the last 200 updates clipped that is reported")
+    clipping_share: Share = Field(
+        default=0.95, description="share of the last 200 updates clipped that is reported"
+    )
     parameter_growth: float = Field(
-        default=10.0, gt=1, description="growth of the parameters' norm within 100 steps that is reported"
+        default=10.0,
+        gt=1,
+        description="growth of the parameters' norm within 100 steps that is reported",
     )
     snapshot_every: Count = Field(
-        default=20, description="steps between snapshots in memory; 0: none; the plan names the steps"
+        default=20,
+        description="steps between snapshots in memory; 0: none; the plan names the steps",
     )
     snapshot_seldom_after: Count = Field(
         default=200,
@@ -275,7 +360,10 @@ class GuardConfig(Strict):
         "that were reduced over all",
     )
     rollback_lr_factor: float = Field(
-        default=1.0, gt=0, le=1, description="the learning rate is multiplied by this at every rollback"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="the learning rate is multiplied by this at every rollback",
     )
     compare_ranks_every: Count = Field(
         default=100, description="steps between comparisons of the ranks' weights; 0: none"
@@ -284,7 +372,8 @@ class GuardConfig(Strict):
         default=3, description="rollbacks within guard.budget_windows before the run is halted"
     )
     max_skips: Positive = Field(
-        default=100, description="skipped steps within guard.budget_windows before the run is halted"
+        default=100,
+        description="skipped steps within guard.budget_windows before the run is halted",
     )
     budget_windows: Positive = Field(
         default=10_000,
@@ -292,7 +381,9 @@ class GuardConfig(Strict):
         "10,000; a resume may change it with --accept-changed; every rank decides alike from figures that were reduced "
         "over all",
     )
-    max_switches: Count = Field(default=64, description="layer switches in total; more are refused and logged")
+    max_switches: Count = Field(
+        default=64, description="layer switches in total; more are refused and logged"
+    )
 
 
 class FallbackConfig(Strict):
@@ -316,26 +407,40 @@ class FallbackConfig(Strict):
     The limits let healthy runs at learning rates up to 1e-2 pass, and see what docs/studies/fallback.md says.
     """
 
-    enabled: bool = Field(default=True, description="switch single layers between FP8 and BF16 at run time")
+    enabled: bool = Field(
+        default=True, description="switch single layers between FP8 and BF16 at run time"
+    )
     saturation_input: Ratio = Field(
         default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
     )
     saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
     saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
     underflow: float = Field(
-        default=0.25, gt=0, le=1, description="share of non-zero values flushed to zero that counts as bad"
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of non-zero values flushed to zero that counts as bad",
     )
     underflow_grad_output: float = Field(
-        default=0.85, gt=0, le=1, description="the same for output gradients, of which saturated attention loses many"
+        default=0.85,
+        gt=0,
+        le=1,
+        description="the same for output gradients, of which saturated attention loses many",
     )
-    clipped: float = Field(default=0.05, gt=0, le=1, description="share of values cut off that counts as bad")
-    sqnr_db: float = Field(default=5.0, description="signal over quantisation noise, dB, under which a slot is bad")
+    clipped: float = Field(
+        default=0.05, gt=0, le=1, description="share of values cut off that counts as bad"
+    )
+    sqnr_db: float = Field(
+        default=5.0, description="signal over quantisation noise, dB, under which a slot is bad"
+    )
     even_db_input: float = Field(
-        default=8.0, description="SQNR of which every value is an equal part, dB, under which an input slot is bad"
+        default=8.0,
+        description="SQNR of which every value is an equal part, dB, under which an input slot is bad",
     )
     even_db_weight: float = Field(default=22.0, description="the same for weights")
     even_db_grad_output: float = Field(
-        default=7.0, description="SQNR of which every row is an equal part, dB, under which an output gradient is bad"
+        default=7.0,
+        description="SQNR of which every row is an equal part, dB, under which an output gradient is bad",
     )
     centred_db: float = Field(
         default=5.0,
@@ -350,10 +455,12 @@ class FallbackConfig(Strict):
         "resume may change it with --accept-changed recipe, every rank decides alike from the same figures",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="amax over that of a window before that counts as bad; null: not looked at"
+        default=None,
+        description="amax over that of a window before that counts as bad; null: not looked at",
     )
     amax_over: Ratio | None = Field(
-        default=None, description="amax that counts as bad, whatever the scale; null: not looked at, which is right"
+        default=None,
+        description="amax that counts as bad, whatever the scale; null: not looked at, which is right",
     )
     hits: int = Field(
         default=3,
@@ -361,29 +468,37 @@ class FallbackConfig(Strict):
         description="bad observations in a window that demote a layer; further apart too if they are far over it",
     )
     window: int = Field(default=8, ge=1, description="observations in the window")
-    dwell_steps: int = Field(default=50, ge=1, description="steps a demoted layer stays in BF16 at least")
+    dwell_steps: int = Field(
+        default=50, ge=1, description="steps a demoted layer stays in BF16 at least"
+    )
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
         description="dwell grows by this where a layer leaves again before it was back that long",
     )
     warmup_steps: int = Field(
-        default=2, ge=1, description="first steps, in which scales are not set yet, give no evidence"
+        default=2,
+        ge=1,
+        description="first steps, in which scales are not set yet, give no evidence",
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
     )
     over_budget: Literal["bf16", "stay"] = Field(
-        default="bf16", description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8"
+        default="bf16",
+        description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8",
     )
     failed_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=3, description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never"
+        default=3,
+        description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never",
     )
 
     @model_validator(mode="after")
     def _k_of_n(self) -> FallbackConfig:
         if self.hits > self.window:
-            raise ValueError(f"hits ({self.hits}) is more than window ({self.window}): no layer could ever be demoted")
+            raise ValueError(
+                f"hits ({self.hits}) is more than window ({self.window}): no layer could ever be demoted"
+            )
         return self
 
     def max_demoted(self, layers: int) -> int:
@@ -417,7 +532,9 @@ class RunConfig(Strict):
             )
         for section, target in (("model", self.model.target), ("data", self.data.target)):
             if target is not None and ":" not in target:
-                raise ValueError(f'{section}.target {target!r} is not of the form "package.module:function"')
+                raise ValueError(
+                    f'{section}.target {target!r} is not of the form "package.module:function"'
+                )
         return self
 
 
@@ -431,7 +548,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(part.isidentifier() for part in parts):
             problems.append(
                 Problem(
-                    f"{override!r} is not an override", "command line", fix="write key.path=value, e.g. train.lr=1e-3"
+                    f"{override!r} is not an override",
+                    "command line",
+                    fix="write key.path=value, e.g. train.lr=1e-3",
                 )
             )
             continue
@@ -452,11 +571,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
     return merged
 
 
-def load_config(name_or_path: str, overrides: Sequence[str] = (), recipe: str | None = None) -> RunConfig:
+def load_config(
+    name_or_path: str, overrides: Sequence[str] = (), recipe: str | None = None
+) -> RunConfig:
     """The resolved config of a run: the file, then overrides, then `recipe` if given.
 
     Raises ConfigError that lists every problem of file and command line together.
@@ -540,9 +663,17 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     if stats_every is not None:
         periods.append(("fp8.stats_every", stats_every, "underflow and SQNR sampled once at most"))
     if guard.enabled:
-        periods.append(("guard.snapshot_every", guard.snapshot_every, "no snapshot to roll back to"))
+        periods.append(
+            ("guard.snapshot_every", guard.snapshot_every, "no snapshot to roll back to")
+        )
         if ranks > 1:
-            periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, "the ranks' weights not compared"))
+            periods.append(
+                (
+                    "guard.compare_ranks_every",
+                    guard.compare_ranks_every,
+                    "the ranks' weights not compared",
+                )
+            )
     told = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
     return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(told)}" if told else ""
 
@@ -568,7 +699,9 @@ def snapshot_plan(guard: GuardConfig, steps: int) -> str:
         last = min(steps, seldom_after or steps) // often * often
     if not last:
         return f"snapshots in memory: none in {steps:,} steps (guard.snapshot_every {often}); rollbacks are from disk"
-    told = f"every {often} steps" + (f" up to step {seldom_after}, then every {seldom}" if seldom > often else "")
+    told = f"every {often} steps" + (
+        f" up to step {seldom_after}, then every {seldom}" if seldom > often else ""
+    )
     return f"snapshots in memory: {told}; the last after step {last} (guard.snapshot_every, snapshot_seldom_after)"
 
 
@@ -585,7 +718,11 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     """Settings that the data are too small for, each in a line. facts: what the data say of themselves."""
     told: list[str] = []
-    samples, batch, counted = facts.get("train_samples"), config.train.global_batch, facts.get("counted", "tokens")
+    samples, batch, counted = (
+        facts.get("train_samples"),
+        config.train.global_batch,
+        facts.get("counted", "tokens"),
+    )
     if samples is not None and samples < batch:
         told.append(
             f"a step takes {batch:,} samples (train.global_batch) and there are {samples:,}: every step has some of "
@@ -604,7 +741,9 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
         )
     used = facts.get("val_used", facts.get("val_samples"))
     if used is not None and used < config.data.val_samples:
-        told.append(f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}")
+        told.append(
+            f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}"
+        )
     longest = facts.get("longest_document")
     if longest is not None and counted == "tokens" and longest <= config.data.context // 2:
         told.append(

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +48,15 @@ class Limits:
 
     def stricter(self, other: Limits) -> Limits:
         """The stricter of both, limit by limit."""
-        return Limits(min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip))
+        return Limits(
+            min(self.loss, other.loss), min(self.norm, other.norm), min(self.clip, other.clip)
+        )
 
     def as_json(self) -> list[float | None]:
         """[loss, norm, clip], None for infinity, which JSON does not have."""
-        return [limit if math.isfinite(limit) else None for limit in (self.loss, self.norm, self.clip)]
+        return [
+            limit if math.isfinite(limit) else None for limit in (self.loss, self.norm, self.clip)
+        ]
 
     @classmethod
     def from_json(cls, limits: Sequence[float | None]) -> Limits:
@@ -106,20 +110,32 @@ _PerSlot = npt.NDArray[np.float32]
 class SlotStats:
     """Per-slot FP8 statistics of one step; all arrays are float32 [slots] in the order of `names`.
 
-    Every metric that is an array is a row of what `PrecisionBackend.end_window` returns, in this order.
+    The arrays are, in this order, the rows of what `PrecisionBackend.end_window` returns. An array that is not given
+    was not measured, and is NaN.
     """
 
     names: tuple[str, ...]
-    amax: Annotated[_PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max", _KEPT)]
-    scale: Annotated[_PerSlot, Metric("the scale in use at that step, before the update", "", "fp8_scale", often=_KEPT)]
+    amax: Annotated[
+        _PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max", _KEPT)
+    ]
+    scale: Annotated[
+        _PerSlot,
+        Metric("the scale in use at that step, before the update", "", "fp8_scale", often=_KEPT),
+    ]
     saturation: Annotated[
-        _PerSlot, Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT)
+        _PerSlot,
+        Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT),
     ]
-    clipped: Annotated[_PerSlot, Metric("share of values over the limit", "", "fp8_clipped", often=SAMPLED)]
+    clipped: Annotated[
+        _PerSlot, Metric("share of values over the limit", "", "fp8_clipped", often=SAMPLED)
+    ]
     underflow: Annotated[
-        _PerSlot, Metric("share of non-zero values that become zero", "", "fp8_underflow", often=SAMPLED)
+        _PerSlot,
+        Metric("share of non-zero values that become zero", "", "fp8_underflow", often=SAMPLED),
     ]
-    sqnr_db: Annotated[_PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", often=SAMPLED)]
+    sqnr_db: Annotated[
+        _PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", often=SAMPLED)
+    ]
     even_db: Annotated[
         _PerSlot,
         Metric(
@@ -141,10 +157,25 @@ class SlotStats:
     scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
 
     def __post_init__(self) -> None:
-        """What was not given was not measured."""
         for name in ("even_db", "centred_db"):
             if len(getattr(self, name)) != len(self.names):
                 object.__setattr__(self, name, np.full(len(self.names), np.nan, dtype=np.float32))
+
+    def stacked(self) -> _PerSlot:
+        """float32 [figures, slots] in the order of SLOT_ROWS."""
+        return np.stack([np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS])
+
+
+def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:
+    """Type and metric of every field of a class of facts that is annotated with one."""
+    hints = get_type_hints(facts, include_extras=True)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+SLOT_ROWS: dict[str, Metric] = {
+    name: metric for name, (kind, metric) in declared_metrics(SlotStats).items() if kind is not int
+}
+"""The figures of a slot by their field in SlotStats, in the order of the rows of `PrecisionBackend.end_window`."""
 
 
 IGNORED = -100
@@ -168,10 +199,17 @@ class StepFacts:
 
     step: int
     window: int
-    loss: Annotated[float, Metric("mean training loss of the window, over all ranks", "nats per token", "train/loss")]
-    grad_norm: Annotated[float, Metric("L2 norm of the unscaled gradient, before clipping", "", "train/grad_norm")]
+    loss: Annotated[
+        float,
+        Metric("mean training loss of the window, over all ranks", "nats per token", "train/loss"),
+    ]
+    grad_norm: Annotated[
+        float, Metric("L2 norm of the unscaled gradient, before clipping", "", "train/grad_norm")
+    ]
     lr: Annotated[float, Metric("learning rate", "", "train/lr")]
-    loss_scale: Annotated[float, Metric("what the loss is multiplied by; 1 except in fp16", "", "train/loss_scale")]
+    loss_scale: Annotated[
+        float, Metric("what the loss is multiplied by; 1 except in fp16", "", "train/loss_scale")
+    ]
     applied: Annotated[bool, Metric("0 if the update was skipped", "", "train/step_applied")]
     applied_steps: Annotated[int, Metric("updates applied so far, this one included")]
     tokens: int
@@ -185,14 +223,27 @@ class StepFacts:
     bad_data: Annotated[
         int,
         Metric(
-            "what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE", over_ranks="any bit"
+            "what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE",
+            over_ranks="any bit",
         ),
     ] = 0
     grad_zeros: Annotated[
-        float, Metric("share of the gradient, still scaled, that is exactly 0", "", "train/grad_zeros", often=_SCALED)
+        float,
+        Metric(
+            "share of the gradient, still scaled, that is exactly 0",
+            "",
+            "train/grad_zeros",
+            often=_SCALED,
+        ),
     ] = math.nan
     grad_near_limit: Annotated[
-        float, Metric("share of it over half of fp16's largest value", "", "train/grad_near_limit", often=_SCALED)
+        float,
+        Metric(
+            "share of it over half of fp16's largest value",
+            "",
+            "train/grad_near_limit",
+            often=_SCALED,
+        ),
     ] = math.nan
     param_norm: Annotated[
         float,
@@ -203,8 +254,12 @@ class StepFacts:
             often="guard.measure_every",
         ),
     ] = math.nan
-    forward_fastest: Annotated[float, Metric("forward passes of the fastest rank", "s", over_ranks="min")] = 0.0
-    forward_slowest: Annotated[float, Metric("forward passes of the slowest rank", "s", over_ranks="max")] = 0.0
+    forward_fastest: Annotated[
+        float, Metric("forward passes of the fastest rank", "s", over_ranks="min")
+    ] = 0.0
+    forward_slowest: Annotated[
+        float, Metric("forward passes of the slowest rank", "s", over_ranks="max")
+    ] = 0.0
     peak_memory: Annotated[
         float,
         Metric(
@@ -223,7 +278,9 @@ class StepFacts:
         """Whether loss or gradient norm, both finite, were over the limits in force: the update was skipped for it."""
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             return False
-        return self.loss > float(np.float32(self.limits.loss)) or self.grad_norm > float(np.float32(self.limits.norm))
+        return self.loss > float(np.float32(self.limits.loss)) or self.grad_norm > float(
+            np.float32(self.limits.norm)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +366,9 @@ class SamplingSpan:
 
     def extended(self, first: int, steps: int) -> SamplingSpan:
         """With `steps` more from `first` on, without a gap if this one reaches there."""
-        return SamplingSpan(self.first if self.last >= first else first, max(self.last, first + steps))
+        return SamplingSpan(
+            self.first if self.last >= first else first, max(self.last, first + steps)
+        )
 
 
 _SET_AFTER = 2

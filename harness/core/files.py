@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,7 +43,9 @@ def read_bounded(path: Path, limit: int) -> bytes:
     data = b""
     if status.st_size <= limit:
         with path.open("rb") as stream:
-            data = stream.read(limit + 1)  # one more: the size of what the kernel makes up is told as 0
+            data = stream.read(
+                limit + 1
+            )  # one more: the size of what the kernel makes up is told as 0
     if max(len(data), status.st_size) > limit:
         raise ValueError(f"is larger than {limit} bytes")
     return data
@@ -212,7 +214,9 @@ def find(kind: str, name_or_path: str) -> Path:
         hint += f" (known: {', '.join(known)})"
     raise ConfigError(
         Problem(
-            f'no {singular} "{name_or_path[:_SHOWN]}"', f"--{singular}", fix=f"{hint}; or give a path to a .yaml file"
+            f'no {singular} "{name_or_path[:_SHOWN]}"',
+            f"--{singular}",
+            fix=f"{hint}; or give a path to a .yaml file",
         )
     )
 
@@ -246,6 +250,20 @@ def cache_dir() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="hopper-harness-"))
+
+
+def cached(name: str, build: Callable[[Path], None]) -> Path:
+    """The file `name` in `cache_dir()`. If it is not there, `build` makes it at the path that it is given, whose folder
+    is deleted afterwards. It becomes `name` in one step: several processes may build at the same time.
+    """
+    folder = cache_dir()
+    target = folder / name
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / name
+            build(made)
+            made.replace(target)
+    return target
 
 
 def step_name(step: int) -> str:

@@ -41,7 +41,9 @@ class GradHealth(NamedTuple):
 
 
 @torch.no_grad()
-def grad_health(params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor | None = None) -> GradHealth:
+def grad_health(
+    params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor | None = None
+) -> GradHealth:
     """The norm and, if `scaled`, what a loss scale is there to prevent. Parameters without a gradient are ignored.
 
     scaled: the gradients are still multiplied by a loss scale, or were `divided_by` it on their way (fp32 0-d; the
@@ -60,7 +62,9 @@ def grad_health(params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor
         unknown = torch.full_like(norm, math.nan)
         return GradHealth(norm, unknown, unknown)
     limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
-    counts = torch.stack([_counts(gradient, limit).to(norm.device) for gradient in gradients]).sum(0)
+    counts = torch.stack([_counts(gradient, limit).to(norm.device) for gradient in gradients]).sum(
+        0
+    )
     zeros, inside, near, elements = counts.unbind()
     return GradHealth(norm, (zeros / inside).float(), (near / elements).float())
 
@@ -78,7 +82,10 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     Without a tensor it is 0 on the CPU. Non-finite if any element is, and if the squares of 1024 elements (CUDA: of
     one tensor) overflow fp32 (elements beyond 1e17). No host read.
     """
-    norms = [torch.linalg.vector_norm(torch.cat(_norms(group)).double()) for group in by_device_and_dtype(tensors)]
+    norms = [
+        torch.linalg.vector_norm(torch.cat(_norms(group)).double())
+        for group in by_device_and_dtype(tensors)
+    ]
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     device = norms[0].device
@@ -191,7 +198,9 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
     return found
 
 
-def name_faults(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> list[Fault]:
+def name_faults(
+    batch: Batch, vocab_size: int | None = None, classes: int | None = None
+) -> list[Fault]:
     """What `check_batch` found, sample by sample: the first wrong value of each and where in the sample it is.
 
     Slow: for batches that are known to be bad.
@@ -266,7 +275,9 @@ def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) ->
     if not floating and vocab_size is not None:
         wrong |= values >= vocab_size
     faults: list[Fault] = []
-    for row, (sample, bad) in enumerate(zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]):
+    for row, (sample, bad) in enumerate(
+        zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]
+    ):
         places = bad.reshape(-1, 1).nonzero() if bad.ndim < 2 else bad.nonzero()
         if len(places):
             index = places[0].tolist()[: bad.ndim]

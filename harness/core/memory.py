@@ -27,7 +27,20 @@ def all_memory() -> int:
     known."""
     known = _meminfo()
     limits = {"MemTotal": _cgroup("memory.max"), "SwapTotal": _cgroup("memory.swap.max")}
-    return sum(min(known.get(name, 0), known.get(name, 0) if most is None else most) for name, most in limits.items())
+    return sum(
+        min(known.get(name, 0), known.get(name, 0) if most is None else most)
+        for name, most in limits.items()
+    )
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them: `1.5 GiB`."""
+    size = count / 2**20
+    for unit in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} PiB"
 
 
 def _meminfo() -> dict[str, int]:

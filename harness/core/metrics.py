@@ -1,39 +1,29 @@
 """What is measured in a step, derived from where it is declared: the fields of `StepFacts` and `SlotStats`.
 
-How figures travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`row`), and the table in the docs (`page`).
+How figures of the whole step travel (`SCALARS`, `REDUCED`, `read`), their row in the journal (`row`), and the table in
+the docs (`page`). The figures of slots are rows of an array (`facts.SLOT_ROWS`); `tracking.slot_series` puts them into
+the row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from harness.core.facts import EVERY_STEP, ROLES, Metric, SlotStats, StepFacts
+from harness.core.facts import EVERY_STEP, SLOT_ROWS, Metric, SlotStats, StepFacts, declared_metrics
 
 if TYPE_CHECKING:
     from harness.core.state import RunLedger
 
 
-def _declared(facts: type) -> dict[str, tuple[type, Metric]]:
-    """Type and metric of every field that is one."""
-    hints = get_type_hints(facts, include_extras=True)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
-
-
-_DECLARED = _declared(StepFacts) | _declared(SlotStats)
+_DECLARED = declared_metrics(StepFacts) | declared_metrics(SlotStats)
 _READ = {name: kind for name, (kind, _) in _DECLARED.items() if kind in (float, int, bool)}
 _DEFAULTS = {each.name: each.default for each in (*fields(StepFacts), *fields(SlotStats))}
 
 SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
-"""One figure for the whole step each, in the order in which they are packed."""
-
-SLOT_ROWS: dict[str, Metric] = {name: metric for name, (_, metric) in _DECLARED.items() if name not in _READ}
-"""One figure for every slot each, in the order of the rows of `PrecisionBackend.end_window`."""
+"""The figures of the whole step by their field, in the order in which they are packed."""
 
 _BITS = 4
 REDUCED: list[tuple[str, int]] = [
@@ -64,9 +54,14 @@ def _mfu(facts: StepFacts, _: RunLedger) -> float:
 
 MFU = "train/mfu"
 
-# Of the run as a whole, beside what its steps measure: key, unit, what it is, and how it is had.
+# Of the run as a whole, beside what its steps measure: key, unit, what it is, and the function that computes it.
 _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]], ...] = (
-    ("train/tokens_per_second", "tokens / s", "tokens of the window over the seconds of the step", _tokens_per_second),
+    (
+        "train/tokens_per_second",
+        "tokens / s",
+        "tokens of the window over the seconds of the step",
+        _tokens_per_second,
+    ),
     (
         MFU,
         "",
@@ -81,9 +76,14 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
         "against guard.max_skips",
         lambda _, ledger: float(ledger.skips),
     ),
-    ("guard/demoted_layers", "", "FP8 layers that run in BF16", lambda facts, _: float(len(facts.demoted))),
+    (
+        "guard/demoted_layers",
+        "",
+        "FP8 layers that run in BF16",
+        lambda facts, _: float(len(facts.demoted)),
+    ),
     ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
-    ("guard/attempt", "", "raised by every rollback and resume", lambda _, ledger: float(ledger.attempt)),
+    ("guard/attempt", "", "raised by every rollback", lambda _, ledger: float(ledger.attempt)),
     (
         "Loss/train",
         "nats per token",
@@ -93,33 +93,19 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
 )
 
 
-def row(
-    facts: StepFacts, ledger: RunLedger, with_slots: bool, picked: Collection[str] | None = None
-) -> dict[str, float]:
-    """The journal's row of one step. What was not measured is left out.
-
-    with_slots: per-slot FP8 statistics too, of the slots in `picked` alone where it is given.
-    """
-    values = {name: float(getattr(facts, name)) for name, metric in SCALARS.items() if metric.key}
-    found = {
-        SCALARS[name].key: value
-        for name, value in values.items()
-        if SCALARS[name].often == EVERY_STEP or not math.isnan(value)
-    }
+def row(facts: StepFacts, ledger: RunLedger) -> dict[str, float]:
+    """The journal's row of one step, but for its FP8 figures. What was not measured is left out."""
+    found: dict[str, float] = {}
+    for name, metric in SCALARS.items():
+        if not metric.key:
+            continue
+        value = float(getattr(facts, name))
+        if metric.often == EVERY_STEP or not math.isnan(value):
+            found[metric.key] = value
     found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
     if math.isnan(found[MFU]):
         del found[MFU]
-    return found | slot_row(facts.slots, picked) if with_slots and facts.slots is not None else found
-
-
-def slot_row(slots: SlotStats, picked: Collection[str] | None = None) -> dict[str, float]:
-    """`fp8_<figure>/<slot>` for every figure that was measured, of every slot, or of those in `picked`."""
-    return {
-        f"{metric.key}/{name}": value
-        for statistic, metric in SLOT_ROWS.items()
-        for name, value in zip(slots.names, getattr(slots, statistic).tolist(), strict=True)
-        if not math.isnan(value) and (picked is None or name in picked)
-    }
+    return found
 
 
 ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
@@ -132,36 +118,7 @@ ROLE_QUANTILES: dict[str, tuple[str, ...]] = {
     "even_db": ("min",),
     "centred_db": ("min",),
 }
-"""Of each figure of the slots, what is kept for each role: 60 series for a model of any size."""
-
-_RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-_Figures = npt.NDArray[np.float32]
-
-
-def role_row(names: Sequence[str], now: _Figures, low: _Figures, high: _Figures) -> dict[str, float]:
-    """`fp8/<role>/<figure>_<quantile>` over the layers.
-
-    now, low, high: float32 [figures, slots] in the order of SLOT_ROWS: of this step, and the least and largest of every
-    step since the last such row, of which "min" and "max" are told. A quantile is the value of a slot (the nearest
-    rank), so that an infinite amax does not make the others unreadable.
-    """
-    found: dict[str, float] = {}
-    for role in ROLES:
-        of_role = [place for place, name in enumerate(names) if name.endswith(f".{role}")]
-        ordered = np.sort(now[:, of_role], axis=1)  # NaN last
-        measured = (~np.isnan(ordered)).sum(axis=1)
-        for place, figure in enumerate(SLOT_ROWS):
-            values: dict[str, float] = {}
-            if measured[place]:
-                last = int(measured[place]) - 1
-                values = {name: float(ordered[place, round(rank * last)]) for name, rank in _RANKS.items()}
-            for name, column in (("min", low[place, of_role]), ("max", high[place, of_role])):
-                known = column[~np.isnan(column)]
-                if known.size:
-                    values[name] = float(known.min() if name == "min" else known.max())
-            wanted = (quantile for quantile in ROLE_QUANTILES[figure] if quantile in values)
-            found |= {f"fp8/{role}/{figure}_{quantile}": values[quantile] for quantile in wanted}
-    return found
+"""The quantiles over layers that each figure of the slots has as series, per role: 60 for a model of any size."""
 
 
 def page() -> str:
@@ -178,8 +135,13 @@ def page() -> str:
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
-        lines.append(f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
-    lines += [f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |" for key, unit, about, _ in _OF_THE_RUN]
+        lines.append(
+            f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |"
+        )
+    lines += [
+        f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |"
+        for key, unit, about, _ in _OF_THE_RUN
+    ]
     lines += [
         "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
         "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",

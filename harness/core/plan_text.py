@@ -28,7 +28,13 @@ def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
         before, number, after = _split(layer["module"])
-        alike = (layer["kind"], layer["precision"], layer["backend"], layer["reason"], tuple(layer["shape"]))
+        alike = (
+            layer["kind"],
+            layer["precision"],
+            layer["backend"],
+            layer["reason"],
+            tuple(layer["shape"]),
+        )
         groups.setdefault((before, after, *alike), []).append(number)
     return [
         Fold(f"{before}{_ranges(numbers)}{after}", len(numbers), *alike)
@@ -38,11 +44,15 @@ def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
 
 def rung_lines(plan: Mapping[str, Any]) -> list[str]:
     """Requested, resolved and effective precision, why each better rung was not taken, and the plan's notes."""
-    lines = [f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"]
+    lines = [
+        f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"
+    ]
     if plan.get("effective"):
         lines[0] += f", effective {plan['effective']}"
     for rung in plan["rungs"]:
-        lines.append(f"  {rung['rung']}: {'taken' if rung['taken'] else 'not taken'}: {rung['reason']}")
+        lines.append(
+            f"  {rung['rung']}: {'taken' if rung['taken'] else 'not taken'}: {rung['reason']}"
+        )
         if rung["taken"]:
             break
     return lines + [f"  note: {note}" for note in plan.get("notes", ())]
@@ -61,13 +71,20 @@ def plan_text(plan: Mapping[str, Any]) -> str:
     """What the run's start shows of a plan, as plain text: the ladder, the notes, and a line for each row."""
     rows = [HEADINGS, *plan_rows(plan)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([*rung_lines(plan), "", *lines])
 
 
 def _split(module: str) -> tuple[str, str, str]:
     match = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", module)
-    return (module[: match.start()], match.group(), module[match.end() :]) if match else (module, "", "")
+    return (
+        (module[: match.start()], match.group(), module[match.end() :])
+        if match
+        else (module, "", "")
+    )
 
 
 def _ranges(numbers: Sequence[str]) -> str:

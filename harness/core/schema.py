@@ -40,7 +40,9 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{event.anchor}) are not allowed{_at(event.start_mark)}")
+            raise yaml.YAMLError(
+                f"aliases (*{event.anchor}) are not allowed{_at(event.start_mark)}"
+            )
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"tags ({event.tag}) are not allowed{_at(event.start_mark)}")
         if self._depth > MAX_DEPTH:
@@ -60,7 +62,9 @@ class _PlainLoader(yaml.SafeLoader):
             if key.value in seen:
                 raise yaml.YAMLError(f"duplicate key {key.value!r}{_at(key.start_mark)}")
             if key.tag != "tag:yaml.org,2002:str":
-                raise yaml.YAMLError(f"key {key.value!r} is not a word{_at(key.start_mark)}: put it into quotes")
+                raise yaml.YAMLError(
+                    f"key {key.value!r} is not a word{_at(key.start_mark)}: put it into quotes"
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -68,7 +72,10 @@ class _PlainLoader(yaml.SafeLoader):
         found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None
         if found:
             raise yaml.YAMLError(f"control character {found[0]!r} in a value{_at(node.start_mark)}")
-        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and len(node.value) > _MAX_DIGITS:
+        if (
+            node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            and len(node.value) > _MAX_DIGITS
+        ):
             raise yaml.YAMLError(f"a number of {len(node.value)} characters{_at(node.start_mark)}")
         return super().construct_scalar(node)
 
@@ -107,12 +114,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = read_bounded(path, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            Problem(f"cannot be read: {error}", str(path), fix="check the path, permissions and encoding (UTF-8)")
+            Problem(
+                f"cannot be read: {error}",
+                str(path),
+                fix="check the path, permissions and encoding (UTF-8)",
+            )
         ) from error
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         raise ConfigError(
-            Problem(f"is a {type(data).__name__}, not a mapping of keys", str(path), fix="write `key: value` lines")
+            Problem(
+                f"is a {type(data).__name__}, not a mapping of keys",
+                str(path),
+                fix="write `key: value` lines",
+            )
         )
     return data
 
@@ -127,7 +142,9 @@ _KEY = 80
 class Strict(BaseModel):
     """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +180,11 @@ def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:
         items = error.errors(include_url=False)
         problems = [_problem(model, item, source) for item in items[:_MOST]]
         if len(items) > _MOST:
-            problems.append(Problem(f"{len(items) - _MOST} more keys are wrong", source, fix="correct these first"))
+            problems.append(
+                Problem(
+                    f"{len(items) - _MOST} more keys are wrong", source, fix="correct these first"
+                )
+            )
         raise ConfigError(problems) from error
 
 
@@ -172,15 +193,22 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
     where = f"{source}: {_dotted(path)}" if path else source
     if item["type"] == "extra_forbidden":
         known = _known_keys(model, path[:-1])
-        return Problem(f'unknown key "{_short(path[-1])}"', where, fix=near_match(_short(path[-1]), known))
+        return Problem(
+            f'unknown key "{_short(path[-1])}"', where, fix=near_match(_short(path[-1]), known)
+        )
     if item["type"] == "missing":
         return Problem("missing", where, fix="add this key")
     given = item.get("input")
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "literal_error" and isinstance(given, str):
-        expected = [part.strip("' ") for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")]
+        expected = [
+            part.strip("' ")
+            for part in str(item["ctx"]["expected"]).replace(" or ", ",").split(",")
+        ]
         return Problem(
-            f"{_short(given)!r} is not one of {', '.join(expected)}", where, fix=near_match(_short(given), expected)
+            f"{_short(given)!r} is not one of {', '.join(expected)}",
+            where,
+            fix=near_match(_short(given), expected),
         )
     return Problem(f"{message} (given: {given!r})"[:400], where, fix="correct the value")
 
@@ -229,7 +257,11 @@ def find_target(where: str, target: str, what: str) -> Any:
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         # Such as os:system. A config names code to run; this much of it can never be meant.
         raise ConfigError(
-            Problem(f"is of Python's own library, which has no {what}", where, fix="name your own function")
+            Problem(
+                f"is of Python's own library, which has no {what}",
+                where,
+                fix="name your own function",
+            )
         )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
@@ -237,11 +269,19 @@ def find_target(where: str, target: str, what: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            Problem(f"cannot import: {error}", where, fix="check the module path; the working folder is searched too")
+            Problem(
+                f"cannot import: {error}",
+                where,
+                fix="check the module path; the working folder is searched too",
+            )
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        names = [
+            each
+            for each, value in vars(module).items()
+            if callable(value) and not each.startswith("_")
+        ]
         raise ConfigError(Problem(f'no function "{name}"', where, fix=near_match(name, names)))
     return found
 
@@ -261,11 +301,19 @@ def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -
     except TypeError as error:
         accepted = list(inspect.signature(function).parameters)
         raise ConfigError(
-            Problem(f"does not accept {arguments}: {error}", where, fix=f"it takes: {', '.join(accepted) or 'nothing'}")
+            Problem(
+                f"does not accept {arguments}: {error}",
+                where,
+                fix=f"it takes: {', '.join(accepted) or 'nothing'}",
+            )
         ) from error
     except Exception as error:
         raise ConfigError(
-            Problem(f"failed: {type(error).__name__}: {error}", where, fix=f"call {target} with {arguments} alone")
+            Problem(
+                f"failed: {type(error).__name__}: {error}",
+                where,
+                fix=f"call {target} with {arguments} alone",
+            )
         ) from error
 
 
@@ -275,4 +323,6 @@ def import_extra(module: str, extra: str, where: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         fix = f"pip install 'hopper-harness[{extra}]'"
-        raise ConfigError(Problem(f"needs {module}, which cannot be imported: {error}", where, fix=fix)) from error
+        raise ConfigError(
+            Problem(f"needs {module}, which cannot be imported: {error}", where, fix=fix)
+        ) from error

@@ -14,7 +14,9 @@ from harness.core.errors import shown
 class Screen(Console):
     """rich's console; text goes through `shown`, whatever it was part of, and rich's own colours and moves do not."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """As rich does it."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)

@@ -17,7 +17,9 @@ from urllib.parse import quote, unquote
 
 MARK = "***"
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)(.*)", re.DOTALL)
-_SECRET_VARIABLE = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|_KEY|APIKEY|CONNECTION_STRING)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(TOKEN|PASSWORD|PASSWD|SECRET|_KEY|APIKEY|CONNECTION_STRING)$", re.IGNORECASE
+)
 # Settings of addresses that are no secrets; the value of every other one may be.
 _PLAIN = frozenset(
     {"sslmode", "ssl", "charset", "timeout", "connect_timeout", "application_name", "check_same_thread", "uri", "mode",
@@ -25,7 +27,8 @@ _PLAIN = frozenset(
      "port"}
 )  # fmt: skip
 _NAMED = re.compile(
-    r"([?&;][\w.\-]*(?:token|passw|pwd|secret|key|auth|sig|credential)[\w.\-]*=)[^&;\s'\"<>)]+", re.IGNORECASE
+    r"([?&;][\w.\-]*(?:token|passw|pwd|secret|key|auth|sig|credential)[\w.\-]*=)[^&;\s'\"<>)]+",
+    re.IGNORECASE,
 )
 _USERINFO = re.compile(r"(://)[^\s/'\"<>@]+@")
 _SHORTEST, _SHORTEST_VALUE = 4, 8
@@ -114,13 +117,17 @@ def _values(environment: Mapping[str, str]) -> set[str]:
             address = Address.of(text)
             for secret in address.secrets:
                 # One that is too short to be looked for anywhere is still looked for before an @.
-                found.add(secret if len(secret) >= _SHORTEST else f"{secret}@" if address.userinfo else "")
+                found.add(
+                    secret if len(secret) >= _SHORTEST else f"{secret}@" if address.userinfo else ""
+                )
             found.add(address.userinfo)
         elif _SECRET_VARIABLE.search(name) and len(text) >= _SHORTEST_VALUE:
             found.add(text)
     if environment.get("MLFLOW_TRACKING_PASSWORD"):  # however short, it is one
         found.add(environment["MLFLOW_TRACKING_PASSWORD"])
-        found.add(f"{environment.get('MLFLOW_TRACKING_USERNAME', '')}:{environment['MLFLOW_TRACKING_PASSWORD']}")
+        found.add(
+            f"{environment.get('MLFLOW_TRACKING_USERNAME', '')}:{environment['MLFLOW_TRACKING_PASSWORD']}"
+        )
     found |= {unquote(each) for each in found}
     found |= {quote(each, safe=safe) for each in found for safe in ("", "/")}
     found |= {base64.b64encode(each.encode()).decode() for each in found if ":" in each}
@@ -129,7 +136,9 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
 def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` without the secrets of addresses in it and of the environment (default: this process's)."""
-    for value in sorted(_values(os.environ if environment is None else environment), key=len, reverse=True):
+    for value in sorted(
+        _values(os.environ if environment is None else environment), key=len, reverse=True
+    ):
         if value in text:
             text = text.replace(value, f"{MARK}@" if value.endswith("@") else MARK)
     text = _USERINFO.sub(rf"\1{MARK}@", text)

@@ -84,7 +84,9 @@ class RunLedger:
 
         A rollback takes the run to earlier windows: what was spent at later ones counts on.
         """
-        return len(_since(self.recent_skips, window, within)), len(_since(self.recent_rollbacks, window, within))
+        return len(_since(self.recent_skips, window, within)), len(
+            _since(self.recent_rollbacks, window, within)
+        )
 
     def inherit(self, skipped_windows: Iterable[int]) -> None:
         """Pass over what the run passed over that this one starts from."""
@@ -112,14 +114,18 @@ class RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is none."""
         raw = raw if isinstance(raw, dict) else {}
         lists = [raw.get(key) for key in (*_LISTS, "hashes")]
-        if not all(isinstance(each, list) for each in lists) or set(raw) != {field.name for field in fields(cls)}:
+        if not all(isinstance(each, list) for each in lists) or set(raw) != {
+            field.name for field in fields(cls)
+        }:
             raise ValueError("its keys are not those of this version")
         if not all(isinstance(each, str) for each in raw["hashes"]):
             raise ValueError("its hashes are not text")
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
         counts = [value for key, value in raw.items() if key not in (*_LISTS, "lowered", "hashes")]
-        if not all(_is_count(value) for value in [each for key in _LISTS for each in raw[key]] + counts):
+        if not all(
+            _is_count(value) for value in [each for key in _LISTS for each in raw[key]] + counts
+        ):
             raise ValueError("a value is not a whole number from 0 to 2^63")
         ledger = cls(**raw)
         if ledger.hashes and ledger.hashes[-1] != ledger._sha256():
@@ -147,7 +153,9 @@ class RunLedger:
 def lost_ledger(where: str, why: str) -> Problem:
     """A ledger that is not the run's own, or not its newest."""
     fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
-    return Problem("what rollbacks decided is missing: windows to pass over, budgets spent", where, why, fix)
+    return Problem(
+        "what rollbacks decided is missing: windows to pass over, budgets spent", where, why, fix
+    )
 
 
 def _since(windows: Iterable[int], window: int, within: int) -> list[int]:
@@ -163,7 +171,11 @@ def state_bytes(model: nn.Module, optimizer: int) -> int:
 
     Frozen weights that come from a folder (`frozen_from`) are not part of it.
     """
-    kept = [param for param in model.parameters() if param.requires_grad or not getattr(model, "frozen_from", "")]
+    kept = [
+        param
+        for param in model.parameters()
+        if param.requires_grad or not getattr(model, "frozen_from", "")
+    ]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*kept, *model.buffers()))
     return (weights + optimizer) * 51 // 50 + (4 << 20)
 
@@ -258,15 +270,24 @@ class ExternalState:
         an optimizer's state keeps its dtypes, which torch would make those of the parameters.
         """
         groups = self.owner.param_groups if isinstance(self.owner, torch.optim.Optimizer) else []
-        held = [{key: value for key, value in group.items() if isinstance(value, Tensor)} for group in groups]
+        held = [
+            {key: value for key, value in group.items() if isinstance(value, Tensor)}
+            for group in groups
+        ]
         saved = _put_together(meta["tree"], tensors, self._kinds)
         self.owner.load_state_dict(saved)
-        params = (param for group in groups and self.owner.param_groups for param in group["params"])
+        params = (
+            param for group in groups and self.owner.param_groups for param in group["params"]
+        )
         for index, param in enumerate(params):
             loaded = self.owner.state.get(param, {})
             for key, value in saved.get("state", {}).get(index, {}).items():
                 now = loaded.get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(now, Tensor)
+                    and now.dtype != value.dtype
+                ):
                     loaded[key] = value.to(now.device)
         for group, before in zip(groups and self.owner.param_groups, held, strict=True):
             for key, tensor in before.items():
@@ -280,11 +301,19 @@ class ExternalState:
                     raise self._not_copied(f"the key {key!r}", place)
             # A milestone schedule asks its Counter for what no dict has.
             kind = "counter" if isinstance(value, Counter) else "dict"
-            return {kind: [[key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items]}
+            return {
+                kind: [
+                    [key, self._taken_apart(each, f"{place}.{key}", tensors)] for key, each in items
+                ]
+            }
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
             items = enumerate(cast("Sequence[Any]", value))
-            return {kind: [self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items]}
+            return {
+                kind: [
+                    self._taken_apart(each, f"{place}.{number}", tensors) for number, each in items
+                ]
+            }
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
             kind = (type(value), context, value.shape, value.stride())
@@ -293,7 +322,9 @@ class ExternalState:
             inner = {name: getattr(value, name) for name in names}
             return {"wrapped": [self._kinds.index(kind), self._taken_apart(inner, place, tensors)]}
         if type(value) in (Tensor, nn.Parameter):
-            number = str(len(tensors))  # two places may be spelled alike: 1 and "1", or a key with a dot in it
+            number = str(
+                len(tensors)
+            )  # two places may be spelled alike: 1 and "1", or a key with a dot in it
             tensors[number] = value.detach()
             return {"tensor": [number, str(value.device)]}
         if _is_plain(value):
@@ -302,7 +333,9 @@ class ExternalState:
 
     def _not_copied(self, what: str, place: str) -> MisuseError:
         told = f"{type(self.owner).__name__} keeps {what} at {place.strip('.') or 'its top'}, which is not copied"
-        return MisuseError(Problem(told, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0"))
+        return MisuseError(
+            Problem(told, self.name, fix="leave it out, or switch snapshots off: snapshot_every=0")
+        )
 
 
 def _is_plain(value: Any) -> bool:
@@ -323,11 +356,15 @@ def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kin
     if kind == "wrapped":
         of, inner = value
         made, context, shape, stride = kinds[of]
-        return made.__tensor_unflatten__(_put_together(inner, tensors, kinds), context, shape, stride)
+        return made.__tensor_unflatten__(
+            _put_together(inner, tensors, kinds), context, shape, stride
+        )
     if kind in ("dict", "counter"):
         found = {key: _put_together(each, tensors, kinds) for key, each in value}
         return found if kind == "dict" else Counter(found)
-    return {"list": list, "tuple": tuple}[kind](_put_together(each, tensors, kinds) for each in value)
+    return {"list": list, "tuple": tuple}[kind](
+        _put_together(each, tensors, kinds) for each in value
+    )
 
 
 def state_hash(tensors: Tensors, meta: Meta) -> str:
@@ -386,7 +423,10 @@ class TrainState:
         return tensors, meta
 
     def load_state_dict(
-        self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
+        self,
+        tensors: Mapping[str, TensorDict],
+        meta: Mapping[str, Any],
+        parts: Iterable[str] | None = None,
     ) -> None:
         """Restore every part (or those named). Raises CheckpointError naming parts that are missing on either side, or
         if a part's contents are of another shape.
@@ -397,13 +437,25 @@ class TrainState:
             self._load(tensors, meta, set(self.parts if parts is None else parts))
         except (HarnessError, torch.OutOfMemoryError):
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]
             fix = "resume with the model, recipe and version that wrote it"
-            raise CheckpointError(Problem("does not fit this run", "the checkpoint", why, fix)) from error
+            raise CheckpointError(
+                Problem("does not fit this run", "the checkpoint", why, fix)
+            ) from error
 
     def resume(
-        self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], parts: Iterable[str] | None = None
+        self,
+        tensors: Mapping[str, TensorDict],
+        meta: Mapping[str, Any],
+        parts: Iterable[str] | None = None,
     ) -> None:
         """`load_state_dict`, to run the steps after it again: they spend their budgets again, so those are taken from
         the state, unless a rollback came in between: what it wrote stands. Raises CheckpointError as that does, and if
@@ -412,10 +464,10 @@ class TrainState:
         self.load_state_dict(tensors, meta, parts)
         ledger, budgets = self.ledger, meta["budgets"]
         if not ledger.follows(meta["ledger"]):
-            why = (
-                f"it was saved in attempt {budgets['attempt']}; the ledger is of attempt {ledger.attempt}, or another's"
+            why = f"it was saved in attempt {budgets['attempt']}; the ledger is of {ledger.attempt}, or another's"
+            raise CheckpointError(
+                lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why)
             )
-            raise CheckpointError(lost_ledger(f"checkpoint of step {meta['step']} and incidents.json", why))
         if budgets["attempt"] == ledger.attempt:
             ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
             ledger.recent_skips = list(budgets["recent_skips"])
@@ -423,7 +475,9 @@ class TrainState:
         else:
             self.drop_fallback()
 
-    def _load(self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], here: set[str]) -> None:
+    def _load(
+        self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], here: set[str]
+    ) -> None:
         saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
             raise CheckpointError(
@@ -442,6 +496,9 @@ class TrainState:
         self.step = int(meta["step"])
         self.dense_sampling = SamplingSpan(*meta["closer_look"])
         self.switches = [
-            (step, demote, promote, whole_run_to) for step, demote, promote, whole_run_to in meta["switches"]
+            (step, demote, promote, whole_run_to)
+            for step, demote, promote, whole_run_to in meta["switches"]
         ]
-        self.limits = {int(step): Limits.from_json(values) for step, values in meta["limits"].items()}
+        self.limits = {
+            int(step): Limits.from_json(values) for step, values in meta["limits"].items()
+        }

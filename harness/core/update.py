@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
-from harness.core.facts import Limits, SlotStats, StepFacts, StepTerms
+from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerms
 from harness.core.health import by_device_and_dtype, grad_health, l2_norm
-from harness.core.metrics import REDUCED, SCALARS, SLOT_ROWS, read
+from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
 
@@ -35,7 +35,9 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     One whose step asks GradScaler itself for the flag would never see ours.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(type(optimizer))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _asks_a_scaler(
+        type(optimizer)
+    )
 
 
 @cache
@@ -57,19 +59,27 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if isinstance(optimizer, torch.optim.Adam):
                 on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=param.device if on_device else "cpu"
+                )
                 state["exp_avg"] = torch.zeros_like(param, requires_grad=False)
                 state["exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
                 if group["amsgrad"]:
                     state["max_exp_avg_sq"] = torch.zeros_like(param, requires_grad=False)
-            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0:
+            elif (
+                isinstance(optimizer, torch.optim.SGD)
+                and group["momentum"] != 0
+                and group["dampening"] == 0
+            ):
                 state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
 
 
 def _momentum_missing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether fused SGD is about to allocate momentum that a skipped step would leave uninitialised."""
     return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] != 0 and param.grad is not None and optimizer.state[param].get("momentum_buffer") is None
+        group["momentum"] != 0
+        and param.grad is not None
+        and optimizer.state[param].get("momentum_buffer") is None
         for group in optimizer.param_groups
         for param in group["params"]
     )
@@ -93,7 +103,9 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     elif not skip.item():
         params = (param for group in optimizer.param_groups for param in group["params"])
-        for gradients in by_device_and_dtype(param.grad for param in params if param.grad is not None):
+        for gradients in by_device_and_dtype(
+            param.grad for param in params if param.grad is not None
+        ):
             torch._foreach_div_(gradients, divisor.to(gradients[0].device))
         optimizer.step()
 
@@ -147,7 +159,11 @@ class TorchGradients:
         shared = shares and self._loss_scale is not None
         health = grad_health(self._parameters, shared, divided_by=loss_scale if true else None)
         norm = health.norm.to(self.device)
-        norm = torch.where(self._overflow > 0, math.inf, norm) if self._overflow is not None else norm / loss_scale
+        norm = (
+            torch.where(self._overflow > 0, math.inf, norm)
+            if self._overflow is not None
+            else norm / loss_scale
+        )
         return {
             "grad_norm": norm,
             "loss_scale": loss_scale,
@@ -200,14 +216,22 @@ def update(
     loss, norm = figures["loss"], figures["grad_norm"]
     assert isinstance(loss, Tensor)
     overflow = ~torch.isfinite(norm)
-    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)  # NaN is over every limit
+    over = (
+        ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
+    )  # NaN is over every limit
     local = _pack_local(own, gradients.device)
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
-    reduced = gradients.max_(torch.cat([flags, local, backend.amax()]))
-    skip, overflow = reduced[0].clone(), reduced[1].clone()
-    figures |= _unpack_reduced(reduced[2 : 2 + len(REDUCED)])
+
+    # The one MAX over ranks: flags, this rank's figures, and the window's amax of every slot.
+    amax = backend.amax()
+    reduced = gradients.max_(torch.cat([flags, local, amax]))
+    flags, local, amax = reduced.split([len(flags), len(local), len(amax)])
+    skip, overflow = flags[0].clone(), flags[1].clone()
+    figures |= _unpack_reduced(local)
+
+    # Weights first, then the scales: both stay as they are in a skipped step.
     figures |= gradients.apply(skip, overflow, norm, limits.clip)
-    slots = backend.end_window(reduced[2 + len(REDUCED) :], 1.0 - figures["applied"], gradients.mean)
+    slots = backend.end_window(amax, 1.0 - figures["applied"], gradients.mean)
     figures["scrubbed"] = backend.scrubbed()
     return figures, slots
 
@@ -224,9 +248,17 @@ def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tens
     for place, (name, bit) in enumerate(REDUCED):
         value, over = own.get(name), SCALARS[name].over_ranks
         if isinstance(value, Tensor):
-            late[place] = torch.nan_to_num(-value if over == "min" else value, nan=math.inf, posinf=math.inf)
+            late[place] = torch.nan_to_num(
+                -value if over == "min" else value, nan=math.inf, posinf=math.inf
+            )
         elif value is not None:
-            values[place] = float(int(value) >> bit & 1) if over == "any bit" else -value if over == "min" else value
+            values[place] = (
+                float(int(value) >> bit & 1)
+                if over == "any bit"
+                else -value
+                if over == "min"
+                else value
+            )
     local = to_device(torch.tensor(values, dtype=torch.float32), device)
     for place, value in late.items():
         local[place] = value
@@ -248,7 +280,11 @@ def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 class WindowBuffers:
@@ -284,12 +320,16 @@ class WindowBuffers:
 
         One that was replaced by a tensor of another shape stays.
         """
-        for (module, name), before in zip(self._places if self._before else (), self._before, strict=True):
+        for (module, name), before in zip(
+            self._places if self._before else (), self._before, strict=True
+        ):
             now = module._buffers.get(name)
             # An expanded one has no memory of its own to write to.
             if now is None or before is None or now.shape != before.shape or 0 in now.stride():
                 continue
-            now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))
+            now.copy_(
+                torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype))
+            )
         self.drop()
 
 
@@ -299,7 +339,9 @@ def peak_memory(device: torch.device) -> float:
     Costs microseconds, and asks the device for nothing. NaN on a GPU that has not allocated anything.
     """
     if device.type == "cuda":
-        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        found = (
+            torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+        )
         return found.get("peak", math.nan) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts kibibytes
 
@@ -308,7 +350,11 @@ class StepClock:
     """Times one step: by events on a GPU's own stream, by the wall on a CPU (where a step ends when it returns)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._events = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if device.type == "cuda"
+            else []
+        )
         self._started = time.perf_counter()
         self._ended = self._started
         if self._events:
@@ -352,7 +398,12 @@ class InFlight:
 
     @classmethod
     def send(
-        cls, figures: Mapping[str, Tensor], slots: Tensor, clock: StepClock, differs: Tensor | None = None, **more: Any
+        cls,
+        figures: Mapping[str, Tensor],
+        slots: Tensor,
+        clock: StepClock,
+        differs: Tensor | None = None,
+        **more: Any,
     ) -> InFlight:
         """Queue the copy of what `update` returned, without waiting. more: the other fields, by name."""
         unknown = slots.new_full((), math.nan)
@@ -371,13 +422,14 @@ class InFlight:
     def facts(self) -> StepFacts:
         """The step's facts; waits until it is over."""
         packed = self.arrived()
-        scalars, rows = packed[: len(SCALARS)].tolist(), packed[len(SCALARS) :]
-        values = read(scalars)
-        scrubbed = values.pop("scrubbed")
         count = len(SLOT_ROWS) * len(self.slot_names)
+        scalars, of_slots, differs = packed.split([len(SCALARS), count, len(self.compared)])
+        values = read(scalars.tolist())
+        scrubbed = values.pop("scrubbed")
         slots = None
         if self.slot_names:
-            slots = SlotStats(self.slot_names, *rows[:count].reshape(len(SLOT_ROWS), -1).numpy(), scrubbed=scrubbed)
+            rows = dict(zip(SLOT_ROWS, of_slots.reshape(len(SLOT_ROWS), -1).numpy(), strict=True))
+            slots = SlotStats(self.slot_names, **rows, scrubbed=scrubbed)
         return StepFacts(
             step=self.step,
             window=self.window,
@@ -389,7 +441,9 @@ class InFlight:
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
-            diverged=tuple(name for name, one in zip(self.compared, rows[count:].tolist(), strict=True) if one),
+            diverged=tuple(
+                name for name, one in zip(self.compared, differs.tolist(), strict=True) if one
+            ),
             **values,
         )
 

@@ -1,7 +1,10 @@
-"""Files that are read where they lie, each block of them checked against its hash whenever it is read.
+"""Files that are read where they lie; each block of them is compared with its hash whenever it comes from the disk.
 
-A run does not copy a large corpus. It keeps a hash of every block of its files, and what it trains on comes only out of
-blocks that have just been hashed, or are still in memory since. Which file, and why, is told with whatever differs.
+A run does not copy a large corpus. It keeps the hash of every block of BLOCK bytes, and trains only on blocks that were
+just compared, or are still in memory since. So a lost, damaged or swapped file is found before its bytes are used.
+
+Three checks, from the cheapest: `Stamp` (size, time and inode: was the file touched?), `differing` with sampled=True
+(SAMPLED blocks) and `differing` of all blocks.
 """
 
 from __future__ import annotations
@@ -9,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,24 +24,24 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 BLOCK = 256 << 10
-"""Bytes that one hash is of: a sample is read with all of its block, and a manifest has 16 bytes for each."""
+"""Bytes under one hash. A sample is read with its whole block; a description has 16 bytes for each block."""
 DIGEST = 16
 """Bytes kept of a block's SHA-256: 128 bits, which no accident forges."""
 CACHED = 256
-"""Blocks of all files together that stay in memory: 64 MiB."""
+"""Blocks of a corpus that stay in memory: 64 MiB."""
 SAMPLED = 8
-"""Blocks of a file that are hashed at a start if nothing else speaks against it."""
+"""Blocks of an untouched file that are compared at a start."""
 
 _CHUNK = 32 * BLOCK
 
 
 class Damaged(Exception):
-    """A part of a file that is not what its hash says, or cannot be read."""
+    """A part of a file differs from its hash, or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells a file that was touched: bytes, time of its last change in ns, inode."""
+    """Shows whether a file was touched: its bytes, the time of its last change in ns, its inode."""
 
     size: int
     mtime_ns: int
@@ -47,7 +49,7 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Of a regular file. Raises OSError, and ValueError for anything else: opening a pipe would wait for ever."""
+        """Of a regular file. Raises OSError; ValueError for anything else: opening a pipe would wait for ever."""
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a regular file")
@@ -55,14 +57,21 @@ class Stamp:
 
 
 def digest(block: bytes | memoryview) -> bytes:
-    """The hash that is kept of a block: the first DIGEST bytes of its SHA-256."""
+    """The hash of one block: the first DIGEST bytes of its SHA-256."""
     return hashlib.sha256(block).digest()[:DIGEST]
 
 
-def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
-    """Digests of all blocks of a file, in a row. see: is given every chunk (whole blocks) with its place, in order.
+def block_digests(data: bytes) -> bytes:
+    """The hashes of all blocks of `data`, one after the other; the last block may be shorter."""
+    view = memoryview(data)
+    return b"".join(digest(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
-    Hashes on as many threads as there are cores, in bounded memory. Raises OSError, and Damaged if the file shrinks.
+
+def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
+    """The hashes of all blocks of a file, one after the other, on as many threads as there are cores.
+
+    see: gets every chunk (of whole blocks) with its place, in order; memory stays bounded. Raises OSError; Damaged if
+    the file shrinks meanwhile.
     """
     size = Stamp.of(path).size
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -70,23 +79,24 @@ def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
 
     def hashed(start: int) -> tuple[int, bytes, bytes]:
         data = read_fully(descriptor, start, min(_CHUNK, size - start))
-        view = memoryview(data)
-        return start, data, b"".join(digest(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+        return start, data, block_digests(data)
 
-    digests: list[bytes] = []
+    digests = bytearray()
     try:
         with ThreadPoolExecutor(workers) as pool:
-            for start, data, made in _ahead(pool, hashed, range(0, size, _CHUNK), workers):
-                digests.append(made)
+            for start, data, made in _map_bounded(pool, hashed, range(0, size, _CHUNK), workers):
+                digests += made
                 if see is not None:
                     see(start, data)
     finally:
         os.close(descriptor)
-    return b"".join(digests)
+    return bytes(digests)
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_T], most: int) -> Iterator[_R]:
-    """`pool.map` with at most `most` results waiting: the whole of a file must not pile up in memory."""
+def _map_bounded(
+    pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_T], most: int
+) -> Iterator[_R]:
+    """`pool.map` with at most `most` results waiting: a whole file must not pile up in memory."""
     waiting = [pool.submit(work, item) for item in items[:most]]
     for item in items[most:]:
         done = waiting.pop(0)
@@ -97,9 +107,11 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[_T], _R], items: Sequence[_
 
 
 def read_fully(descriptor: int, start: int, count: int) -> bytes:
-    """`count` bytes from `start` on. Raises OSError, and Damaged if the file ends before."""
+    """`count` bytes from `start` on. Raises OSError; Damaged if the file ends before."""
     read = os.pread(descriptor, count, start)
-    while len(read) < count and (rest := os.pread(descriptor, count - len(read), start + len(read))):
+    while len(read) < count and (
+        rest := os.pread(descriptor, count - len(read), start + len(read))
+    ):
         read += rest
     if len(read) != count:
         raise Damaged(f"it ends at byte {os.fstat(descriptor).st_size}")
@@ -107,93 +119,87 @@ def read_fully(descriptor: int, start: int, count: int) -> bytes:
 
 
 def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
-    """Numbers of the blocks of a file that are not what `digests` says; sampled: of SAMPLED blocks, evenly spread.
+    """Numbers of the blocks of a file that differ from `digests`. sampled: compare SAMPLED blocks, evenly spread.
 
-    Raises OSError, and Damaged if the file is not as long as it was.
+    Raises OSError; Damaged if the file is not as long as it was.
     """
     blocks = len(digests) // DIGEST
     if not sampled:
         found = scan(path)
         if len(found) != len(digests):
             raise Damaged(f"it has {len(found) // DIGEST} blocks, and had {blocks}")
-        pairs = ((found[at : at + DIGEST], digests[at : at + DIGEST]) for at in range(0, len(found), DIGEST))
-        return [number for number, (new, old) in enumerate(pairs) if new != old]
+        return [number for number in range(blocks) if _nth(found, number) != _nth(digests, number)]
+
     size = Stamp.of(path).size
+    places = {place * (blocks - 1) // (SAMPLED - 1) for place in range(SAMPLED)}
+    wrong: list[int] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        wrong: list[int] = []
-        for number in sorted({place * max(0, blocks - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)}):
-            if number < blocks:
-                data = read_fully(descriptor, number * BLOCK, min(BLOCK, size - number * BLOCK))
-                if digest(data) != digests[number * DIGEST : (number + 1) * DIGEST]:
-                    wrong.append(number)
-        return wrong
+        for number in sorted(places):
+            data = read_fully(descriptor, number * BLOCK, min(BLOCK, size - number * BLOCK))
+            if digest(data) != _nth(digests, number):
+                wrong.append(number)
     finally:
         os.close(descriptor)
+    return wrong
 
 
-class BlockCache:
-    """Blocks that were checked, the most recently used of all files; for several threads."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, path: str, number: int) -> bytes | None:
-        with self._lock:
-            block = self._blocks.get((path, number))
-            if block is not None:
-                self._blocks.move_to_end((path, number))
-            return block
-
-    def put(self, path: str, number: int, block: bytes) -> None:
-        with self._lock:
-            self._blocks[path, number] = block
-            while len(self._blocks) > CACHED:
-                self._blocks.popitem(last=False)
+def _nth(digests: bytes, number: int) -> bytes:
+    return digests[number * DIGEST : (number + 1) * DIGEST]
 
 
 class CheckedFile:
-    """A file of which every block is checked as it is read; stays open, so that renaming or deleting does no harm.
+    """A file whose blocks are compared with their hashes as they are read.
 
-    Not a memory map: if the file shrank, or its disk failed, the kernel would kill the process (SIGBUS) without a word.
-    digests: `scan`'s. reading: told the path before the disk is asked and None after it, so that a read that hangs can
-    be named. Raises OSError if the file cannot be opened.
+    It stays open, so renaming or deleting it does no harm. It is not a memory map: if the file shrank, or its disk
+    failed, the kernel would kill the process (SIGBUS) without a message.
     """
 
     def __init__(
-        self, path: Path, size: int, digests: bytes, cache: BlockCache, reading: Callable[[str | None], None]
+        self,
+        path: Path,
+        size: int,
+        digests: bytes,
+        block: Callable[[CheckedFile, int], bytes],
+        reading: Callable[[str | None], None],
     ) -> None:
+        """digests: of all blocks, as `scan` gives them. block: `block_cache()`, one for all files of a corpus.
+        reading: called with the path before the disk is read and with None after it, so that a read that hangs can be
+        named. Raises OSError if the file cannot be opened."""
         self.path, self._size, self._digests = str(path), size, digests
-        self._cache, self._reading = cache, reading
+        self._block, self._reading = block, reading
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, count: int) -> bytes:
-        """Bytes [start, start + count). Raises Damaged, naming the file, where a block is not what it was."""
+        """Bytes [start, start + count). Raises Damaged, naming the file, where a block differs from its hash."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
+        begin = start - first * BLOCK
         if first == last:
-            begin = start - first * BLOCK
-            return self._block(first)[begin : begin + count]
-        data = b"".join(self._block(number) for number in range(first, last + 1))
-        return data[start - first * BLOCK : start - first * BLOCK + count]
+            return self._block(self, first)[begin : begin + count]
+        data = b"".join(self._block(self, number) for number in range(first, last + 1))
+        return data[begin : begin + count]
 
-    def _block(self, number: int) -> bytes:
-        known = self._cache.get(self.path, number)
-        if known is not None:
-            return known
+    def read_block(self, number: int) -> bytes:
+        """A block from the disk, compared with its hash. Raises Damaged, naming the file."""
         start = number * BLOCK
         self._reading(self.path)
         try:
             block = read_fully(self._descriptor, start, min(BLOCK, self._size - start))
         except OSError as error:
-            raise Damaged(f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}") from error
+            raise Damaged(
+                f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}"
+            ) from error
         except Damaged as error:
             raise Damaged(f"{self.path}: {error}; it had {self._size} bytes") from error
         finally:
             self._reading(None)
-        if digest(block) != self._digests[number * DIGEST : (number + 1) * DIGEST]:
+        if digest(block) != _nth(self._digests, number):
             why = f"bytes {start} to {start + len(block)} differ from their hash of when the run began"
             raise Damaged(f"{self.path}: {why}")
-        self._cache.put(self.path, number, block)
         return block
+
+
+def block_cache() -> Callable[[CheckedFile, int], bytes]:
+    """`CheckedFile.read_block` that keeps the CACHED blocks used last, of all files. A damaged one is not kept."""
+    return lru_cache(maxsize=CACHED)(CheckedFile.read_block)

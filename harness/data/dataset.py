@@ -1,16 +1,15 @@
 """A data set of the user's own as a source: `data.target: "pkg.mod:fn"`, any object with `__len__` and `__getitem__`.
 
-A sample is a dict of tensors, arrays and numbers, a pair (x, y), which become `inputs` and `targets`, or one tensor,
-`inputs`. Which samples a window holds is a pure function of the seed and the window, as of text (`data/batches.py`), so
-the data set is asked by number, in any order and more than once.
+What a sample may be, `samples` says. Which samples a window holds is a pure function of the seed and the window, as of
+text (`order`). So the data set is asked for samples by number, in any order and more than once.
 
 Random augmentation: every `__getitem__` runs with torch's, numpy's and Python's generators seeded by (train.seed, the
-sample, its epoch), and an object with `set_seed(seed)` is told that seed, too. So a sample is the same whenever it is
-read: after a resume, on other ranks, by the monitor that names bad ones, by `harness replay`. One that is not, because
-it draws from a generator of its own, is refused before the first step.
+sample, its epoch); an object with `set_seed(seed)` gets that seed, too. So a sample is the same whenever it is read:
+after a resume, on other ranks, by the monitor that names bad samples, by `harness replay`. A data set that draws from
+a generator of its own is refused before the first step.
 
-What `__getitem__` raises, and samples unlike the first one, do not end a run: zeros take the sample's place, no update
-is made of its window, and the sample is named (`data.unreadable`).
+An exception in `__getitem__`, or a sample unlike the first one, does not end a run: zeros take the sample's place, no
+update is made from its window, and the sample is named (`data.unreadable`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
-from harness.data.batches import check_world, sample_numbers, validation_rows
+from harness.data.batches import check_world, validation_rows
+from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
 
 RECORD = "target.json"
-"""In the run's folder `data`: the fingerprint of its data set."""
+"""In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
 _SPLIT_KEY = 0x5EED_0F_5A3B
@@ -46,11 +46,14 @@ _VALIDATION_EPOCH = 2**32 - 1  # no training sample has it
 
 
 class Samples(Protocol):
-    """What `data.target` returns, or two of it.
+    """What `data.target` returns, or a pair of these: training and validation.
 
-    It may have `collate(samples) -> batch` (the default stacks, and pads texts), `set_seed(seed)`, `validation`
-    (another such object), `pad_id` (what texts are padded with, else 0) and `unit` (of the loss that the model returns,
-    such as "nats per token").
+    It may also have
+    - `collate(samples) -> batch`; the default stacks samples and pads texts,
+    - `set_seed(seed)`, called before each sample,
+    - `validation`: another such object,
+    - `pad_id`: what texts are padded with, else 0,
+    - `unit`: of the loss that the model returns, such as "nats per token".
     """
 
     def __len__(self) -> int: ...
@@ -60,7 +63,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Part of a data set: all of it, or the samples that `places` gives for 0 to size - 1."""
+    """A part of a data set: samples 0 to size - 1, which are `places(0)` to `places(size - 1)` of the data set."""
 
     samples: Samples
     size: int
@@ -79,20 +82,30 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     train, val = _splits(given)
     if arrays := _inputs_and_labels(train, val):
         why = "a pair from data.target is (training, validation), each of which is asked for samples by number"
-        fix = (
-            "return torch.utils.data.TensorDataset(X, y), or any object whose sample number i is the pair (X[i], y[i])"
-        )
+        fix = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
         raise ConfigError(
-            Problem(f"it returned two arrays of one length, {arrays}: inputs and labels?", where, why, fix)
+            Problem(
+                f"it returned two arrays of one length, {arrays}: inputs and labels?",
+                where,
+                why,
+                fix,
+            )
         )
     problems: list[Problem] = []
-    for name, each in [("training", train), *([] if val is None else [("validation", val)])]:
-        if lacks := [method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)]:
+    given_splits = [("training", train)]
+    if val is not None:
+        given_splits.append(("validation", val))
+    for name, each in given_splits:
+        if lacks := [
+            method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)
+        ]:
             what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
             fix = "return an object that has them, or a pair of such (training, validation)"
             if type(each).__module__.startswith("datasets."):
                 fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
-            problems.append(Problem(what, where, "samples are asked for by number, in any order", fix))
+            problems.append(
+                Problem(what, where, "samples are asked for by number, in any order", fix)
+            )
         elif not len(each):
             problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))
     if problems:
@@ -103,11 +116,19 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     held = round(size * config.val_fraction)
     if not 1 <= held < size:
         what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
-        raise ConfigError(Problem(what, where, fix="return a pair (training, validation), or change data.val_fraction"))
+        raise ConfigError(
+            Problem(
+                what, where, fix="return a pair (training, validation), or change data.val_fraction"
+            )
+        )
     out = np.sort(sample_numbers(_SPLIT_KEY, 0, held, size))
     before = out - np.arange(held)  # samples before each that are not held out
     return (
-        Split(train, size - held, lambda place: place + int(np.searchsorted(before, place, side="right"))),
+        Split(
+            train,
+            size - held,
+            lambda place: place + int(np.searchsorted(before, place, side="right")),
+        ),
         Split(train, held, lambda place: int(out[place])),
     )
 
@@ -122,16 +143,25 @@ def _splits(given: Any) -> tuple[Any, Any]:
 def _inputs_and_labels(first: Any, second: Any) -> str:
     """The shapes of a pair that is (X, y) more likely than two data sets; empty for any other."""
     arrays = (torch.Tensor, np.ndarray)
-    if not isinstance(first, arrays) or not isinstance(second, arrays) or not first.ndim or not second.ndim:
+    if (
+        not isinstance(first, arrays)
+        or not isinstance(second, arrays)
+        or not first.ndim
+        or not second.ndim
+    ):
         return ""
     alike = first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
-    return "" if alike or len(first) != len(second) else f"{list(first.shape)} and {list(second.shape)}"
+    return (
+        ""
+        if alike or len(first) != len(second)
+        else f"{list(first.shape)} and {list(second.shape)}"
+    )
 
 
 class DatasetBatches:
-    """Batches of a data set; holds no state but the form of a sample.
+    """Batches of a data set. The only state is the form of a sample.
 
-    Every sample is read in the calling thread, since random numbers are the process's: see `read`.
+    Every sample is read in the calling thread, since random number generators belong to the process: see `read`.
     """
 
     tokens_per_sample = 1  # speed counts samples: texts may have any length
@@ -146,7 +176,9 @@ class DatasetBatches:
         self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
         self._val_samples = min(config.val_samples, self._val.size)
         self.n_samples = self._train.size
-        self._form, hashes, self._faults = _probe(self._train, self._val, seed, self.name, config.bad)
+        self._form, hashes, self._faults = _probe(
+            self._train, self._val, seed, self.name, config.bad
+        )
         self.unit = str(getattr(self._train.samples, "unit", "loss"))
         whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
         self.fingerprint = {
@@ -166,7 +198,9 @@ class DatasetBatches:
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        epochs = (window.index * self._global_batch + np.arange(self._global_batch)) // self.n_samples
+        epochs = (
+            window.index * self._global_batch + np.arange(self._global_batch)
+        ) // self.n_samples
         epochs = epochs.reshape(-1, self._micro_batch)
         return [
             self._batch(self._train, row, epoch)
@@ -177,7 +211,9 @@ class DatasetBatches:
         """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
         of as many samples on every rank. With fewer samples than ranks, every rank evaluates all of them.
         """
-        rows = validation_rows(self._val_samples, self._val.size, self._micro_batch, rank, world_size)
+        rows = validation_rows(
+            self._val_samples, self._val.size, self._micro_batch, rank, world_size
+        )
         return [self._batch(self._val, row, np.full(len(row), _VALIDATION_EPOCH)) for row in rows]
 
     def facts(self) -> dict[str, Any]:
@@ -187,14 +223,20 @@ class DatasetBatches:
             "counted": "samples",
             **self.fingerprint,
             "val_used": self._val_samples,
-            "fields": {name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()},
+            "fields": {
+                name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()
+            },
             "unreadable": self._faults,
         }
 
-    def _batch(self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]) -> Batch:
+    def _batch(
+        self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
+    ) -> Batch:
         form, samples, faults = self._form, list[Any](), list[Fault]()
         with random_numbers_apart():
-            for row, (place, epoch) in enumerate(zip(places.tolist(), epochs.tolist(), strict=True)):
+            for row, (place, epoch) in enumerate(
+                zip(places.tolist(), epochs.tolist(), strict=True)
+            ):
                 try:
                     samples.append(form.taken(read(split, place, self._seed, epoch)))
                 except Exception as error:
@@ -203,12 +245,16 @@ class DatasetBatches:
             try:
                 batch = form.batch(samples)
             except Exception as error:
-                faults += self._alone(split, places, samples) or [Fault(None, UNREADABLE, _say(error))]
+                faults += self._alone(split, places, samples) or [
+                    Fault(None, UNREADABLE, _say(error))
+                ]
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
-    def _alone(self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]) -> list[Fault]:
-        """Which samples make no batch by themselves."""
+    def _alone(
+        self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]
+    ) -> list[Fault]:
+        """Which samples make no batch, each tried by itself."""
         faults: list[Fault] = []
         for row, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
             try:
@@ -219,8 +265,8 @@ class DatasetBatches:
 
 
 def read(split: Split, place: int, seed: int, epoch: int) -> object:
-    """What the data set gives for the sample at `place` of `split`, under random numbers that are a function of
-    (seed, sample, epoch) alone. The process's generators stay at that seed: see `random_numbers_apart`.
+    """What the data set gives for the sample at `place` of `split`, with random numbers that depend only on
+    (seed, sample, epoch). The process's generators are left at that seed: see `random_numbers_apart`.
     """
     number = split.places(place)
     digest = hashlib.blake2b(f"{seed} {number} {epoch}".encode(), digest_size=4).digest()
@@ -240,41 +286,50 @@ def _told(split: Split, place: int, error: Exception) -> str:
 
 
 def _say(error: Exception) -> str:
-    return str(error) if isinstance(error, OddSampleError) else f"{type(error).__name__}: {str(error)[:200]}"
+    return (
+        str(error)
+        if isinstance(error, OddSampleError)
+        else f"{type(error).__name__}: {str(error)[:200]}"
+    )
 
 
-def _probe(train: Split, val: Split, seed: int, name: str, bad: str) -> tuple[Form, dict[str, str], list[str]]:
+def _probe(
+    train: Split, val: Split, seed: int, name: str, bad: str
+) -> tuple[Form, dict[str, str], list[str]]:
     """(form of a sample, hashes of evenly spread samples, what is wrong with some of them), each read twice.
 
-    Raises DataError if no training sample can be read, or one cannot under bad="fail"; ConfigError if samples are
-    others when they are read again.
+    Raises DataError if no training sample can be read, or with bad="fail" if one cannot; ConfigError if samples differ
+    when they are read again.
     """
     with random_numbers_apart():
         form = _first_form(train, seed, name)
-        looked = [
-            (f"{word} {place}", split, place, epoch)
-            for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH))
-            for place in sorted({int(place) for place in np.linspace(0, split.size - 1, PROBED)})
-        ]
+        probed: list[tuple[str, Split, int, int]] = []
+        for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH)):
+            probed += [(word, split, place, epoch) for place in _spread(split.size)]
+
         hashes, faults = dict[str, str](), list[str]()
-        for label, split, place, epoch in looked:
-            hashes[label], fault = _looked_at(form, split, place, seed, epoch)
-            faults += [f"sample {place} of {label.split()[0]}: {fault}"] if fault else []
-        others = [
-            label
-            for label, split, place, epoch in reversed(looked)
-            if _looked_at(form, split, place, seed, epoch)[0] != hashes[label]
-        ]
+        for word, split, place, epoch in probed:
+            hashes[f"{word} {place}"], fault = _look_at(form, split, place, seed, epoch)
+            if fault:
+                faults.append(f"sample {place} of {word}: {fault}")
+
+        # Again, in another order: a generator that goes on from sample to sample gives others now.
+        others: list[str] = []
+        for word, split, place, epoch in reversed(probed):
+            if _look_at(form, split, place, seed, epoch)[0] != hashes[f"{word} {place}"]:
+                others.append(f"{word} {place}")
     if others:
         why = "a resume, other ranks and the search for bad samples read them again, and must see the same"
         fix = (
             "draw random numbers from torch, numpy.random or random themselves, which are seeded for every sample, or "
             "give the data set a set_seed(seed), which is called before each"
         )
-        what = f"samples are others when they are read again: {some(others[::-1], 3)}"
+        what = f"samples differ when they are read again: {some(others[::-1], 3)}"
         raise ConfigError(Problem(what, name, why, fix))
     if faults and bad == "fail":
-        raise DataError([Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults])
+        raise DataError(
+            [Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults]
+        )
     return form, hashes, faults
 
 
@@ -282,17 +337,24 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
     """The form of the first of some training samples that can be read."""
     collate = getattr(train.samples, "collate", None)
     problems: list[Problem] = []
-    for place in sorted({int(place) for place in np.linspace(0, train.size - 1, PROBED)}):
+    for place in _spread(train.size):
         try:
             given = read(train, place, seed, 0)
             return first_form(given, collate, int(getattr(train.samples, "pad_id", 0)))
         except Exception as error:
-            problems.append(Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name))
+            problems.append(
+                Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name)
+            )
     raise DataError(problems)
 
 
-def _looked_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
-    """A sample's hash, or what kind of error it gives in place of one; and what is wrong with it, empty if nothing."""
+def _spread(size: int) -> list[int]:
+    """PROBED places from 0 to size - 1, evenly spread."""
+    return sorted({int(place) for place in np.linspace(0, size - 1, PROBED)})
+
+
+def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
+    """(a sample's hash, or the kind of error it gives; what is wrong with it, empty if nothing)."""
     try:
         return _hash(form.batch([form.taken(read(split, place, seed, epoch))])), ""
     except Exception as error:
@@ -308,9 +370,9 @@ def _hash(sample: Batch) -> str:
 
 
 def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
-    """The data set of a run, whose fingerprint is kept in the run's folder, by the first that opens it.
+    """The data set of a run. The first that opens it writes its fingerprint into the run's folder.
 
-    read_only: nothing is written. Raises as DatasetBatches, and DataError if it is not the one that the run began with,
+    read_only: write nothing. Raises as DatasetBatches, and DataError if it is not the data set that the run began with,
     or that rank 0 has.
     """
     train = config.train
@@ -325,7 +387,9 @@ def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> D
         write_json(path, data.fingerprint)
     except OSError as error:
         fix = "make the run folder writable, or free some space"
-        raise DataError(Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)) from error
+        raise DataError(
+            Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)
+        ) from error
     return data
 
 
@@ -336,10 +400,14 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
         hashes: Mapping[str, str] = before["looked_at"]
         sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore the file from another copy of this run, or start a new run with another --name"
+        fix = (
+            "restore the file from another copy of this run, or start a new run with another --name"
+        )
         raise DataError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
     why = [f"{key} were {was}, and are {now}" for key, (was, now) in sizes.items() if was != now]
-    changed = [label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256]
+    changed = [
+        label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256
+    ]
     if changed and not why:
         why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]
     if why:
@@ -347,4 +415,6 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
             "give the data set that the run began with, or start a new run: "
             "--name NEW --resume runs/<run>/checkpoints/step-<N>"
         )
-        raise DataError(Problem("these are not the data that the run began with", name, "; ".join(why), fix))
+        raise DataError(
+            Problem("these are not the data that the run began with", name, "; ".join(why), fix)
+        )

@@ -29,11 +29,14 @@ class Digits:
 
 
 def load() -> Digits:
-    """All 1,797; the harness holds a part of them out. Raises ConfigError where scikit-learn is not installed."""
+    """All 1,797 digits; the harness holds a part of them out. Raises ConfigError where scikit-learn is missing."""
     try:
         found: Any = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError as error:
-        what, fix = f"scikit-learn, which has the digits, cannot be imported: {error}", "pip install scikit-learn"
+        what, fix = (
+            f"scikit-learn, which has the digits, cannot be imported: {error}",
+            "pip install scikit-learn",
+        )
         raise ConfigError(Problem(what, "data.target harness.data.digits:load", fix=fix)) from error
     images = np.asarray(found.images[:, None] / 16, dtype=np.float32)
     return Digits(images, np.asarray(found.target, dtype=np.int64))

@@ -1,8 +1,10 @@
-"""A data set of the Hugging Face hub, `hf:NAME`: which of its files are wanted, fetched into the hub's own cache.
+"""A data set of the Hugging Face hub, `hf:NAME`: which files are wanted; these alone go into the hub's cache.
 
-What the repository lists is laid out as empty files, and the datasets library says which of them a configuration and
-a split mean. These alone are fetched, once there is room for them, and then read as any folder is. Offline the same is
-asked of the cache. Nothing of a repository is run.
+1. The names of all files of the repository are laid out as empty files beside its description (README.md), and the
+   datasets library says which of them a configuration and a split mean.
+2. Their size is compared with the room on the disk, and then they are fetched and read as any folder is.
+
+Offline, the same is asked of the cache. Nothing of a repository is run.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from typing import Any
 
 from harness.core.config import Documents, HubConfig
 from harness.core.errors import DataError, Problem, some
-from harness.data.documents import NAMED
-from harness.data.registry import ROWS
-from harness.data.rows import choose_splits
-from harness.data.shards import Split
+from harness.data.rows import ROWS, choose_splits
+from harness.data.splits import Split
+from harness.data.text import NAMED
 
 PREFIX = "hf:"
-_DESCRIBED = ("README.md", ".huggingface.yaml", ".gitattributes")  # the last is there where no other is
-# Of a reader's options, those that are no way to read: names, and files that are chosen here.
-_NO_OPTIONS = ("name", "version", "data_dir", "data_files", "description", "features", "columns")
-_LONG = 400
+
+# What describes a data set. .gitattributes is in every repository: the snapshot has a folder even without a README.
+_DESCRIPTION = ("README.md", ".huggingface.yaml", ".gitattributes")
+# Options of a reader that do not say how to read: names, and the files, which are chosen here.
+_OTHER_OPTIONS = ("name", "version", "data_dir", "data_files", "description", "features", "columns")
+_LETTERS = 400
 _UNLISTED = (
     "files that are not in the cache",
     "offline, without a list of what the repository has: all there is was taken",
@@ -38,8 +41,15 @@ _UNLISTED = (
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """name: hf:NAME@COMMIT. folder: where its files lie. files: paths with their splits. left_out: names and why.
-    options: of the library's reader, as the data set says."""
+    """A data set that lies in the cache.
+
+    name: hf:NAME@COMMIT.
+    folder: where its files lie.
+    kind: their format.
+    files: paths with their splits.
+    left_out: names and why.
+    options: of the library's reader, as the data set's description gives them.
+    """
 
     name: str
     folder: str
@@ -50,90 +60,147 @@ class Fetched:
 
 
 def fetch(
-    given: str, wanted: HubConfig, cache: str | None, most: Callable[[int, str], None] = lambda size, kind: None
+    given: str,
+    wanted: HubConfig,
+    cache: str | None,
+    check: Callable[[int, str], None] = lambda size, kind: None,
 ) -> Fetched:
-    """The files of `given`, hf:NAME. cache: where to; None: the hub's own folder. most: is told bytes and format before
-    anything is fetched, and raises if that is too much.
+    """The files of `given`, hf:NAME.
 
-    Raises DataError for what is not there, cannot be fetched, has no room or is no text; ConfigError.
+    cache: the folder to fetch into; None: the hub's own. check: is called with bytes and format before anything is
+    fetched, and raises if that is too much.
+
+    Raises DataError for what is not there, cannot be fetched, has no room or has no rows of text; ConfigError.
     """
     repository = given.removeprefix(PREFIX).removeprefix("//datasets/")
     hub = importlib.import_module("huggingface_hub")
     if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()  # a log has a line for each of their steps
-    at = {"repo_id": repository, "repo_type": "dataset", "cache_dir": cache and str(Path(cache).expanduser())}
-    folder = Path(_asked(given, hub.snapshot_download, revision=wanted.revision, allow_patterns=[*_DESCRIBED], **at))
-    at |= {"revision": folder.name}
+        hub.utils.disable_progress_bars()  # a log would get a line for each of their steps
+    at: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset", "cache_dir": None}
+    if cache:
+        at["cache_dir"] = str(Path(cache).expanduser())
+
+    # The description gives the commit; that one is asked from here on.
+    described = _ask(
+        given,
+        hub.snapshot_download,
+        revision=wanted.revision,
+        allow_patterns=list(_DESCRIPTION),
+        **at,
+    )
+    folder = Path(described)
+    at["revision"] = folder.name
     name = f"{given}@{folder.name}"
+    unlisted = False
     try:
-        sizes = {file.path: file.size for file in hub.get_cached_repo_tree(**at)}
-        unlisted = False
-    except hub.errors.CachedRepoTreeNotFoundError:  # a cache of an older version, or of another library
-        sizes = {path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*") if path.is_file()}
+        sizes: dict[str, int] = {file.path: file.size for file in hub.get_cached_repo_tree(**at)}
+    except (
+        hub.errors.CachedRepoTreeNotFoundError
+    ):  # offline, in a cache of an older version of the library
+        sizes = {
+            path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*") if path.is_file()
+        }
         unlisted = True
-    kind, options, splits = _described(name, folder, [*sizes], wanted.configuration)
+
+    kind, options, splits = _describe(name, folder, list(sizes), wanted.configuration)
     files, left_out = choose_splits(splits, wanted.split, f"data.path: {name}", "data.split=")
     missing = [path.as_posix() for path, _ in files if not (folder / path).is_file()]
     if missing:
-        most(sum(sizes[path.as_posix()] for path, _ in files), kind)
+        check(sum(sizes[path.as_posix()] for path, _ in files), kind)
         _check_room(name, sum(sizes[path] for path in missing), folder)
-        _asked(given, hub.snapshot_download, allow_patterns=[glob.escape(path) for path in missing], **at)
+        _ask(
+            given,
+            hub.snapshot_download,
+            allow_patterns=[glob.escape(path) for path in missing],
+            **at,
+        )
+    if unlisted:
+        left_out.append(_UNLISTED)
     paths: list[tuple[str, Split]] = [(str(folder / path), split) for path, split in files]
-    return Fetched(name, str(folder), kind, tuple(paths), (*left_out, *([_UNLISTED] if unlisted else [])), options)
+    return Fetched(name, str(folder), kind, tuple(paths), tuple(left_out), options)
 
 
-def _asked(given: str, ask: Callable[..., Any], **what: Any) -> Any:
+def _ask(given: str, question: Callable[..., Any], **arguments: Any) -> Any:
+    """What the hub's library answers. Raises DataError."""
     try:
-        return ask(**what)
+        return question(**arguments)
     except Exception as error:  # of the network, the hub, the disk
         fix = (
             "check the name, data.revision and the network; hf auth login for what is private or gated. To train "
             f"offline, fetch it before: hf download {given.removeprefix(PREFIX)} --repo-type dataset"
         )
-        why = f"{type(error).__name__}: {error}"[:_LONG]
+        why = f"{type(error).__name__}: {error}"[:_LETTERS]
         raise DataError(Problem("cannot be fetched", f"data.path: {given}", why, fix)) from error
 
 
-def _described(
+def _describe(
     name: str, folder: Path, listed: list[str], configuration: str | None
 ) -> tuple[Documents, dict[str, Any], dict[str, list[Path]]]:
-    """(format, options of its reader, paths of each split) of a configuration. Raises DataError."""
+    """(format, options of its reader, relative paths of each split) of a configuration.
+
+    folder: has the description. listed: all files of the repository. Raises DataError.
+    """
     where = f"data.path: {name}"
     library = importlib.import_module("datasets")
-    with tempfile.TemporaryDirectory() as made:
-        outline = Path(made).resolve() / "outline"
+    with tempfile.TemporaryDirectory() as scratch:
+        outline = Path(scratch).resolve() / "outline"
         outline.mkdir()
         for path in listed:
             file = outline / path
             if not file.resolve().is_relative_to(outline):
-                raise DataError(Problem("names a file outside of it", where, path, "take another data set"))
+                raise DataError(
+                    Problem("names a file outside of it", where, path, "take another data set")
+                )
             file.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / path, file) if path in _DESCRIBED else file.touch()
+            if path in _DESCRIPTION:
+                shutil.copyfile(folder / path, file)
+            else:
+                file.touch()
         try:
-            builder = library.load_dataset_builder(str(outline), configuration, cache_dir=f"{made}/cache")
+            builder = library.load_dataset_builder(
+                str(outline), configuration, cache_dir=f"{scratch}/cache"
+            )
         except Exception as error:
+            why = str(error).replace(scratch, "")[:_LETTERS]
             fix = "data.configuration=NAME picks one; what has files of no format that is read: docs/guide/datasets.md"
-            raise DataError(Problem("has no such data", where, str(error).replace(made, "")[:_LONG], fix)) from error
+            raise DataError(Problem("has no such data", where, why, fix)) from error
+
         splits: dict[str, list[Path]] = {}
         for split, paths in (builder.config.data_files or {}).items():
             inside = [Path(path) for path in paths]
             if outside := [str(path) for path in inside if not path.is_relative_to(outline)]:
                 fix = "take another data set, or fetch these yourself"
-                raise DataError(Problem("names files outside of it", where, some(outside, NAMED), fix))
+                raise DataError(
+                    Problem("names files outside of it", where, some(outside, NAMED), fix)
+                )
             if inside:
                 splits[str(split)] = [path.relative_to(outline) for path in inside]
-    kinds: dict[str, Documents] = {rows.reader.partition(".")[0]: kind for kind, rows in ROWS.items()}
+
+    kinds: dict[str, Documents] = {
+        source.reader.partition(".")[0]: kind for kind, source in ROWS.items()
+    }
     kind = kinds.get(builder.name)
     if kind is None or not splits:
-        fix = "data.target, with a function that loads it: docs/guide/datasets.md"
-        raise DataError(Problem(f"is no text: the library reads it as {builder.name}", where, fix=fix))
-    defaults = {each.name: each.default for each in dataclasses.fields(builder.config)}
-    options = {
-        key: value
-        for key, value in vars(builder.config).items()
-        if key not in _NO_OPTIONS and value != defaults.get(key) and isinstance(value, str | int | bool | list)
-    }
-    return kind, options, splits
+        what = f"has no rows of text: the library reads it as {builder.name}"
+        raise DataError(
+            Problem(
+                what,
+                where,
+                fix="data.target, with a function that loads it: docs/guide/datasets.md",
+            )
+        )
+    return kind, _options(builder.config), splits
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """What a data set's description says of how to read it."""
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    options: dict[str, Any] = {}
+    for key, value in vars(config).items():
+        is_plain = isinstance(value, str | int | bool | list)
+        if is_plain and key not in _OTHER_OPTIONS and value != defaults.get(key):
+            options[key] = value
+    return options
 
 
 def _check_room(name: str, needed: int, folder: Path) -> None:
@@ -142,4 +209,6 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         why = f"{needed / 1e9:,.1f} GB are still to be fetched, and the disk of {disk} has {free / 1e9:,.1f} GB left"
-        raise DataError(Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk"))
+        raise DataError(
+            Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk")
+        )

@@ -1,9 +1,11 @@
 """Several sources with weights, as one: every window has their samples in the shares that were asked for.
 
-Places of the data order come in cycles of 1,024. In each cycle every source has as many places as its weight gives it,
-in an order that is a keyed permutation of the cycle's places; and a source's places, counted over all cycles, are those
-of its own order (`batches`): each of its epochs reads each of its samples once. So the samples of a window are a pure
-function of seed and index here too.
+The positions of the data order come in cycles of 1,024. In each cycle every source has as many positions as its weight
+gives it, and a keyed permutation says which. A source's positions, counted over all cycles, are those of its own order
+(`order`): each of its epochs reads each of its samples once. So the samples of a window are a pure function of seed and
+index here too.
+
+Sample n of source i has the number n, plus the samples of all sources before it.
 """
 
 from __future__ import annotations
@@ -23,18 +25,12 @@ from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.files import write_json
 from harness.core.protocols import Batch
-from harness.data.batches import (
-    Rows,
-    TokenBatches,
-    as_batch,
-    check_world,
-    keyed_places,
-    ordered_samples,
-    validation_rows,
-)
+from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
+from harness.data.order import keyed_places, ordered_samples
 from harness.data.tokens import TokenData, prepare_in
 
 CYCLE = 1024
+"""Positions in a cycle."""
 _STRIDE = 0x9E3779B97F4A7C15
 _FORMAT = 3
 
@@ -45,16 +41,13 @@ def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
     counts = np.maximum(1, np.floor(exact).astype(int))
     while counts.sum() != total:
         step = 1 if counts.sum() < total else -1
-        gaps = np.where((counts + step >= 1), step * (exact - counts), -np.inf)
+        gaps = np.where(counts + step >= 1, step * (exact - counts), -np.inf)
         counts[int(np.argmax(gaps))] += step
     return tuple(int(count) for count in counts)
 
 
 class Mixture:
-    """As `TokenBatches`, of several. Sample n of source i has the number n, plus the samples of all sources before it.
-
-    Raises DataError if their tokens are known to be of different tokenizers, also by ids that another has not got.
-    """
+    """As `TokenBatches`, of several."""
 
     def __init__(
         self,
@@ -65,6 +58,7 @@ class Mixture:
         micro_batch: int,
         val_samples: int,
     ) -> None:
+        """Raises DataError if the sources are of different tokenizers, as far as that is known."""
         self._parts, self._seed = tuple(parts), seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._counts = shares(weights, CYCLE)
@@ -77,21 +71,11 @@ class Mixture:
         self.name = " and ".join(part.name for part in parts)
         wanted = shares(weights, max(val_samples, len(parts)))
         self._val = [min(count, part.available) for count, part in zip(wanted, parts, strict=True)]
-        made_with = {part.tokenizer for part in parts} - {None}
-        if len(made_with) > 1:
-            why = "the same id would be different text in different sources"
-            fix = "prepare all of them with one tokenizer"
-            raise DataError(Problem("sources of different tokenizers", "data.mixture", why, fix))
-        known = [part for part in parts if part.tokenizer is not None]
-        least = min(known, key=lambda part: part.ids) if known else None
-        for part in parts:
-            if least is not None and part.tokenizer is None and part.ids > least.ids:
-                why = f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
-                fix = "give text that is mixed with token ids the tokenizer that made these, in data.tokenizer"
-                raise DataError(Problem("sources of different tokenizers", "data.mixture", why, fix))
+        _check_tokenizers(parts)
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
+        # A window may lie across several cycles, and in each have samples of every source.
         begin, end = index * self._global_batch, (index + 1) * self._global_batch
         samples = np.empty(end - begin, dtype=np.int64)
         for cycle in range(begin // CYCLE, (end - 1) // CYCLE + 1):
@@ -102,6 +86,7 @@ class Mixture:
                 here = np.flatnonzero(sources[inside] == number)
                 if not len(here):
                     continue
+                # These are consecutive positions of the source's own order.
                 place = cycle * self._counts[number] + int(ranks[inside][here[0]])
                 seed = self._seed + (number + 1) * _STRIDE
                 own = ordered_samples(seed, place, place + len(here), part.n_samples)
@@ -116,45 +101,40 @@ class Mixture:
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.validation`: every source has its share of the samples, at least one."""
-        spread = [
-            self._val_offsets[number] + np.arange(count, dtype=np.int64) * part.available // count
-            for number, (count, part) in enumerate(zip(self._val, self._parts, strict=True))
-        ]
+        spread: list[npt.NDArray[np.int64]] = []
+        for count, part, offset in zip(self._val, self._parts, self._val_offsets[:-1], strict=True):
+            spread.append(offset + np.arange(count, dtype=np.int64) * part.available // count)
         every = np.concatenate(spread)
         rows = validation_rows(len(every), len(every), self._micro_batch, rank, world_size)
         return [self.batch("val", every[row]) for row in rows]
 
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able; sizes in tokens."""
-        facts = [part.facts() for part in self._parts]
-        sums = {
-            key: sum(each[key] for each in facts) for key in ("files", "train_tokens", "val_tokens", "train_samples")
-        }
-        return {
-            "source": " and ".join(each["source"] for each in facts),
+        parts = [part.facts() for part in self._parts]
+        facts: dict[str, Any] = {
+            "source": " and ".join(each["source"] for each in parts),
             "kind": "mixture",
-            **sums,
-            "val_samples": sum(self._val),
-            "vocab": self.vocab,
-            "sha256": _identity([each["sha256"] for each in facts], self._counts),
-            "skipped": [skip for each in facts for skip in each["skipped"]],
-            "mixture": [
-                {
-                    "source": each["source"],
-                    "share": count / CYCLE,
-                    "train_tokens": each["train_tokens"],
-                    "train_samples": each["train_samples"],
-                }
-                for each, count in zip(facts, self._counts, strict=True)
-            ],
         }
+        for key in ("files", "train_tokens", "val_tokens", "train_samples"):
+            facts[key] = sum(each[key] for each in parts)
+        facts["val_samples"] = sum(self._val)
+        facts["vocab"] = self.vocab
+        facts["sha256"] = _identity([each["sha256"] for each in parts], self._counts)
+        facts["skipped"] = [skip for each in parts for skip in each["skipped"]]
+        facts["mixture"] = []
+        for each, count in zip(parts, self._counts, strict=True):
+            of_source = {key: each[key] for key in ("source", "train_tokens", "train_samples")}
+            facts["mixture"].append({**of_source, "share": count / CYCLE})
+        return facts
 
     def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
         """As `TokenBatches.batch`; samples of both splits are numbered source after source."""
         offsets = self._offsets if split == "train" else self._val_offsets
         sources = np.searchsorted(offsets, samples, side="right") - 1
         shape = (len(samples), self.tokens_per_sample + 1)
-        read = Rows(np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {})
+        read = Rows(
+            np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {}
+        )
         for number in np.unique(sources):
             here = np.flatnonzero(sources == number)
             part = self._parts[number].read(split, samples[here] - offsets[number])
@@ -165,9 +145,30 @@ class Mixture:
         return as_batch(read)
 
 
+def _check_tokenizers(parts: Sequence[TokenBatches]) -> None:
+    """Raises DataError if sources are of different tokenizers: by their hashes, or by ids that another cannot have."""
+    what, where = "sources of different tokenizers", "data.mixture"
+    known = [part for part in parts if part.tokenizer is not None]
+    if len({part.tokenizer for part in known}) > 1:
+        why = "the same id would be different text in different sources"
+        raise DataError(Problem(what, where, why, "prepare all of them with one tokenizer"))
+    if not known:
+        return
+    least = min(known, key=lambda part: part.ids)
+    for part in parts:
+        if part.tokenizer is None and part.ids > least.ids:
+            why = (
+                f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
+            )
+            fix = "give text that is mixed with token ids the tokenizer that made these, in data.tokenizer"
+            raise DataError(Problem(what, where, why, fix))
+
+
 @lru_cache(maxsize=4)
-def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of each place of a cycle, int64 [CYCLE]: its source, and how many places of that source come before it."""
+def _cycle(
+    counts: tuple[int, ...], seed: int, cycle: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """For each position of a cycle, int64 [CYCLE]: (its source, positions of that source before it)."""
     places = keyed_places(seed, cycle, CYCLE)
     sources = np.searchsorted(np.cumsum(counts), places, side="right")
     ranks = np.empty(CYCLE, dtype=np.int64)
@@ -178,15 +179,18 @@ def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[npt.NDArray[
 
 
 def _overlapping(paths: Sequence[str]) -> list[Problem]:
-    """Sources that lie within another: each is split by itself, so that one's validation is the other's training."""
-    resolved = [Path(path).expanduser().resolve() for path in paths]
-    fix = "leave it out, or move it out of that folder"
-    return [
-        Problem("lies within another source of the mixture", f"data.mixture: {path}", f"of {paths[other]}", fix)
-        for path, inner in zip(paths, resolved, strict=True)
-        for other, outer in enumerate(resolved)
-        if outer in inner.parents
-    ]
+    """Sources that lie within another. Each is split by itself, so one's validation would be the other's training."""
+    what, fix = (
+        "lies within another source of the mixture",
+        "leave it out, or move it out of that folder",
+    )
+    resolved = {path: Path(path).expanduser().resolve() for path in paths}
+    problems: list[Problem] = []
+    for path, inner in resolved.items():
+        for other, outer in resolved.items():
+            if outer in inner.parents:
+                problems.append(Problem(what, f"data.mixture: {path}", f"of {other}", fix))
+    return problems
 
 
 def prepare_mixture(
@@ -202,7 +206,7 @@ def prepare_mixture(
     problems = _overlapping([part.path for part in config.mixture])
     for number, part in enumerate(config.mixture):
         own = folder / str(number)
-        if lead and not begun:  # what a start that was killed has left may be of other settings
+        if lead and not begun:  # a start that was killed may have left data of other settings
             (own / "corpus.json").unlink(missing_ok=True)
         single = config.model_copy(update={**part.model_dump(exclude={"weight"}), "mixture": []})
         try:
@@ -211,12 +215,17 @@ def prepare_mixture(
             problems += error.problems
     if problems:
         raise DataError(problems)
+    # Written last: it says that the data of all sources are there.
     if lead and not begun:
         counts = shares([part.weight for part in config.mixture], CYCLE)
         hashes = [each.sha256 for each in data]
         sources = [part.model_dump() for part in config.mixture]
         info = {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)}
-        kept = [number for number in range(len(data)) if (folder / str(number) / "tokenizer.json").is_file()]
+        kept = [
+            number
+            for number in range(len(data))
+            if (folder / str(number) / "tokenizer.json").is_file()
+        ]
         if kept:
             first = data[kept[0]].info
             info |= {"tokenizer": first["tokenizer"], "separator": first["separator"]}

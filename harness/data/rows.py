@@ -1,11 +1,15 @@
 """Documents out of rows: JSONL, JSON, csv, Parquet, Arrow, webdataset, as Hugging Face's datasets library reads them.
 
-The library's readers give tables of some rows, file by file, and nothing is copied to its cache. What is added here:
-which column has the text, where a part of a file begins, and what a message says. Rows are counted from 0.
+The library's readers give tables of a few hundred rows, file by file, without a copy in its cache. This module adds
+which column has the text, how a file is divided into parts, and what an error says. Rows are counted from 0.
+
+To add a format: a class here with the library's reader (`Rows`), its line in `ROWS` at the end, and its name in
+`core.config.Documents`. Whatever the library reads as something else without an error must be refused here.
 """
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import logging
@@ -13,27 +17,37 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE
-from harness.data.documents import NAMED, Files, Listed, Part, Piece, files_below, listed, ranges
-from harness.data.shards import is_validation
-from harness.data.text import BadFiles
+from harness.data.documents import (
+    DocumentSource,
+    Files,
+    Listed,
+    Part,
+    Piece,
+    PlainText,
+    files_below,
+    is_skipped,
+    listed,
+    ranges,
+)
+from harness.data.splits import Split, is_validation
+from harness.data.text import NAMED, BadFiles
 
-MAX_ROW = 256 << 20
-"""Bytes of a line of JSONL."""
 JSON = ".json"
-OTHER_SPLIT = "a split that is neither train nor validation"
-_ROWS = 256  # of a table
-_INDEX = "__index_level_0__"
-_END = 1 << 62
-_GROWS = 4  # what gzip and zstd make smaller, about
+"""Lines or one array of objects; in a folder a .json often describes other files, so it is data only if alone."""
+
+_TABLE_ROWS = 256
+_LAST = 1 << 62  # the end of a file whose rows are not counted
+_UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
-_COLUMNS, _LONG = 8, 300
+_PANDAS_INDEX = "__index_level_0__"
+_COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
 _FIX_KEY = "set data.text_key to the one that has the text"
@@ -53,7 +67,13 @@ _FIX_IDS = (
 
 
 class Rows:
-    """Files of one format of the library: `reader` is a module of datasets.packaged_modules and its class."""
+    """Files of one format of the library.
+
+    kind: its name in `core.config.Documents`.
+    suffixes: endings of its files, lower case.
+    reader: a module of datasets.packaged_modules, and its class.
+    fix: what helps if the library cannot read a file.
+    """
 
     kind: str
     suffixes: tuple[str, ...]
@@ -77,16 +97,20 @@ class Rows:
             if not size:
                 left_out.append((file.name, "empty"))
                 continue
+            if file.name.lower().endswith(_PACKED):
+                size *= _UNPACKED
             try:
                 with closing(self._documents(str(file), key)) as rows:
                     first = next(rows, None)
-                cut = self._cut(file, size * _GROWS if file.name.lower().endswith(_PACKED) else size)
+                divided = self._divide(file, size)
             except DataError as error:
                 problems += error.problems
                 continue
-            if first is not None and first.fault and not skipped(first.fault, bad):
-                problems.append(Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW))
-            parts += [Part(str(file), begin, end, count, split) for begin, end, count in cut]
+            if first is not None and first.fault and not is_skipped(first.fault, bad):
+                problems.append(
+                    Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW)
+                )
+            parts += [Part(str(file), begin, end, count, split) for begin, end, count in divided]
         return listed(parts, left_out, problems, path)
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
@@ -102,13 +126,13 @@ class Rows:
     def _files(self, path: Path) -> Files:
         return files_below(path, self.suffixes)
 
-    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
-        """(first row, row after the last, bytes) of every part. size: bytes, about, once unpacked."""
-        return [(0, _END, size)]
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        """(first row, row after the last, bytes) of every part. size: bytes of the file, about, once unpacked."""
+        return [(0, _LAST, size)]
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
-        """Of the reader, for one file."""
-        return {}
+        """Options of the reader for one file."""
+        return {"features": _features(key)}
 
     def _documents(self, path: str, key: str) -> Generator[Piece, None, None]:
         """Every row. Raises DataError for what the library cannot read, with what it said."""
@@ -124,12 +148,14 @@ class Rows:
         except MemoryError as error:
             why = f"it does not fit into memory: {error}".rstrip(": ")
             raise DataError(Problem(what, f"data.path: {path}", why, _FIX_MEMORY)) from error
-        except Exception as error:  # of several libraries, on whatever lies in the file
+        except Exception as error:  # several libraries read the file, and it may hold anything
             where = f"data.path: {path}" + (f", row {row} or later" if row else "")
-            raise DataError(Problem(what, where, f"{error or type(error).__name__}"[:_LONG], self.fix)) from error
+            raise DataError(
+                Problem(what, where, f"{error or type(error).__name__}"[:_LETTERS], self.fix)
+            ) from error
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
-        """Texts of some rows after the other, an Arrow array of large_string, and the names of all columns."""
+        """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
         names: list[str] = []
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
@@ -137,7 +163,7 @@ class Rows:
             return _texts(table, key, path, json_field_paths)
 
         with _reader(self.reader, path, **{**self._options(path, key), **self._given}) as reader:
-            # In place of a cast to the columns of the first rows, which not all rows of a file need have.
+            # The library would cast every table to the columns of the first rows, which not all rows need have.
             reader._cast_table = only_texts
             reader.info.features = _features(key)
             for table in _batches(reader):
@@ -148,58 +174,82 @@ class JsonLines(Rows):
     """A JSON object a line, its text under a key; or, in a file called .json, one array of such objects."""
 
     kind = "JSONL"
-    suffixes = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson") for packed in ("", *_PACKED))
-    suffixes += tuple(f"{JSON}{packed}" for packed in _PACKED)
+    suffixes = (
+        ".jsonl",
+        ".jsonl.gz",
+        ".jsonl.zst",
+        ".ndjson",
+        ".ndjson.gz",
+        ".ndjson.zst",
+        ".json.gz",
+        ".json.zst",
+    )
     reader = "json.json.Json"
     fix = _FIX_JSON
 
     def _files(self, path: Path) -> Files:
         found = super()._files(path)
-        return found if found[0] else files_below(path, (JSON,))  # beside others a .json describes them
+        return found if found[0] else files_below(path, (JSON,))
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         return {"features": _features(key), "parse_agent_traces": False}
 
-    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
-        """The rows whose lines begin in each range of bytes; what is packed, or a .json, is one part."""
-        name = file.name.lower()
-        if name.endswith(JSON) and size > MAX_LARGE:
-            why = f"over {MAX_LARGE >> 20} MiB, which may all be one array"
-            raise DataError(Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl"))
-        cut = ranges(size)
-        if name.endswith((JSON, *_PACKED)) or len(cut) == 1:
-            return super()._cut(file, size)
-        rows = [0] * len(cut)
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
+        if size > MAX_LARGE and _is_array(file):
+            why = f"the library reads an array whole, and this one has over {MAX_LARGE >> 20} MiB"
+            raise DataError(
+                Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl")
+            )
+        found = ranges(size)
+        if file.name.lower().endswith((JSON, *_PACKED)) or len(found) == 1:
+            return super()._divide(file, size)
+
+        _, length = found[0]
+        rows = [0] * len(found)
         place = 0
         with file.open("rb") as stream:
-            for line in iter(partial(stream.readline, MAX_ROW), b""):
-                if len(line) == MAX_ROW:
-                    what = f"has a line of over {MAX_ROW >> 20} MiB"
-                    raise DataError(Problem(what, f"data.path: {file}, byte {place}", fix=self.fix))
-                rows[min(place // cut[0][1], len(cut) - 1)] += not line.isspace()
+            for line in stream:
+                if not line.isspace():
+                    rows[min(place // length, len(found) - 1)] += 1
                 place += len(line)
-        ends = [*accumulate(rows[:-1], initial=0), _END]
-        return [(*rows, end - begin) for rows, (begin, end) in zip(pairwise(ends), cut, strict=True)]
+        first_rows = [*accumulate(rows[:-1], initial=0), _LAST]
+        parts: list[tuple[int, int, int]] = []
+        for (first, after), (begin, end) in zip(pairwise(first_rows), found, strict=True):
+            parts.append((first, after, end - begin))
+        return parts
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(4).removeprefix(codecs.BOM_UTF8).startswith(b"[")
 
 
 class Csv(Rows):
-    """Tables of text, parted by commas or (.tsv) tabs, with names in their first line."""
+    """Tables of text, separated by commas or (.tsv) tabs, with the columns' names in the first line."""
 
     kind = "csv"
-    suffixes = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *_PACKED))
+    suffixes = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst")
     reader = "csv.csv.Csv"
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
         # A text of digits, or one that says NA, is a text.
-        return {"features": _features(key), "sep": separator, "keep_default_na": False, "chunksize": _ROWS}
+        return {
+            "features": _features(key),
+            "sep": separator,
+            "keep_default_na": False,
+            "chunksize": _TABLE_ROWS,
+        }
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         for texts, names in super()._tables(path, key):
-            if _INDEX in names:
+            if _PANDAS_INDEX in names:
                 why = "the library would take the first field for an index, and the second for the first"
                 fix = "put texts with commas into quotes, or name every column in the first line"
-                raise DataError(Problem("has more fields in a row than names", f"data.path: {path}", why, fix))
+                raise DataError(
+                    Problem("has more fields in a row than names", f"data.path: {path}", why, fix)
+                )
             yield texts, names
 
 
@@ -213,19 +263,22 @@ class Parquet(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         names = _parquet(path).schema.to_arrow_schema().names
         column = _column(key, names, path)
-        return {"features": _features(column), "columns": [column], "batch_size": _ROWS}
+        return {"features": _features(column), "columns": [column], "batch_size": _TABLE_ROWS}
 
-    def _cut(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         """Its row groups."""
-        found = _parquet(str(file))
-        groups = [found.row_group(number) for number in range(found.num_row_groups)]
-        ends = pairwise(accumulate((group.num_rows for group in groups), initial=0))
-        return [(*rows, group.total_byte_size) for rows, group in zip(ends, groups, strict=True)]
+        metadata = _parquet(str(file))
+        parts: list[tuple[int, int, int]] = []
+        row = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            parts.append((row, row + group.num_rows, group.total_byte_size))
+            row += group.num_rows
+        return parts
 
 
 class Arrow(Rows):
-    """What `save_to_disk` of the library writes: a folder with state.json, or one of them for each split; or one file,
-    as a stream or not."""
+    """What `save_to_disk` of the library writes (a folder with state.json, or one for each split), or one file."""
 
     kind = "Arrow"
     suffixes = (".arrow", ".feather")
@@ -235,20 +288,24 @@ class Arrow(Rows):
         if path.is_file():
             return [(path, "")], []
         try:
-            saved = importlib.import_module("datasets").load_from_disk(str(path), keep_in_memory=False)
+            saved = importlib.import_module("datasets").load_from_disk(
+                str(path), keep_in_memory=False
+            )
         except Exception as error:
+            why = str(error)[:_LETTERS]
             fix = "write it again with save_to_disk; of a cache of the library name one file: data.path=FILE.arrow"
-            raise DataError(Problem("is no whole data set", f"data.path: {path}", str(error)[:_LONG], fix)) from error
-        named = saved if isinstance(saved, dict) else {"train": saved}
-        found = {name: [Path(file["filename"]) for file in each.cache_files] for name, each in named.items()}
-        return choose_splits(found, None, f"data.path: {path}", f"data.path={path}/")
-
-    def _options(self, path: str, key: str) -> dict[str, Any]:
-        return {"features": _features(key)}
+            raise DataError(
+                Problem("is no whole data set", f"data.path: {path}", why, fix)
+            ) from error
+        splits = saved if isinstance(saved, dict) else {"train": saved}
+        files: dict[str, list[Path]] = {}
+        for name, each in splits.items():
+            files[name] = [Path(file["filename"]) for file in each.cache_files]
+        return choose_splits(files, None, f"data.path: {path}", f"data.path={path}/")
 
 
 class WebDataset(Rows):
-    """Tar files of samples, whose files of one name but for its ending belong together; the ending is the key."""
+    """Tar files of samples. Files of one name but for the ending are a sample; the ending is the key."""
 
     kind = "webdataset"
     suffixes = (".tar",)
@@ -256,46 +313,56 @@ class WebDataset(Rows):
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         with _reader(self.reader, path, **self._given) as reader:
-            reader.as_streaming_dataset(split="train")
+            reader.as_streaming_dataset(split="train")  # looks at the first samples for their keys
             names = [name for name in reader.info.features if not name.startswith("__")]
             for table in _batches(reader, _column(key, names, path)):
                 yield _texts(table, key, path).column(0), names
 
 
-def choose_splits(files: Mapping[str, list[Path]], wanted: str | None, where: str, way: str) -> Files:
+def choose_splits(
+    files: Mapping[str, list[Path]], wanted: str | None, where: str, way: str
+) -> Files:
     """The files of the split to train on, and of the one to validate on if there is one; the others are left out.
 
-    wanted: the split to train on; None: train, or the only one. way: how to name one. Raises DataError if it is none.
+    wanted: the split to train on; None: train, or the only one. way: how to name one, for an error. Raises DataError.
     """
-    val = next((name for name in files if is_validation(name) and name != wanted), None)
-    others = [name for name in files if name != val] or [*files]
-    train = wanted or ("train" if "train" in others or len(others) > 1 else others[0])
+    validation = next((name for name in files if is_validation(name) and name != wanted), None)
+    others = [name for name in files if name != validation] or list(files)
+    train = wanted
+    if train is None:
+        train = others[0] if len(others) == 1 else "train"
     if train not in files:
-        what = f"has no split {train}, but {some([*files], NAMED)}"
+        what = f"has no split {train}, but {some(list(files), NAMED)}"
         raise DataError(Problem(what, where, fix=f"{way}{others[0]}, or another"))
-    val = None if val == train else val
-    left_out = [(name, OTHER_SPLIT) for name in files if name not in (train, val)]
-    if val is None:
-        return [(file, "") for file in files[train]], left_out
-    return [*((file, "train") for file in files[train]), *((file, "val") for file in files[val])], left_out
 
-
-def skipped(fault: str, bad: BadFiles) -> bool:
-    """Whether a row with this fault is passed over, and counted."""
-    return bad == "skip" or (bad == "auto" and fault == "empty")
+    if validation in (None, train):
+        chosen: dict[str, Split] = {train: ""}
+    else:
+        chosen = {train: "train", validation: "val"}
+    found: list[tuple[Path, Split]] = []
+    for name, split in chosen.items():
+        found.extend((file, split) for file in files[name])
+    left_out = [
+        (name, "a split that is neither train nor validation")
+        for name in files
+        if name not in chosen
+    ]
+    return found, left_out
 
 
 @contextmanager
 def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
     """The library's reader of one file. It runs nothing that lies in a data set."""
     module, _, name = reader.rpartition(".")
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs, it also raises
+    logging.getLogger("datasets.packaged_modules").setLevel(
+        logging.CRITICAL
+    )  # what it logs, it also raises
     lists = importlib.import_module("datasets.data_files")
     opened = getattr(importlib.import_module(f"datasets.packaged_modules.{module}"), name)
     _zstd_by_arrow()
-    # No list of patterns: it would take brackets and stars of a name for one.
+    # Not a plain path: the library would take brackets and stars in it for a pattern.
     files = lists.DataFilesDict({"train": lists.DataFilesList([path], [()])})
-    scratch = tempfile.mkdtemp()  # it locks a folder of its cache, and writes nothing there
+    scratch = tempfile.mkdtemp()  # the reader locks a folder of its cache, and writes nothing there
     try:
         yield opened(cache_dir=scratch, data_files=files, **options)
     finally:
@@ -303,20 +370,23 @@ def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
 
 
 def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
-    """Its tables, of few rows each; column: of these alone."""
+    """Its tables, of _TABLE_ROWS rows each. column: the only one that is wanted; None: all."""
     rows = reader.as_streaming_dataset(split="train")
-    rows = rows.select_columns([column]) if column else rows
-    return rows.with_format("arrow").iter(batch_size=_ROWS)
+    if column:
+        rows = rows.select_columns([column])
+    return rows.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
 def _zstd_by_arrow() -> None:
-    """zstd by Arrow's decoder, which notices a file that was cut short; that of `zstandard` ends there in silence."""
+    """Let Arrow unpack zstd: it notices a file that was cut short; the module zstandard ends without an error."""
     arrow = importlib.import_module("pyarrow")
 
     def opened(stream: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
         return io.BufferedReader(arrow.CompressedInputStream(stream, "zstd"), 1 << 20)
 
-    importlib.import_module("fsspec.compression").register_compression("zstd", opened, "zst", force=True)
+    importlib.import_module("fsspec.compression").register_compression(
+        "zstd", opened, "zst", force=True
+    )
 
 
 def _features(name: str) -> Any:
@@ -332,38 +402,66 @@ def _column(key: str, names: Sequence[str], path: str) -> str:
     """The column that `key` is, or lies in. Raises DataError if there is none."""
     column = key if key in names else key.split(".")[0]
     if column not in names:
-        why = f"it has {some(names, _COLUMNS)}"
+        why = f"it has {some(names, _COLUMNS_NAMED)}"
         raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, _FIX_KEY))
     return column
 
 
 def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = ()) -> Any:
-    """A table of the texts alone, large_string. key: `meta.text` is what lies under text in meta, where there is no
-    column of that name. encoded: what the library wrote as JSON, since its rows have values of several types.
+    """A table of the texts alone, as large_string.
 
-    Raises DataError if what is there is no text.
+    key: a column, or `meta.text`: the field `text` of the column `meta`. encoded: the fields that the library wrote as
+    JSON, because their values have several types. Raises DataError if what is there is no text.
     """
     arrow = importlib.import_module("pyarrow")
     steps = [key] if key in table.column_names else key.split(".")
     if any(steps[: len(field)] == [*field] for field in encoded):
         fix = f"write it again with text in every row: jq -c 'select(.{key} | type == \"string\")' FILE > NEW"
-        raise DataError(Problem(f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix))
+        raise DataError(
+            Problem(
+                f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix
+            )
+        )
+
+    # Rows without the column or the field have null.
     missing = arrow.nulls(len(table))
     column = table.column(steps[0]) if steps[0] in table.column_names else missing
     for step in steps[1:]:
-        inside = arrow.types.is_struct(column.type) and column.type.get_field_index(step) >= 0
-        column = importlib.import_module("pyarrow.compute").struct_field(column, step) if inside else missing
+        if arrow.types.is_struct(column.type) and column.type.get_field_index(step) >= 0:
+            column = importlib.import_module("pyarrow.compute").struct_field(column, step)
+        else:
+            column = missing
+
     kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
-    texts = ("is_string", "is_large_string", "is_string_view", "is_null")
-    if not any(getattr(arrow.types, each)(kind) for each in texts):
+    is_text = ("is_string", "is_large_string", "is_string_view", "is_null")
+    if not any(getattr(arrow.types, each)(kind) for each in is_text):
         is_ids = arrow.types.is_list(kind) and arrow.types.is_integer(kind.value_type)
         fix = _FIX_IDS if is_ids else _FIX_KEY
-        raise DataError(Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix))
+        raise DataError(
+            Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix)
+        )
     return arrow.table({key: column.cast(arrow.large_string())})
 
 
 def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
     if text is None:
-        hint = f"the row has {some(names, _COLUMNS) or 'no keys'}"[:_LONG]
+        hint = f"the row has {some(names, _COLUMNS_NAMED) or 'no keys'}"[:_LETTERS]
         return Piece("", where, fault=f'"{key}" is missing', hint=hint)
     return Piece(text, where, fault="" if text else "empty")
+
+
+ROWS: dict[Documents, type[Rows]] = {
+    "JSONL": JsonLines,
+    "csv": Csv,
+    "Parquet": Parquet,
+    "Arrow": Arrow,
+    "webdataset": WebDataset,
+}
+"""Every format of rows."""
+FORMATS: dict[Documents, type[Rows] | type[PlainText]] = {**ROWS, "text": PlainText}
+"""Every format of documents: what is made into token ids before it is trained on."""
+
+
+def open_source(kind: Documents, options: Mapping[str, Any] | None = None) -> DocumentSource:
+    """The source of a format. options: as for `Rows`."""
+    return ROWS[kind](options) if kind in ROWS else PlainText()

@@ -1,4 +1,9 @@
-"""What a sample of a data set may be, and how samples become a batch: stacked and padded, or by its own `collate`."""
+"""What a sample of a data set of the user's own may be, and how samples become a batch.
+
+A sample is a dict of tensors, arrays and numbers, a pair (`inputs`, `targets`), or one tensor (`inputs`). The first
+sample that can be read gives the form, and every other must have it. Samples are stacked, and texts padded
+(`Stacked`); or the data set's own `collate` makes the batch (`Collated`).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +25,16 @@ _MASK = "attention_mask"
 
 
 class OddSampleError(ValueError):
-    """A sample that is none, or that cannot stand beside the others."""
+    """What a data set gave is no sample, or is unlike the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One name of a sample. shape: of the first sample. length: the group of texts whose lengths are alike; None: all
-    samples have `shape`."""
+    """One name of a sample.
+
+    dtype, shape: of the first sample.
+    length: number of the group of texts whose lengths are alike; None: all samples have `shape`.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,16 +42,17 @@ class Field:
 
 
 class Form(Protocol):
-    """What samples look like and how they become a batch. fields: by name, without the first dimension."""
+    """What samples look like and how they become a batch."""
 
     fields: dict[str, Field]
+    """By name; shapes are of one sample."""
 
     def taken(self, given: object) -> Any:
         """A sample as `batch` wants it. Raises OddSampleError naming what is wrong with it."""
         ...
 
     def stand_in(self) -> Any:
-        """Something harmless in place of a sample that cannot be read, as `batch` wants it."""
+        """What takes the place of a sample that cannot be read, as `batch` wants it."""
         ...
 
     def batch(self, samples: Sequence[Any]) -> Batch:
@@ -52,15 +61,15 @@ class Form(Protocol):
 
 
 def first_form(first: object, collate: Callable[[list[Any]], object] | None, pad_id: int) -> Form:
-    """The form of a data set, from one of its samples; raises OddSampleError if that is none."""
+    """The form of a data set, from one of its samples. Raises OddSampleError if that is no sample."""
     return Stacked(first, pad_id) if collate is None else Collated(first, collate)
 
 
 class Stacked:
-    """Every sample looks like the first. Stacks samples, and pads texts.
+    """Every sample has the form of the first. Samples are stacked, and texts padded.
 
-    A text is a one-dimensional field of whole numbers; it may have another length in every sample, the same for those
-    that have the same in the first.
+    A text is a one-dimensional field of whole numbers. It may have another length in every sample; texts that are
+    equally long in the first sample must be so in every sample.
     """
 
     def __init__(self, first: object, pad_id: int = 0) -> None:
@@ -79,16 +88,20 @@ class Stacked:
         if missing := [name for name in self.fields if name not in sample]:
             wrong.append(f"it has no {', '.join(missing)}")
         if more := [name for name in sample if name not in self.fields]:
-            wrong.append(f"it has {', '.join(more)}, which the first sample has not")
+            wrong.append(f"it has {', '.join(more)}, which the first sample does not have")
         lengths: dict[int, tuple[str, int]] = {}
         for name, value in sample.items():
             form = self.fields.get(name)
             if form is None:
                 continue
             if value.dtype != form.dtype:
-                wrong.append(f"{name} is of {value.dtype}, that of the first sample of {form.dtype}")
+                wrong.append(
+                    f"{name} is of {value.dtype}, that of the first sample of {form.dtype}"
+                )
             elif form.length is None and tuple(value.shape) != form.shape:
-                wrong.append(f"{name} has shape {list(value.shape)}, that of the first sample {list(form.shape)}")
+                wrong.append(
+                    f"{name} has shape {list(value.shape)}, that of the first sample {list(form.shape)}"
+                )
             elif form.length is not None and value.ndim != 1:
                 wrong.append(f"{name} has shape {list(value.shape)}, not one dimension")
             elif form.length is not None:
@@ -103,11 +116,13 @@ class Stacked:
 
     def stand_in(self) -> Batch:
         """A sample of zeros."""
-        return {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in self.fields.items()}
+        return {
+            name: torch.zeros(field.shape, dtype=field.dtype) for name, field in self.fields.items()
+        }
 
     def batch(self, samples: Sequence[Batch]) -> Batch:
-        """Samples as a batch. Texts of different lengths are padded on the right: labels by IGNORED,
-        masks by 0, others by `pad_id`; where there is no mask yet, `attention_mask` tells texts from padding.
+        """Samples as a batch. Texts of different lengths are padded on the right: labels with IGNORED, masks with 0,
+        others with `pad_id`. Where there is no mask yet, an `attention_mask` is added: 1 for text, 0 for padding.
         """
         batch: Batch = {}
         for name, form in self.fields.items():
@@ -117,7 +132,11 @@ class Stacked:
                 batch[name] = torch.stack(values)
                 continue
             width = -(-max(lengths) // MULTIPLE) * MULTIPLE
-            fill = IGNORED if name in LABELS else 0 if name.endswith("mask") else self._pad_id
+            fill = self._pad_id
+            if name in LABELS:
+                fill = IGNORED
+            elif name.endswith("mask"):
+                fill = 0
             batch[name] = torch.full((len(values), width), fill, dtype=form.dtype)
             for row, value in zip(batch[name], values, strict=True):
                 row[: len(value)] = value
@@ -127,13 +146,15 @@ class Stacked:
 
 
 class Collated:
-    """Samples of any kind, which the data set's own `collate` makes a batch of: a dict, or a pair."""
+    """Samples of any kind, of which the data set's own `collate` makes a batch: a dict, or a pair."""
 
     def __init__(self, first: object, collate: Callable[[list[Any]], object]) -> None:
-        """Raises whatever `collate` does of the sample alone, and OddSampleError if it makes no batch of it."""
+        """Raises whatever `collate` raises for the sample alone; OddSampleError if it makes no batch of it."""
         self._first, self._collate = first, collate
         batch = self.batch([first])
-        self.fields = {name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items()}
+        self.fields = {
+            name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items()
+        }
 
     def taken(self, given: object) -> object:
         """The sample as it is."""
@@ -146,20 +167,31 @@ class Collated:
     def batch(self, samples: Sequence[Any]) -> Batch:
         """What `collate` makes of them. Raises OddSampleError if that is no batch, and whatever `collate` does."""
         batch = as_sample(self._collate(list(samples)))
-        odd = [f"{name} {list(value.shape)}" for name, value in batch.items() if value.shape[:1] != (len(samples),)]
+        odd = [
+            f"{name} {list(value.shape)}"
+            for name, value in batch.items()
+            if value.shape[:1] != (len(samples),)
+        ]
         if odd:
-            told = f"{', '.join(odd)} of {len(samples)} samples: the first dimension must count them"
+            told = (
+                f"{', '.join(odd)} of {len(samples)} samples: the first dimension must count them"
+            )
             raise OddSampleError(f"collate made {told}")
         return batch
 
 
 def _group(value: Tensor, lengths: dict[int, int]) -> int | None:
-    text = value.ndim == 1 and not value.is_floating_point() and value.dtype not in (torch.uint8, torch.bool)
+    """The number of a text's group; `lengths` has the groups so far, by length. None if the value is no text."""
+    text = (
+        value.ndim == 1
+        and not value.is_floating_point()
+        and value.dtype not in (torch.uint8, torch.bool)
+    )
     return lengths.setdefault(len(value), len(lengths)) if text else None
 
 
 def as_sample(given: object) -> Batch:
-    """What a data set gave for one sample, as tensors by name. Raises OddSampleError naming everything that is none.
+    """What a data set gave for one sample, as tensors by name. Raises OddSampleError naming what can be no tensor.
 
     float64 becomes float32, which models compute in; whole numbers become int64, but for arrays of uint8 (pixels).
     """

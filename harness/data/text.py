@@ -1,7 +1,9 @@
-"""Read text from a file or folder, or say by name what is wrong with every file that cannot be used; and divide it.
+"""Read the text of a file or a folder, say by name what is wrong with every file that cannot be used, and divide it.
 
-Without a file there is the source of Python's own standard library, real text that is on every machine. Whole files
-go to training or validation, in an order that only their names decide.
+Without a path there is the source of Python's own standard library: real text that is on every machine.
+
+Whole files go to training or to validation. If their names do not say which, some are held out in the order of a hash
+of their names, so that every run on the same files validates on the same text.
 """
 
 from __future__ import annotations
@@ -18,22 +20,24 @@ from pathlib import Path
 from typing import Literal
 
 from harness.core.errors import DataError, Problem, some
-from harness.data.shards import named_splits, text_beside
+from harness.data.splits import splits_of_text, with_validation
 
 MAX_BYTES = 1 << 30
-"""Most bytes of text a run takes by itself: all of it is held in memory once, while the snapshot is written."""
+"""Most bytes of text a run takes by itself: all of it is held in memory once, while it is copied into the run."""
+FIX_FILE = (
+    "give a UTF-8 text file or a folder of them; convert others: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); "
+    "what is no text (pictures, arrays, tables of numbers) goes through data.target: docs/guide/datasets.md"
+)
+
+NAMED = 20
+"""Files or problems that a message names."""
 
 BadFiles = Literal["auto", "skip", "fail"]
 """What to do about files of a folder that are no text."""
 
 _CHUNK = 1 << 20
-_NAMED = 20
 _INSIDE = "link within the folder"
-FIX_FILE = (
-    "give a UTF-8 text file or a folder of them; convert others: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1)"
-)
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
-"""How text in UTF-16 begins, and nothing in UTF-8 does."""
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte-order marks; UTF-8 cannot begin with either
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A file that was passed over, and why."""
+    """A file that was skipped, and why."""
 
     name: str
     reason: str
@@ -57,7 +61,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The documents of one source, sorted by name, and what was passed over."""
+    """The documents of one source, sorted by name, and what was skipped."""
 
     source: str
     documents: tuple[Document, ...]
@@ -70,8 +74,9 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     In a folder, hidden files and folders are ignored, and links within it are skipped and listed, since their targets
     are read in their own place. Empty and binary files (NUL bytes, not UTF-8) are bad, and so are unreadable ones and
     links out of the folder. bad: "skip": skip and list them all; "fail": a Problem for each of them; "auto": skip the
-    first two, a Problem for each of the others. Raises DataError with these; when nothing is left; and when there is
-    more text than MAX_BYTES.
+    first two, a Problem for each of the others.
+
+    Raises DataError with these problems; when nothing is left; and when there is more text than MAX_BYTES.
     """
     try:
         path = path.expanduser()
@@ -80,13 +85,13 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(_unreadable(path, error)) from error
     if folder:
-        return read_files(str(path), root, walk(root), bad)
-    beside = text_beside(root)
-    text = read_files(str(path), root.parent, [root, *([beside] if beside else [])], "fail" if beside else "auto")
+        return _read_files(str(path), root, walk(root), bad)
+    files = [file for file, _ in with_validation(root, is_text=True)]
+    text = _read_files(str(path), root.parent, files, "auto" if len(files) == 1 else "fail")
     return Text(text.source, text.documents)
 
 
-def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "auto") -> Text:
+def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "auto") -> Text:
     """The text of `paths`, named relative to `root`. Raises DataError as `read_text` does."""
     documents: list[Document] = []
     skipped: list[Skipped] = []
@@ -103,7 +108,11 @@ def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "
             content = error.problems[0].what
         if isinstance(content, str):
             if bad == "fail" and content != _INSIDE:
-                problems.append(Problem(f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"))
+                problems.append(
+                    Problem(
+                        f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"
+                    )
+                )
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -111,42 +120,49 @@ def read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "
             problems.append(_too_large(source))
             break
         documents.append(Document(name, content))
+
     if not documents and not problems:
         problems.append(_nothing_left(source, skipped))
     if problems:
-        more = [Problem(f"{len(problems) - _NAMED} more like these", source)] if len(problems) > _NAMED else []
-        raise DataError([*problems[:_NAMED], *more])
-    return Text(
-        source,
-        tuple(sorted(documents, key=lambda document: document.name)),
-        tuple(sorted(skipped, key=lambda skip: skip.name)),
-    )
+        raise DataError(first_of(problems, source))
+    documents.sort(key=lambda document: document.name)
+    skipped.sort(key=lambda skip: skip.name)
+    return Text(source, tuple(documents), tuple(skipped))
+
+
+def first_of(problems: Sequence[Problem], source: str) -> list[Problem]:
+    """NAMED of the problems, and how many more there are: a message fits on one screen."""
+    more = len(problems) - NAMED
+    return [*problems[:NAMED], *([Problem(f"{more} more like these", source)] if more > 0 else [])]
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """Files and links below `root`, hidden ones left out; at last the folders that cannot be listed."""
+    """Files and links below `root`, without hidden ones; last the folders that cannot be listed."""
     closed: list[Path] = []
-    for folder, folders, files in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
+    for folder, folders, files in os.walk(
+        root, onerror=lambda error: closed.append(Path(error.filename))
+    ):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        yield from (Path(folder, name) for name in sorted([*files, *links]) if not name.startswith("."))
+        for name in sorted([*files, *links]):
+            if not name.startswith("."):
+                yield Path(folder, name)
     yield from closed
 
 
 def _read_file(path: Path, root: Path) -> bytes | str:
-    """A file's bytes, or the reason to pass over it. Raises DataError."""
+    """A file's bytes, or the reason to skip it. Raises DataError."""
     try:
         if path.is_symlink():
             target = path.resolve(strict=True)
             if target.is_relative_to(root):
                 return _INSIDE
-            raise DataError(
-                Problem(f"is a link out of the folder, to {target}", _where(path), fix="copy the file there instead")
-            )
+            what = f"is a link out of the folder, to {target}"
+            raise DataError(Problem(what, _where(path), fix="copy the file there instead"))
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             os.listdir(path)  # raises what made the walk stop there
-        # Opening a pipe would wait for ever, and a huge file would take the memory before it could be counted.
+        # Opening a pipe would wait for ever, and a huge file would fill the memory before it could be counted.
         if not stat.S_ISREG(status.st_mode):
             return "not a regular file"
         if status.st_size > MAX_BYTES:
@@ -158,17 +174,19 @@ def _read_file(path: Path, root: Path) -> bytes | str:
 
 
 def no_text(content: bytes, whole: bool = True) -> str:
-    """Why `content` is no text, empty if it is; whole: it does not go on, perhaps within a character."""
+    """Why `content` is no text; empty if it is. whole: False: it goes on, and may end within a character."""
     if not content:
         return "empty"
-    if content.startswith(UTF16):
+    if content.startswith(_UTF16):
         return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), _CHUNK):
-            decoder.decode(content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content))
+            decoder.decode(
+                content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content)
+            )
     except UnicodeDecodeError:
         return "binary: it is not UTF-8"
     return ""
@@ -184,7 +202,11 @@ def _unreadable(path: Path, error: Exception) -> Problem:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     if isinstance(error, RuntimeError):
         reason = "a link that leads to itself"
-    fix = "remove the link, or mend it" if path.is_symlink() else "make it readable for this user, or leave it out"
+    fix = (
+        "remove the link, or mend it"
+        if path.is_symlink()
+        else "make it readable for this user, or leave it out"
+    )
     return Problem(f"cannot be read: {reason}", _where(path), fix=fix)
 
 
@@ -193,64 +215,65 @@ def _too_large(source: str) -> Problem:
     return Problem(f"more than {MAX_BYTES >> 20} MiB of text", _where(source), fix=fix)
 
 
-def _nothing_left(source: str, skipped: list[Skipped]) -> Problem:
+def _nothing_left(source: str, skipped: Sequence[Skipped]) -> Problem:
+    why = "it has no visible files"
     if len(skipped) == 1:
-        return Problem("has no text to train on", _where(source), why=str(skipped[0]), fix=FIX_FILE)
-    why = f"skipped {some(skipped, _NAMED)}" if skipped else "it has no visible files"
-    return Problem("has no text to train on", _where(source), why=why, fix=FIX_FILE)
+        why = str(skipped[0])
+    elif skipped:
+        why = f"skipped {some(skipped, NAMED)}"
+    return Problem("has no text to train on", _where(source), why, FIX_FILE)
 
 
 def standard_library() -> Text:
     """The top-level modules of the running Python's standard library, sorted by name.
 
-    No packages, so no tests and no site-packages; no links (distributions link local configuration into the folder)
-    and none of the build's own generated variables. Raises DataError if this Python ships without its source.
+    Without packages, so without tests and site-packages; without links, by which distributions put local configuration
+    into the folder; and without the generated variables of the build. Raises DataError if this Python ships without
+    its source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in folder.glob("*.py")
-        if path.is_file() and not path.is_symlink() and not path.name.startswith("_sysconfigdata")
-    ]
+    modules = [path for path in folder.glob("*.py") if path.is_file() and not path.is_symlink()]
+    paths = [path for path in modules if not path.name.startswith("_sysconfigdata")]
     if not paths:
+        what = "this Python has no standard library source to train on"
         raise DataError(
-            Problem(
-                "this Python has no standard library source to train on",
-                str(folder),
-                fix="give your own text: data.path=<file or folder>",
-            )
+            Problem(what, str(folder), fix="give your own text: data.path=<file or folder>")
         )
-    return read_files(f"Python {platform.python_version()} standard library", folder, paths)
+    return _read_files(f"Python {platform.python_version()} standard library", folder, paths)
 
 
 def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[Document]]:
     """(the text without a test split, training, validation).
 
     The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
-    one `test`); else, or if none is validation, see `split_documents`.
+    one `test`). Otherwise, or if none is validation, see `split_documents`.
     """
-    splits, left_out = named_splits([document.name for document in text.documents])
-    others = (Skipped(name, reason) for name, reason in left_out)
+    splits, left_out = splits_of_text([document.name for document in text.documents])
     kept = [document for document in text.documents if document.name in splits]
-    text = Text(text.source, tuple(kept), tuple(sorted((*text.skipped, *others), key=lambda skip: skip.name)))
-    train, val = ([document for document in kept if splits[document.name] == split] for split in ("train", "val"))
-    return (text, train, val) if val else (text, *split_documents(kept, val_fraction))
+    skipped = [*text.skipped, *(Skipped(name, reason) for name, reason in left_out)]
+    text = Text(text.source, tuple(kept), tuple(sorted(skipped, key=lambda skip: skip.name)))
+    val = [document for document in kept if splits[document.name] == "val"]
+    if not val:
+        return text, *split_documents(kept, val_fraction)
+    return text, [document for document in kept if splits[document.name] == "train"], val
 
 
 def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
     """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
     sizes = {len(document.content) for document in val}
-    known = {document.content for document in train if len(document.content) in sizes}
-    return [document.name for document in val if document.content in known]
+    contents = {document.content for document in train if len(document.content) in sizes}
+    return [document.name for document in val if document.content in contents]
 
 
-def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
+def split_documents(
+    documents: Sequence[Document], val_fraction: float
+) -> tuple[list[Document], list[Document]]:
     """(train, validation), each in the order of `documents`.
 
-    Files are held out in the order of a hash of their names until `val_fraction` of the bytes is reached, passing
-    over those that would hold out over half as much again. If whole files cannot give at least half of it (one file,
-    or a few large ones), the tail of the largest remaining file is held out instead, cut at a line end. Neither the
-    run's seed nor the contents matter, so that runs are validated on the same files.
+    Files are held out in the order of a hash of their names until `val_fraction` of the bytes is reached; a file that
+    would hold out over half as much again is passed over. If whole files cannot give at least half of the share (one
+    file, or a few large ones), the tail of the largest remaining file is held out instead, cut at a line end. Neither
+    the run's seed nor the contents matter, so that runs are validated on the same files.
     """
     total = sum(len(document.content) for document in documents)
     target = val_fraction * total
@@ -261,6 +284,7 @@ def split_documents(documents: Sequence[Document], val_fraction: float) -> tuple
         if held < target and held + len(document.content) <= most:
             chosen.add(document.name)
             held += len(document.content)
+
     train = [document for document in documents if document.name not in chosen]
     val = [document for document in documents if document.name in chosen]
     if held < target / 2:
@@ -282,4 +306,8 @@ def _line_cut(content: bytes, tail: int) -> int:
     before = content.rfind(b"\n", wanted - reach, wanted) + 1
     after = content.find(b"\n", wanted, wanted + reach) + 1
     near = [cut for cut in (before, after) if cut]
-    return min(near, key=lambda cut: abs(cut - wanted)) if near else max(1, min(wanted, len(content) - 1))
+    return (
+        min(near, key=lambda cut: abs(cut - wanted))
+        if near
+        else max(1, min(wanted, len(content) - 1))
+    )

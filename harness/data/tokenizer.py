@@ -1,4 +1,4 @@
-"""From text to token ids: bytes as they are, or a `tokenizer.json` of the tokenizers library."""
+"""From text to token ids, and back: a token for each byte, or a `tokenizer.json` of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from harness.data.corpus import Vocabulary
 
 WHERE = "data.tokenizer"
 _FILE = "tokenizer.json"
-# What ends a document where no tokenizer_config.json says it: GPT-2 and its kin, Llama 2, Llama 3, Gemma.
-_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
+# The usual names of the end-of-text token, where no tokenizer_config.json says it: GPT-2, Llama 2, Llama 3, Gemma, ...
+_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 
 
 class Encoder(Protocol):
-    """Makes token ids of texts. vocabulary: of the ids that it may make."""
+    """Makes token ids of texts."""
 
     vocabulary: Vocabulary
+    """The ids that it may make."""
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
         """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8.
@@ -35,12 +36,12 @@ class Encoder(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Their text; what is none of it is shown as the replacement character."""
+        """Their text; ids that are no text become the replacement character."""
         ...
 
 
 class Bytes:
-    """A token is a byte; documents are parted by a line end, as in the byte text of a run."""
+    """A token is a byte; a document ends with a line end, as in a run's copy of its text."""
 
     vocabulary = Vocabulary(256, separator=10)
 
@@ -51,8 +52,9 @@ class Bytes:
 
     def decode(self, ids: Sequence[int]) -> str:
         """As UTF-8; ids from 256 on are no byte."""
-        known = (bytes([each]) if each < 256 else "\N{REPLACEMENT CHARACTER}".encode() for each in ids)
-        return b"".join(known).decode(errors="replace")
+        replacement = "\N{REPLACEMENT CHARACTER}".encode()
+        content = b"".join(bytes([each]) if each < 256 else replacement for each in ids)
+        return content.decode(errors="replace")
 
 
 class Tokenizer:
@@ -69,30 +71,38 @@ class Tokenizer:
         except OSError as error:
             raise _problem(path, f"cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
-            raise _problem(path, f"is no tokenizer: {error}", fix="write it again with save_pretrained") from error
+            raise _problem(
+                path, f"is no tokenizer: {error}", fix="write it again with save_pretrained"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise _problem(path, "has no tokens")
-        self.vocabulary = Vocabulary(max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest())
+        self.vocabulary = Vocabulary(
+            max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest()
+        )
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
-        """Ids of each text. Special tokens that stand in a text are taken for themselves."""
-        # Processes share the work already, and a library with threads of its own cannot be forked.
+        """Ids of each text. The name of a special token in a text becomes that token."""
+        # `encoding` shares the work among processes already, and a process with the library's threads cannot be forked.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         plain = [text if isinstance(text, str) else text.decode() for text in texts]
         try:
             made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         except BaseException as error:
-            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error)):
+            if isinstance(error, MemoryError) or not (
+                isinstance(error, Exception) or _is_panic(error)
+            ):
                 raise
             fix = "leave that text out or cut it into lines, or take another tokenizer"
-            raise DataError(Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)) from error
+            raise DataError(
+                Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)
+            ) from error
         return [np.asarray(each.ids, dtype=np.int64) for each in made]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens among them are written as they are called."""
+        """Their text; special tokens are written by their names."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -116,7 +126,7 @@ def load_encoder(path: str | None) -> Encoder:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether the Rust code of the library gave up: a regex that takes too long does that. It is no Exception."""
+    """Whether the Rust code of the library panicked, as at a regex that takes too long. That is no Exception."""
     return type(error).__name__ == "PanicException"
 
 
@@ -126,7 +136,7 @@ def _end(file: Path, ids: dict[str, int]) -> int | None:
     token = named.get("content") if isinstance(named, dict) else named
     if isinstance(token, str) and token in ids:
         return ids[token]
-    return next((ids[name] for name in _ENDS if name in ids), None)
+    return next((ids[name] for name in _USUAL_ENDS if name in ids), None)
 
 
 def _problem(path: Path, what: str, fix: str = "") -> ConfigError:

@@ -1,12 +1,19 @@
-"""Whether a file without a header has the ids that `data.dtype` says, judged by how its bytes are spread.
+"""Whether a file without a header has ids of the dtype that `data.dtype` says, judged by how its bytes are spread.
 
-Ids that are read with another width train without a complaint, on numbers that mean nothing. What gives them away:
+Ids that are read with another width train without an error, on numbers that mean nothing. The bytes show the width:
 
-- Frequent ids are small, so the upper bytes of wide ids are zero or nearly so, and its lower bytes are not.
-- The bytes of one-byte ids do not know whether their place is even or odd. Those of two-byte ids do.
+- Frequent ids are small. So the upper bytes of wide ids are zero or nearly so, and their lower bytes are not.
+- Bytes at even and at odd places are spread alike if ids have one byte, and differ if they have two: lower and upper.
 
 SAMPLES places of the file are looked at, at multiples of 8 bytes. Few bytes say little: a file is refused only where
 chance does not explain what was found.
+
+| declared | refused as | by |
+|---|---|---|
+| any | int64, uint32, either byte order | `_wide` |
+| uint8 | uint16, either byte order | `_pairs_in_bytes` |
+| uint16 | uint8, big-endian uint16; float32 | `_bytes_in_pairs`; `_floats` |
+| uint32 | uint16 | `_pairs_in_fours` |
 """
 
 from __future__ import annotations
@@ -20,20 +27,20 @@ import numpy.typing as npt
 SAMPLES, SAMPLE_BYTES = 16, 1 << 13
 CELL = 8
 """Bytes of the widest id."""
-_LEAST, _FEW, _PART = 128, 128, 256
-_WIDE = 0x3F
-"""Ids of four bytes have no upper half above this: corpus.LARGEST."""
-_NEGATIVE = (1 << 64) - (1 << 16)
-"""From here on eight bytes are a small negative number, as what is padding (-1, -100)."""
+_LEAST_BYTES, _LEAST_PAIRS, _LEAST_IN_PART = 128, 128, 256
+_MOST_UPPER = 0x3F  # upper half of the largest id of four bytes: corpus.LARGEST
+_NEGATIVE = (1 << 64) - (
+    1 << 16
+)  # from here on eight bytes are a small negative number: padding (-1, -100)
 _BINS = 16
 Numbers = npt.NDArray[Any]
 
 
 class Other(NamedTuple):
-    """What speaks against a dtype.
+    """Why a file is not of a dtype.
 
     why, fix: as in a Problem.
-    looks_like: what the file does not look like, where that is not the declared dtype.
+    looks_like: what the file does not look like; empty: ids of the declared dtype.
     """
 
     why: str
@@ -44,7 +51,7 @@ class Other(NamedTuple):
 def other_width(path: Path, size: int, dtype: str) -> Other | None:
     """Why the file at `path`, of `size` bytes, is not of `dtype`; None if nothing speaks against it. Raises OSError."""
     data = _sampled(path, size)
-    if len(data) < _LEAST:
+    if len(data) < _LEAST_BYTES:
         return None
     found = _wide(data, dtype, path)
     if found is None and dtype == "uint8":
@@ -60,7 +67,9 @@ def _sampled(path: Path, size: int) -> npt.NDArray[np.uint8]:
     if size <= SAMPLES * SAMPLE_BYTES:
         return np.fromfile(path, np.uint8, size // CELL * CELL)
     step = (size - SAMPLE_BYTES) // (SAMPLES - 1) // CELL * CELL
-    places = [np.fromfile(path, np.uint8, SAMPLE_BYTES, offset=number * step) for number in range(SAMPLES)]
+    places = [
+        np.fromfile(path, np.uint8, SAMPLE_BYTES, offset=number * step) for number in range(SAMPLES)
+    ]
     return np.concatenate(places)
 
 
@@ -72,59 +81,71 @@ def _wide(data: npt.NDArray[np.uint8], dtype: str, path: Path) -> Other | None:
         ids = numbers[~negative]
         # Four zeros in every eight bytes; of ids of four bytes every second one would be 0.
         if 2 * len(ids) > len(numbers) and ids.max() < 1 << 32 and len(np.unique(ids)) > 1:
-            return Other(f"four of every eight bytes are 0, as of {name}int64 ids", _rewritten(path, f"{order}i8"))
+            return Other(
+                f"four of every eight bytes are 0, as of {name}int64 ids",
+                _rewritten(path, f"{order}i8"),
+            )
     if dtype == "uint32":
         if _upper_is_small(data, ">"):
-            return Other("its upper halves come last, as of big-endian uint32 ids", _rewritten(path, ">u4"))
+            return Other(
+                "its upper halves come last, as of big-endian uint32 ids", _rewritten(path, ">u4")
+            )
         return None
     if _upper_is_small(data, "<"):
         why = "every second number is 0 or nearly so, as the upper halves of uint32 ids are"
         return Other(why, "set data.dtype=uint32")
     if _upper_is_small(data, ">"):
-        return Other("every second number is 0 or nearly so, as of big-endian uint32 ids", _rewritten(path, ">u4"))
+        return Other(
+            "every second number is 0 or nearly so, as of big-endian uint32 ids",
+            _rewritten(path, ">u4"),
+        )
     return None
 
 
 def _rewritten(path: Path, dtype: str) -> str:
-    """A command that works as it stands, for one file and for each file of a folder."""
+    """A command that writes the file as uint32 ids; of a folder's files, all into one new folder."""
     folder = path.parent / "uint32"
     command = f"import numpy; numpy.fromfile('{path}', '{dtype}').astype('<u4').tofile('{folder / path.name}')"
-    return f"mkdir -p '{folder}' && python -c \"{command}\"; then data.path={folder} data.dtype=uint32"
+    return (
+        f"mkdir -p '{folder}' && python -c \"{command}\"; then data.path={folder} data.dtype=uint32"
+    )
 
 
 def _upper_is_small(data: npt.NDArray[np.uint8], order: str) -> bool:
     """Whether the upper halves of four-byte numbers of this byte order are those of ids, and the lower ones are ids."""
     halves = data.view(f"{order}u2")
     lower, upper = (halves[::2], halves[1::2]) if order == "<" else (halves[1::2], halves[::2])
-    ids = upper != 0xFFFF  # a small negative number, as what is padding
+    ids = upper != 0xFFFF  # others are small negative numbers: padding
     if 2 * ids.sum() <= len(ids):
         return False
     lower, upper = lower[ids], upper[ids]
     most = max(int(upper.max()), 1)
     if not upper.any():
         return bool(lower.any())
-    if most > _WIDE or lower.max() <= 4 * most:
+    if most > _MOST_UPPER or lower.max() <= 4 * most:
         return False
     return most <= 3 or bool(np.median(upper) <= 1)
 
 
 def _pairs_in_bytes(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
-    """Ids of two bytes that are to be read as ids of one. Text has no NUL, and is what it was declared as."""
+    """Ids of two bytes, declared as ids of one. Text passes: it has no NUL."""
     pairs = data.reshape(-1, 2)
     columns = pairs[:, 0], pairs[:, 1]
     for lower, upper, name in ((*columns, "uint16"), (*columns[::-1], "big-endian uint16")):
         if _is_upper(lower, upper):
             why = f"its bytes come in pairs, of which one is small, as those of {name} ids"
             fix = "set data.dtype=uint16" if name == "uint16" else _rewritten(path, ">u2")
-            return Other(why, f"{fix}. If they are bytes all the same: docs/guide/data.md, bytes in pairs")
+            return Other(
+                why, f"{fix}. If they are bytes all the same: docs/guide/data.md, bytes in pairs"
+            )
     return None
 
 
 def _is_upper(lower: Numbers, upper: Numbers) -> bool:
-    """Whether `upper` has the upper bytes of two-byte ids, and `lower` the lower ones.
+    """Whether `upper` are the upper bytes of two-byte ids, and `lower` the lower ones.
 
-    Sound and numbers of 16 bits are none: they are negative half of the time, 0xF0 to 0xFF in their upper byte. Pairs
-    of small numbers (notes and lengths) are none: lower bytes of ids take all values.
+    Not so for sound and other numbers of 16 bits: they are negative half of the time, 0xF0 to 0xFF in their upper byte.
+    Not so for pairs of small numbers (notes and lengths): lower bytes of ids take all values.
     """
     if not lower.any() or upper.all():
         return False
@@ -138,30 +159,36 @@ def _is_upper(lower: Numbers, upper: Numbers) -> bool:
             return False
     elif not lows.all():
         return False
-    # All over the file: what only some parts of it have is a program or a table, not ids.
-    for part, other in zip(np.array_split(lower, SAMPLES), np.array_split(upper, SAMPLES), strict=True):
-        if len(part) >= _PART and part.mean() < other.mean():
+    # It must hold all over the file: a program or a table has it in some parts only.
+    for part, other in zip(
+        np.array_split(lower, SAMPLES), np.array_split(upper, SAMPLES), strict=True
+    ):
+        if len(part) >= _LEAST_IN_PART and part.mean() < other.mean():
             return False
     return _apart(lows, highs) > 0.1 + 2 * _noise(lows, highs, len(lower))
 
 
 def _bytes_in_pairs(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
-    """Ids of one byte, or big-endian ones, that are to be read as ids of two.
+    """Ids of one byte, or big-endian ones, declared as ids of two.
 
-    The upper bytes of uint16 ids take fewer values than the lower ones, as frequent ids are small. Of one-byte ids both
-    are alike, and not uniform; of big-endian ids it is the other way round.
+    The upper bytes of uint16 ids take fewer values than the lower ones, since frequent ids are small. Of one-byte ids
+    both are spread alike, and not uniformly; of big-endian ids the order is reversed.
     """
     pairs = data.reshape(-1, 2)
     if _is_upper(pairs[:, 1], pairs[:, 0]):
         return Other(
-            "its first bytes are small and its second ones are not, as of big-endian ids", _rewritten(path, ">u2")
+            "its first bytes are small and its second ones are not, as of big-endian ids",
+            _rewritten(path, ">u2"),
         )
-    if len(pairs) < _FEW:
+    if len(pairs) < _LEAST_PAIRS:
         return None
     lower, upper = (np.bincount(half, minlength=256) / len(pairs) for half in pairs.T)
     most = min(7.8, np.log2(len(pairs)) - 3)
     if _alike(lower, upper, len(pairs), most):
-        return Other("its first and its second bytes are spread alike, as ids of one byte are", "set data.dtype=uint8")
+        return Other(
+            "its first and its second bytes are spread alike, as ids of one byte are",
+            "set data.dtype=uint8",
+        )
     if _bits(upper) > 1.5 * _bits(lower) + 0.5:
         why = "its second bytes take more values than its first ones, as big-endian ids do"
         return Other(why, _rewritten(path, ">u2"))
@@ -169,35 +196,40 @@ def _bytes_in_pairs(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
 
 
 def _pairs_in_fours(data: npt.NDArray[np.uint8]) -> Other | None:
-    """Ids of two bytes that are to be read as ids of four: no upper half of an id is as any lower one."""
+    """Ids of two bytes, declared as ids of four. The upper halves of ids of four are not spread as the lower ones."""
     halves = data.view("<u2")
-    if halves.max() > _WIDE:  # the ids that this makes are larger than any vocabulary: corpus.LARGEST
+    if halves.max() > _MOST_UPPER:  # `corpus` refuses these: ids larger than any vocabulary
         return None
-    lower, upper = (np.bincount(half, minlength=_WIDE + 1) / len(half) for half in (halves[::2], halves[1::2]))
+    lower, upper = (
+        np.bincount(half, minlength=_MOST_UPPER + 1) / len(half)
+        for half in (halves[::2], halves[1::2])
+    )
     if _alike(lower, upper, len(halves) // 2, np.inf):
         return Other(
-            "its upper and its lower halves are spread alike, as ids of two bytes are", "set data.dtype=uint16"
+            "its upper and its lower halves are spread alike, as ids of two bytes are",
+            "set data.dtype=uint16",
         )
     return None
 
 
 def _floats(data: npt.NDArray[np.uint8]) -> Other | None:
-    """Numbers of float32: magnitudes from 2^-14 to 2^16 (sign and exponent) in all upper halves, and lower halves that
-    are spread over all values."""
+    """Numbers of float32: the upper halves have magnitudes from 2^-14 to 2^16, the lower ones any value."""
     halves = data.view("<u2")
     lower, upper = halves[::2], halves[1::2]
     exponents = upper & 0x7F80
     inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
     if inside > 0.98 and np.histogram(lower, _BINS, (0, 1 << 16))[0].min() > len(lower) / 64:
-        why = "every second number is as the upper half of a float32 is, and the others are anything"
+        why = (
+            "every second number is as the upper half of a float32 is, and the others are anything"
+        )
         fix = "token ids are whole numbers; for anything else: data.target (docs/guide/datasets.md)"
         return Other(why, fix, "token ids")
     return None
 
 
 def _alike(lower: Numbers, upper: Numbers, count: int, most: float) -> bool:
-    """Whether two distributions are one, as far as `count` draws of each tell. most: bits from which on they are
-    uniform, which says nothing."""
+    """Whether two distributions are the same, as far as `count` draws of each show. most: bits of entropy from which
+    on they are uniform, which says nothing about the width."""
     if not 0.3 < _bits(lower) < most or _bits(upper) < _bits(lower) / 2:
         return False
     return _apart(lower, upper) < 0.02 + 2 * _noise(lower, upper, count)
@@ -209,10 +241,11 @@ def _apart(first: Numbers, second: Numbers) -> float:
 
 
 def _noise(first: Numbers, second: Numbers, count: int) -> float:
-    """`_apart` of two samples of `count` draws each from one distribution, in the mean: sum of sqrt(p / (pi n))."""
+    """The mean of `_apart` for two samples of `count` draws each from one distribution: sum of sqrt(p / (pi n))."""
     return float(np.sqrt((first + second) / 2 / np.pi / count).sum())
 
 
 def _bits(shares: Numbers) -> float:
+    """Shannon entropy of a distribution."""
     some = shares[shares > 0]
     return float(-(some * np.log2(some)).sum())

@@ -33,7 +33,14 @@ from harness.engines.deepspeed_setup import (
     preflight,
     release_shared_memory,
 )
-from harness.engines.process_group import ProcessGroup, join, leave, limit_every_group, lost_rank_named, read_launch
+from harness.engines.process_group import (
+    ProcessGroup,
+    join,
+    leave,
+    limit_every_group,
+    lost_rank_named,
+    read_launch,
+)
 from harness.engines.torch_engine import (
     ModelPart,
     OptimizerPart,
@@ -113,10 +120,18 @@ class ZeroOptimizerPart:
         for members, flat in zip(self.groups, self._flat_states(), strict=True):
             for name, param in members:
                 for key, value in flat.items():
-                    full = value.detach().clone() if value.ndim == 0 else safe_get_full_optimizer_state(param, key)
+                    full = (
+                        value.detach().clone()
+                        if value.ndim == 0
+                        else safe_get_full_optimizer_state(param, key)
+                    )
                     assert full is not None, f"DeepSpeed does not know parameter {name}"
                     tensors[f"{name}.{key}"] = full
-        scaler = {key: getattr(self.loss_scaler, key) for key in _LOSS_SCALER_STATE if hasattr(self.loss_scaler, key)}
+        scaler = {
+            key: getattr(self.loss_scaler, key)
+            for key in _LOSS_SCALER_STATE
+            if hasattr(self.loss_scaler, key)
+        }
         return tensors, {**optimizer_meta(self.optimizer), "plain": {}, "loss_scaler": scaler}
 
     @torch.no_grad()
@@ -131,7 +146,11 @@ class ZeroOptimizerPart:
         for members, flat in zip(self.groups, flats, strict=True):
             for name, param in members:
                 for key, value in flat.items():
-                    like = value if value.ndim == 0 else torch.empty_like(param, dtype=value.dtype, device="meta")
+                    like = (
+                        value
+                        if value.ndim == 0
+                        else torch.empty_like(param, dtype=value.dtype, device="meta")
+                    )
                     here[f"{name}.{key}"] = like
         require_same("optimizer", tensors, here)
         for members, flat in zip(self.groups, flats, strict=True):
@@ -178,7 +197,9 @@ class DeepSpeedEngine(ProcessGroup):
     name = "deepspeed"
     owns_loss_scale: ClassVar = True
     snapshots: ClassVar = False  # ZeRO would have to gather its partitions for every copy
-    any_optimizer: ClassVar = False  # its flat partitions have no matrices, and its gathers no tensor subclasses
+    any_optimizer: ClassVar = (
+        False  # its flat partitions have no matrices, and its gathers no tensor subclasses
+    )
 
     @classmethod
     def lacking(cls, device: str) -> list[Problem]:
@@ -233,7 +254,11 @@ class DeepSpeedEngine(ProcessGroup):
         timeout_seconds: float = 600.0,
     ) -> None:
         precision: Precision = (
-            "fp16" if autocast_dtype == torch.float16 else "fp32" if autocast_dtype is None else "bf16"
+            "fp16"
+            if autocast_dtype == torch.float16
+            else "fp32"
+            if autocast_dtype is None
+            else "bf16"
         )
         if problems := check(zero_stage, precision, device.type):
             raise ConfigError(problems)
@@ -243,7 +268,9 @@ class DeepSpeedEngine(ProcessGroup):
         if not launch.launched:
             raise ConfigError(
                 Problem(
-                    "not started by a launcher", "deepspeed", fix="deepspeed launch/train.py ..., or TorchEngine alone"
+                    "not started by a launcher",
+                    "deepspeed",
+                    fix="deepspeed launch/train.py ..., or TorchEngine alone",
                 )
             )
         config = build_config(
@@ -260,7 +287,11 @@ class DeepSpeedEngine(ProcessGroup):
             import deepspeed
 
             join(launch, device, timeout_seconds)
-            build_kernel(lambda text: print(text, file=sys.stderr, flush=True) if launch.local_rank == 0 else None)
+            build_kernel(
+                lambda text: (
+                    print(text, file=sys.stderr, flush=True) if launch.local_rank == 0 else None
+                )
+            )
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         super().__init__(device)
         self.barrier()  # now every rank has opened what it shares with the others
@@ -348,13 +379,19 @@ class DeepSpeedEngine(ProcessGroup):
 
     def _sharded_norm(self) -> Tensor:
         """L2 norm of the averaged, still scaled gradients, float32 0-d, the same on every rank."""
-        norm = torch.as_tensor(self._engine.optimizer.scaled_global_norm(), dtype=torch.float32, device=self.device)
-        return torch.where(norm < 0, torch.inf, norm)  # -1 is DeepSpeed's word for a norm that is not finite
+        norm = torch.as_tensor(
+            self._engine.optimizer.scaled_global_norm(), dtype=torch.float32, device=self.device
+        )
+        return torch.where(
+            norm < 0, torch.inf, norm
+        )  # -1 is DeepSpeed's word for a norm that is not finite
 
     def _clip(self, norm: Tensor, limit: float) -> None:
         """Clip to `limit`; DeepSpeed's own limit follows in its step."""
         if math.isfinite(limit):
-            gradients = [param.grad for group in self._members for param in group if param.grad is not None]
+            gradients = [
+                param.grad for group in self._members for param in group if param.grad is not None
+            ]
             torch._foreach_mul_(gradients, torch.clamp(limit / norm, max=1.0))
 
     def _set_lr(self) -> Tensor:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
+from harness.core.processes import command_of
 
 Precision = Literal["fp8", "bf16", "fp16", "fp32"]
 _MAX_BYTES = 256 * 1024
@@ -98,7 +99,12 @@ def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
         return problems
     if device == "cpu":
         problems.append(
-            Problem("DeepSpeed has no fp16 on the CPU", where, why="its accelerator refuses fp16", fix=_OTHERS)
+            Problem(
+                "DeepSpeed has no fp16 on the CPU",
+                where,
+                why="its accelerator refuses fp16",
+                fix=_OTHERS,
+            )
         )
     elif zero_stage == 0:
         problems.append(
@@ -124,17 +130,28 @@ def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
 def preflight(device: str = "cpu") -> list[Problem]:
     """What DeepSpeed needs on this machine and does not find, before it dies of it. device: "cpu" or "cuda"."""
     if find_spec("deepspeed") is None:
-        return [Problem("deepspeed is not installed", "machine", fix=f"pip install deepspeed, or {_OTHERS}")]
+        return [
+            Problem(
+                "deepspeed is not installed", "machine", fix=f"pip install deepspeed, or {_OTHERS}"
+            )
+        ]
     if device != "cpu":
         return []
     why = "on a CPU DeepSpeed compiles its communication kernel when it starts"
     problems: list[Problem] = []
     if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
         problems.append(
-            Problem("no C++ compiler on PATH", "machine", why, f"install one (apt-get install g++), or {_OTHERS}")
+            Problem(
+                "no C++ compiler on PATH",
+                "machine",
+                why,
+                f"install one (apt-get install g++), or {_OTHERS}",
+            )
         )
     if shutil.which("ninja", path=_search_path()) is None:
-        problems.append(Problem("no ninja on PATH", "machine", why, f"pip install ninja, or {_OTHERS}"))
+        problems.append(
+            Problem("no ninja on PATH", "machine", why, f"pip install ninja, or {_OTHERS}")
+        )
     return problems
 
 
@@ -153,7 +170,9 @@ def release_shared_memory(rank: int) -> None:
     DeepSpeed never does, and without a name the memory goes with the last rank, killed or not. Nothing to do on a GPU.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(
+        missing_ok=True
+    )
 
 
 def build_config(
@@ -179,7 +198,11 @@ def build_config(
     }
     if precision in ("fp8", "bf16"):
         # No "lower precision safe" modules: DeepSpeed would reduce the gradients of theirs in bf16.
-        ours["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        ours["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
     elif precision == "fp16":
         ours["fp16"] = {
             "enabled": True,
@@ -190,7 +213,9 @@ def build_config(
         }
     if not tested_optimizer:
         ours["zero_allow_untested_optimizer"] = True
-    defaults = {"zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}}
+    defaults = {
+        "zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+    }
     theirs = {} if user is None else _read_json(user)
     if problems := _conflicts(theirs, ours, user or ""):
         raise ConfigError(problems)
@@ -237,11 +262,15 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
     if "train_batch_size" in given:
         problems.append(
             Problem(
-                'key "train_batch_size" conflicts', source, fix="remove it; set train.global_batch in the run's config"
+                'key "train_batch_size" conflicts',
+                source,
+                fix="remove it; set train.global_batch in the run's config",
             )
         )
     if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
-        problems.append(Problem('key "zero_optimization" must be an object', source, fix="write { ... }"))
+        problems.append(
+            Problem('key "zero_optimization" must be an object', source, fix="write { ... }")
+        )
     return problems
 
 
@@ -288,14 +317,18 @@ def _compile_apart(folder: Path) -> None:
         with suppress(ProcessLookupError):
             os.killpg(build.pid, signal.SIGKILL)
         build.wait()
-        (folder / "lock").unlink(missing_ok=True)  # torch's, which its maker did not live to take away
+        (folder / "lock").unlink(
+            missing_ok=True
+        )  # torch's, which its maker did not live to take away
         raise
     finally:
         if build.stdin is not None:
             build.stdin.close()
     if code:
         why = f"the process that compiles it ended with {code}; its words are above this"
-        raise MachineError(Problem("DeepSpeed's kernel cannot be compiled", str(folder), why, _OTHERS))
+        raise MachineError(
+            Problem("DeepSpeed's kernel cannot be compiled", str(folder), why, _OTHERS)
+        )
 
 
 def _compile() -> None:
@@ -325,7 +358,9 @@ def _alone(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator
                 break
             except BlockingIOError:
                 ours.seek(0)
-                told = _waits(f"process {ours.read(20) or '(not known)'}", folder, began, seconds, told, say)
+                told = _waits(
+                    f"process {ours.read(20) or '(not known)'}", folder, began, seconds, told, say
+                )
         ours.truncate(0)
         ours.write(str(os.getpid()))
         ours.flush()
@@ -345,17 +380,24 @@ def free_build_lock(lock: Path, seconds: float, say: Callable[[str], None]) -> N
                 say(f"{lock} was left behind by a process that is gone, and is taken away")
                 lock.unlink(missing_ok=True)
             continue
-        who = owner or f"no process of this machine, perhaps one of another: {QUIET:.0f} s without a change will tell"
+        who = (
+            owner
+            or f"no process of this machine, perhaps one of another: {QUIET:.0f} s without a change will tell"
+        )
         told = _waits(who, lock.parent, began, seconds, told, say)
 
 
-def _waits(who: str, folder: Path, began: float, seconds: float, told: str, say: Callable[[str], None]) -> str:
+def _waits(
+    who: str, folder: Path, began: float, seconds: float, told: str, say: Callable[[str], None]
+) -> str:
     """Wait a moment for `who`, saying so once; what was said. Raises MachineError `seconds` after `began`."""
     waited = time.monotonic() - began
     what = f"DeepSpeed's kernel is being compiled by {who}"
     if waited > seconds:
         fix = f"end that process, or if there is none, delete {folder / 'lock'}; or start with torchrun"
-        raise MachineError(Problem(what, str(folder), why=f"it was waited for for {seconds:.0f} s", fix=fix))
+        raise MachineError(
+            Problem(what, str(folder), why=f"it was waited for for {seconds:.0f} s", fix=fix)
+        )
     if what != told and waited > _SILENT:
         say(f"waiting for at most {seconds - waited:.0f} s: {what} (in {folder})")
         told = what
@@ -394,7 +436,7 @@ def _at_work(lock: Path) -> str:
         for link in links:
             with suppress(OSError):  # gone, or another user's
                 if (rank := places.get(os.readlink(link))) is not None:
-                    words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    words = command_of(int(process.name))
                     found.append((rank, f"process {process.name} ({words[:_SHOWN].strip()})"))
     return min(found, default=(0, ""))[1]
 

@@ -25,10 +25,17 @@ from torch import Tensor
 
 from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank, world_size
 from harness.core.errors import ConfigError, LostRankError, MachineError, Problem, clipped, some
+from harness.core.processes import state_of
 
 # The kernel closes a dying process's connections before it shows the process as gone.
 _SHOWS_WITHIN = 1.0
-_STATES = {"T": "stopped by a signal", "t": "held by a debugger", "": "gone", "Z": "gone", "X": "gone"}
+_STATES = {
+    "T": "stopped by a signal",
+    "t": "held by a debugger",
+    "": "gone",
+    "Z": "gone",
+    "X": "gone",
+}
 _GONE = {letter: state for letter, state in _STATES.items() if state == "gone"}
 _NAMED, _SHOWN = 5, 40
 
@@ -64,7 +71,9 @@ _meeting = _Meeting()
 def _this_process() -> _Peer:
     try:
         # Containers may share a host name, and number their processes apart.
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         machine = _ELSEWHERE
     return _Peer(socket.gethostname(), machine, os.getpid())
@@ -84,7 +93,9 @@ def lost_rank_named() -> Iterator[None]:
 
 
 def _of_ranks(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()  # gloo's errors have no class of their own
+    return (
+        isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    )  # gloo's errors have no class of their own
 
 
 def _problem(why: str) -> Problem:
@@ -106,7 +117,12 @@ def _problem(why: str) -> Problem:
     here = _this_process().machine
     elsewhere = sum(peer is not None and peer.machine != here for peer in _meeting.peers)
     told = f"; {elsewhere} ranks are on other machines" if elsewhere else ""
-    return Problem(f"another rank does not answer; none of this machine is gone or stopped{told}", where, why, fix)
+    return Problem(
+        f"another rank does not answer; none of this machine is gone or stopped{told}",
+        where,
+        why,
+        fix,
+    )
 
 
 def _lost(states: Mapping[str, str] = _STATES) -> list[str]:
@@ -114,17 +130,13 @@ def _lost(states: Mapping[str, str] = _STATES) -> list[str]:
     here = _this_process().machine
     found: list[str] = []
     for rank, peer in enumerate(_meeting.peers):
-        if peer is not None and peer.machine == here != _ELSEWHERE and (state := states.get(_state(peer.pid))):
+        if (
+            peer is not None
+            and peer.machine == here != _ELSEWHERE
+            and (state := states.get(state_of(peer.pid)))
+        ):
             found.append(f"rank {rank} (process {peer.pid}, {state})")
     return found
-
-
-def _state(pid: int) -> str:
-    """The letter that the kernel has for a process, empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 _LOOPBACK = "127.0.0.1"
@@ -174,10 +186,16 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             numbers[name] = number
     if not environ.get("MASTER_ADDR"):
         problems.append(Problem("MASTER_ADDR is missing", "environment", fix=_BY_A_LAUNCHER))
-    for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_SIZE")):
+    for low, high in (
+        ("RANK", "WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_SIZE"),
+    ):
         if not problems and high in numbers and numbers[low] >= numbers[high]:
             what = f"{low} {numbers[low]} is not below {high} {numbers[high]}"
-            problems.append(Problem(what, "environment", fix="unset both, or let a launcher set them"))
+            problems.append(
+                Problem(what, "environment", fix="unset both, or let a launcher set them")
+            )
     if problems:
         raise ConfigError(problems)
     world_size = numbers["WORLD_SIZE"]
@@ -270,7 +288,9 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
         if thread.is_alive() and _lost(_GONE):
             raise LostRankError(_problem("it ended while the ranks met"))
         if thread.is_alive() and time.monotonic() >= deadline:
-            raise LostRankError(_problem(f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)"))
+            raise LostRankError(
+                _problem(f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)")
+            )
     if raised:
         raise raised[0]
 
@@ -297,8 +317,13 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts, local = launch.rank == 0 and not agent, launch.one_machine and not agent
-    address, port = _LOOPBACK if local else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _meeting.host = f"the rendezvous at {address}:{port}, which {'the launcher' if agent else 'rank 0'} hosts,"
+    address, port = (
+        _LOOPBACK if local else os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+    )
+    _meeting.host = (
+        f"the rendezvous at {address}:{port}, which {'the launcher' if agent else 'rank 0'} hosts,"
+    )
     # torch takes the socket over; its name stays bound while it lives.
     return dist.TCPStore(
         address,
@@ -323,7 +348,9 @@ def _listen(port: int) -> int:
         server.close()
         why = error.strerror or str(error)
         fix = "choose another port: --master-port of torchrun, --master_port of deepspeed"
-        raise MachineError(Problem(f"port {port} cannot be used for the rendezvous", "launcher", why, fix)) from error
+        raise MachineError(
+            Problem(f"port {port} cannot be used for the rendezvous", "launcher", why, fix)
+        ) from error
     return server.detach()
 
 

@@ -59,14 +59,23 @@ def kept_state(model: nn.Module, known: Meta | None = None) -> tuple[TensorDict,
     if described := getattr(model, "config_sha256", ""):
         meta["config"] = str(described)
     folder = getattr(model, "frozen_from", "")
-    frozen = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+    frozen = {
+        name: each
+        for name, each in tensors.items()
+        if isinstance(each, nn.Parameter) and not each.requires_grad
+    }
     if not folder or not frozen:
         return tensors, meta
     if known is None:
         hashes = Fingerprint(next(iter(frozen.values())).device).of(frozen.values()).tolist()
-        sha256 = hashlib.sha256(json.dumps(list(zip(frozen, hashes, strict=True))).encode()).hexdigest()
+        sha256 = hashlib.sha256(
+            json.dumps(list(zip(frozen, hashes, strict=True))).encode()
+        ).hexdigest()
         known = {"from": str(folder), "count": len(frozen), "sha256": sha256}
-    return {name: each for name, each in tensors.items() if name not in frozen}, {**meta, "frozen": known}
+    return {name: each for name, each in tensors.items() if name not in frozen}, {
+        **meta,
+        "frozen": known,
+    }
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -88,7 +97,10 @@ def require_same(part: str, saved: Mapping[str, Tensor], here: Mapping[str, Tens
     """Raise CheckpointError naming every tensor that is missing on a side or differs in shape or dtype."""
     problems: list[Problem] = []
     fix = "resume with the model, recipe and version that wrote the checkpoint, or start anew with --resume never"
-    for side, names in (("checkpoint", saved.keys() - here.keys()), ("run", here.keys() - saved.keys())):
+    for side, names in (
+        ("checkpoint", saved.keys() - here.keys()),
+        ("run", here.keys() - saved.keys()),
+    ):
         if names:
             problems.append(Problem(f"only in the {side}: {_named(set(names))}", part, fix=fix))
     for name in sorted(saved.keys() & here.keys()):
@@ -130,7 +142,9 @@ class ModelPart:
         require_same_meta(own, meta)
         require_same("model", tensors, here)
         for name, tensor in here.items():
-            if 0 in tensor.stride() and tensor.numel() > 1:  # an expanded buffer has no memory of its own to copy into
+            if (
+                0 in tensor.stride() and tensor.numel() > 1
+            ):  # an expanded buffer has no memory of its own to copy into
                 tensor.data = tensors[name].to(tensor.device, copy=True)
             else:
                 tensor.copy_(tensors[name])
@@ -143,16 +157,22 @@ def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
     problems: list[Problem] = []
     if saved != tied:
         what = f"tied parameters differ: {saved or 'none'} in the checkpoint, {tied or 'none'} in the run"
-        problems.append(Problem(what, "model", fix="resume with the model that wrote the checkpoint"))
+        problems.append(
+            Problem(what, "model", fix="resume with the model that wrote the checkpoint")
+        )
     if meta.get("config", here.get("config")) != here.get("config", meta.get("config")):
         what = "the model is described otherwise than when the checkpoint was written"
         why = "its config.json has changed since, and the same weights would compute something else"
-        problems.append(Problem(what, "model", why, "put the folder of model.target back as it was"))
+        problems.append(
+            Problem(what, "model", why, "put the folder of model.target back as it was")
+        )
     theirs, ours = meta.get("frozen"), here.get("frozen")
     if theirs and ours and theirs["sha256"] != ours["sha256"]:
         what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"
         fix = "put the folder back as it was when the run began"
-        problems.append(Problem(what, "model", f"those were {theirs['count']} of {theirs['from']}", fix))
+        problems.append(
+            Problem(what, "model", f"those were {theirs['count']} of {theirs['from']}", fix)
+        )
     if problems:
         raise CheckpointError(problems)
 
@@ -167,7 +187,11 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, meta: Mapping[str, 
     saved, here = meta["optimizer"], optimizer_meta(optimizer)["optimizer"]
     if saved != here:
         raise CheckpointError(
-            Problem(f"written by {saved}, this run has {here}", "optimizer", fix="resume with the same train.optimizer")
+            Problem(
+                f"written by {saved}, this run has {here}",
+                "optimizer",
+                fix="resume with the same train.optimizer",
+            )
         )
 
 
@@ -188,10 +212,14 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer may count in its groups and attributes, beside its state: plain values by `<group>.<name>`, and
     by `.<name>` for its own.
     """
-    found = {f".{name}": value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    found = {
+        f".{name}": value for name, value in vars(optimizer).items() if not name.startswith("_")
+    }
     for number, group in enumerate(optimizer.param_groups):
         found |= {f"{number}.{name}": value for name, value in group.items() if name != "lr"}
-    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    return {
+        name: value for name, value in found.items() if isinstance(value, bool | int | float | str)
+    }
 
 
 class OptimizerPart:
@@ -214,7 +242,11 @@ class OptimizerPart:
 
     def _owned(self) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
         names = {id(param): name for name, param in self.model.named_parameters()}
-        return {names[id(param)]: (param, group) for group in self.optimizer.param_groups for param in group["params"]}
+        return {
+            names[id(param)]: (param, group)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        }
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: `<parameter>.<state key>` and `applied`; meta: its class, and state that is no tensor.
@@ -226,10 +258,16 @@ class OptimizerPart:
         for name, (param, _) in self._owned().items():
             for key, value in self.optimizer.state[param].items():
                 if isinstance(value, Tensor):
-                    tensors |= {f"{name}.{key}{inner}": tensor for inner, tensor in _inner(value).items()}
+                    tensors |= {
+                        f"{name}.{key}{inner}": tensor for inner, tensor in _inner(value).items()
+                    }
                 else:
                     plain[f"{name}.{key}"] = value
-        counted = {key: now for key, now in _settings(self.optimizer).items() if self._initial.get(key) != now}
+        counted = {
+            key: now
+            for key, now in _settings(self.optimizer).items()
+            if self._initial.get(key) != now
+        }
         moved = {"counted": counted} if counted else {}
         return tensors, {**optimizer_meta(self.optimizer), "plain": plain, **moved}
 
@@ -251,7 +289,11 @@ class OptimizerPart:
             elif full != "applied":
                 unknown.add(full)
         if unknown or "applied" not in tensors:
-            what = f"state of no parameter of this run: {_named(unknown)}" if unknown else 'no "applied" count'
+            what = (
+                f"state of no parameter of this run: {_named(unknown)}"
+                if unknown
+                else 'no "applied" count'
+            )
             raise CheckpointError(Problem(what, "optimizer", fix="resume with the same model"))
         state_of = self.optimizer.state
         live = {
@@ -262,10 +304,20 @@ class OptimizerPart:
             for inner, tensor in _inner(now).items()
         }
         known = live.keys() & tensors.keys()
-        require_same("optimizer", {full: tensors[full] for full in known}, {full: live[full] for full in known})
-        if odd := {full for full in live.keys() ^ tensors.keys() if _INNER in full.rpartition(".")[2]}:
-            fix = "resume with the train.optimizer, the optimizer_args and the library that wrote it"
-            raise CheckpointError(Problem(f"quantised on one side only: {_named(odd)}", "optimizer", fix=fix))
+        require_same(
+            "optimizer",
+            {full: tensors[full] for full in known},
+            {full: live[full] for full in known},
+        )
+        if odd := {
+            full for full in live.keys() ^ tensors.keys() if _INNER in full.rpartition(".")[2]
+        }:
+            fix = (
+                "resume with the train.optimizer, the optimizer_args and the library that wrote it"
+            )
+            raise CheckpointError(
+                Problem(f"quantised on one side only: {_named(odd)}", "optimizer", fix=fix)
+            )
         for name, (param, group) in owned.items():
             state = state_of[param]
             for key in state.keys() - {key.partition(_INNER)[0] for key in incoming[name]}:
@@ -274,7 +326,9 @@ class OptimizerPart:
                 if f"{name}.{key}" in live:
                     live[f"{name}.{key}"].copy_(value)
                 elif isinstance(value, Tensor):
-                    on_host = key == SCALAR_STATE and not (group.get("fused") or group.get("capturable"))
+                    on_host = key == SCALAR_STATE and not (
+                        group.get("fused") or group.get("capturable")
+                    )
                     state[key] = value.detach().clone().to("cpu" if on_host else param.device)
                 else:
                     state[key] = value
@@ -294,7 +348,9 @@ class OptimizerPart:
 
 # torch renamed the argument, and warns of the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
+)
 
 
 class TorchEngine(ProcessGroup):
@@ -332,7 +388,15 @@ class TorchEngine(ProcessGroup):
     ) -> TorchEngine:
         """The engine of a run. autocast_dtype: what the backend casts to, which is not the engine's business."""
         limit, timeout = config.train.max_grad_norm, config.engine.timeout_seconds
-        return cls(model, optimizer, schedule, limit, loss_scale=loss_scale, device=device, timeout_seconds=timeout)
+        return cls(
+            model,
+            optimizer,
+            schedule,
+            limit,
+            loss_scale=loss_scale,
+            device=device,
+            timeout_seconds=timeout,
+        )
 
     def __init__(
         self,
@@ -359,7 +423,9 @@ class TorchEngine(ProcessGroup):
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         # torchao's take no other rate than a tensor either.
-        self._lr_on_device = all(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups)
+        self._lr_on_device = all(
+            isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups
+        )
         self._lr_on_device |= takes_found_inf(optimizer)
         self._initial = _settings(optimizer)
         if self._lr_on_device:
@@ -432,12 +498,16 @@ def shares_buffers(model: nn.Module) -> bool:
     Other models are spared the exchange.
     """
     saved = model.state_dict().keys()
-    return any(name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers())
+    return any(
+        name in saved and buffer.is_floating_point() for name, buffer in model.named_buffers()
+    )
 
 
 def _require_gradients(model: nn.Module) -> None:
     """Raise ConfigError naming parameters that the first step left without a gradient: DDP would stop at the next."""
-    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+    if unused := [
+        name for name, p in model.named_parameters() if p.requires_grad and p.grad is None
+    ]:
         raise ConfigError(
             Problem(
                 f"{len(unused)} parameters took no part in the loss, such as {unused[0]}",

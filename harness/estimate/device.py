@@ -13,13 +13,12 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from harness.core.errors import MachineError, MisuseError, Problem
-from harness.core.files import cache_dir
+from harness.core.files import cached
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
@@ -37,7 +36,11 @@ def load() -> None:
     """
     if "torch" in sys.modules:
         what, why = "torch is loaded already", "it has asked for CUDA once, and keeps the answer"
-        raise MisuseError(Problem(what, _WHERE, why, "call harness.estimate.device.load() first, in its own process"))
+        raise MisuseError(
+            Problem(
+                what, _WHERE, why, "call harness.estimate.device.load() first, in its own process"
+            )
+        )
     library = ctypes.CDLL(str(_build()))
     import torch  # noqa: F401  # its own guard registers itself while it is loaded
 
@@ -47,32 +50,43 @@ def load() -> None:
 def _build() -> Path:
     """The shared library, built into the user's cache unless it is there for this torch, compiler and source."""
     root = _torch_folder()
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("g++") or shutil.which("clang++")
+    compiler = (
+        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("g++") or shutil.which("clang++")
+    )
     if compiler is None:
-        what, why = "there is no C++ compiler", "a CUDA device on paper is built against the installed torch, once"
+        what, why = (
+            "there is no C++ compiler",
+            "a CUDA device on paper is built against the installed torch, once",
+        )
         raise MachineError(Problem(what, _WHERE, why, "install g++ (apt install g++)"))
     version = runpy.run_path(str(root / "version.py"))
     facts = (_FLAGS, _EXPORTS, compiler, str(root), version["__version__"], version["git_version"])
     key = hashlib.sha256(_SOURCE.read_bytes() + repr(facts).encode()).hexdigest()
-    folder = cache_dir()
-    target = folder / f"paper_device-{key[:16]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = Path(work) / "paper.so"
-        exports = Path(work) / "exports"
+
+    def build(made: Path) -> None:
+        exports = made.with_name("exports")
         exports.write_text(_EXPORTS, encoding="ascii")
-        link = [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", f"-Wl,--version-script={exports}", "-lc10", "-ltorch_cpu"]
+        link = [
+            f"-L{root}/lib",
+            f"-Wl,-rpath,{root}/lib",
+            f"-Wl,--version-script={exports}",
+            "-lc10",
+            "-ltorch_cpu",
+        ]
         command = [compiler, *_FLAGS, f"-I{root}/include", str(_SOURCE), "-o", str(made), *link]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace").strip()
+            said = (
+                (getattr(error, "stderr", b"") or str(error).encode())
+                .decode(errors="replace")
+                .strip()
+            )
             what = "the CUDA device on paper did not build"
             fix = f"g++ with C++20 is needed (11 or newer); torch is {version['__version__']}"
             raise MachineError(Problem(what, _WHERE, said[-400:], fix)) from error
-        made.replace(target)  # atomic: several processes may build at the same time
-    return target
+
+    return cached(f"paper_device-{key[:16]}.so", build)
 
 
 def _torch_folder() -> Path:

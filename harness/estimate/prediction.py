@@ -20,7 +20,14 @@ from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
-from harness.estimate.roofline import Calibration, Op, Rates, device_seconds, seconds_of, step_seconds
+from harness.estimate.roofline import (
+    Calibration,
+    Op,
+    Rates,
+    device_seconds,
+    seconds_of,
+    step_seconds,
+)
 from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.plan import take_rung
@@ -28,7 +35,9 @@ from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = f"{PLAIN}:bf16"
 _MOST_KINDS = 6
-_ROUTED = ("experts: each gets as many tokens as any other; how a trained router chooses is not known beforehand",)
+_ROUTED = (
+    "experts: each gets as many tokens as any other; how a trained router chooses is not known beforehand",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,9 @@ class Prediction:
             "recipe": self.recipe,
             "rung": self.taken,
             "estimated": self.trace.rung.name,
-            "passed_over": [{"rung": rung.rung, "reason": rung.reason} for rung in self.rungs if not rung.taken],
+            "passed_over": [
+                {"rung": rung.rung, "reason": rung.reason} for rung in self.rungs if not rung.taken
+            ],
             "peak_gib": _gib(self.trace.peak),
             "bf16_peak_gib": None if self.bf16 is None else _gib(self.bf16.peak),
             "context_gib": _gib(self.calibration.rates.context_bytes),
@@ -94,7 +105,9 @@ class Prediction:
             "fits": self.fits,
             "at_peak_gib": {kind: _gib(size) for kind, size in largest(self.trace)},
             "ratio_vs_bf16": None if baseline is None else round(timing.mean / baseline.mean, 4),
-            "ratio_vs_bf16_usual_step": None if baseline is None else round(timing.usual / baseline.usual, 4),
+            "ratio_vs_bf16_usual_step": None
+            if baseline is None
+            else round(timing.usual / baseline.usual, 4),
             "calibrated": self.calibration.calibrated,
             "step_ms": _ms(timing.mean),
             "usual_step_ms": _ms(timing.usual),
@@ -119,7 +132,9 @@ class Prediction:
 _ON_PAPER = ("adamw", "sgd", "muon")
 
 
-def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1) -> Prediction:
+def predict(
+    config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1
+) -> Prediction:
     """Trace the run on `card` and, where the card has it, the same run in bf16.
 
     ranks: processes that share the global batch; each is estimated alone, without what they say to each other.
@@ -127,20 +142,33 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
     or optimizer cannot be put on paper or the config asks for DeepSpeed.
     """
     if read_launch().launched:
-        what, fix = "this is one process of a launcher's", "start it alone, with --ranks for the number of processes"
+        what, fix = (
+            "this is one process of a launcher's",
+            "start it alone, with --ranks for the number of processes",
+        )
         raise ConfigError(Problem(what, "harness estimate", fix=fix))
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
-    for key, asked in (("deepspeed", config.engine.deepspeed is not None), ("name", config.engine.name == "deepspeed")):
+    for key, asked in (
+        ("deepspeed", config.engine.deepspeed is not None),
+        ("name", config.engine.name == "deepspeed"),
+    ):
         if asked:
-            what, why = "DeepSpeed is not estimated", "its engine moves memory and gradients in ways of its own"
-            raise ConfigError(Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch"))
+            what, why = (
+                "DeepSpeed is not estimated",
+                "its engine moves memory and gradients in ways of its own",
+            )
+            raise ConfigError(
+                Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch")
+            )
     if config.train.optimizer not in _ON_PAPER:
         what, why = "its update is not estimated", "it does not run on fake tensors"
         fix = f"one of {', '.join(_ON_PAPER)}; docs/guide/training.md has what each keeps for a parameter"
         raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
     notes = _notes(config, recipe, ranks)
 
-    def on(rung: Rung, rungs: list[RungVerdict]) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
+    def on(
+        rung: Rung, rungs: list[RungVerdict]
+    ) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
         estimated, stand_in, said = _in_place_of(rung, recipe)
         return rung, rungs, estimated, said, _trace(config, stand_in, card, estimated, ranks)
 
@@ -160,18 +188,31 @@ def predict(config: RunConfig, recipe: Recipe, card: Card, calibration: Calibrat
         trace=made,
         timing=timing,
         bf16=bf16,
-        bf16_timing=None if bf16 is None else _time(bf16, calibration.rates, recipe.fp8.stats_every),
-        tokens=config.train.global_batch * (config.data.context if config.data.target is None else 1),
+        bf16_timing=None
+        if bf16 is None
+        else _time(bf16, calibration.rates, recipe.fp8.stats_every),
+        tokens=config.train.global_batch
+        * (config.data.context if config.data.target is None else 1),
         counted="tokens" if config.data.target is None else "samples",
         ranks=ranks,
         calibration=calibration,
-        notes=(*said, *_assumed(rung), *(_ROUTED if made.routed else ()), *notes, *calibration.notes),
+        notes=(
+            *said,
+            *_assumed(rung),
+            *(_ROUTED if made.routed else ()),
+            *notes,
+            *calibration.notes,
+        ),
     )
 
 
 def largest(made: Trace) -> list[tuple[str, int]]:
     """What the peak is made of, largest first; what is under 1% of it is left out."""
-    return [(kind, size) for kind, size in made.peak_kinds.most_common(_MOST_KINDS) if size > made.peak / 100]
+    return [
+        (kind, size)
+        for kind, size in made.peak_kinds.most_common(_MOST_KINDS)
+        if size > made.peak / 100
+    ]
 
 
 def pageable(made: Trace) -> list[str]:
@@ -208,11 +249,15 @@ def _assumed(rung: Rung) -> list[str]:
 def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
     notes: list[str] = []
     if ranks > 1:
-        notes.append(f"one of {ranks} processes: what they say to each other takes time that is not in here")
+        notes.append(
+            f"one of {ranks} processes: what they say to each other takes time that is not in here"
+        )
     if config.engine.compile != "none":
         notes.append(f"engine.compile={config.engine.compile} is left out: this is the eager step")
     if recipe.layers.probe:
-        notes.append("layers.probe times layers on the card: here every layer that it asks for stays in FP8")
+        notes.append(
+            "layers.probe times layers on the card: here every layer that it asks for stays in FP8"
+        )
     return notes
 
 
@@ -226,8 +271,13 @@ def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int
         raise ConfigError(Problem(what, where, str(error), fix)) from error
     except (NotImplementedError, UnsupportedOperatorException) as error:
         what = "the model cannot be put on paper: PyTorch does not know the shapes of one of its operations beforehand"
-        where, why = f"model.target {config.model.target}", str(error.__context__ or error).partition("\n")[0][:300]
-        raise ConfigError(Problem(what, where, why, "estimate a model without such an operation")) from error
+        where, why = (
+            f"model.target {config.model.target}",
+            str(error.__context__ or error).partition("\n")[0][:300],
+        )
+        raise ConfigError(
+            Problem(what, where, why, "estimate a model without such an operation")
+        ) from error
 
 
 def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:

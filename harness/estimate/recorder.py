@@ -54,7 +54,17 @@ _FREE = frozenset(
 )  # fmt: skip
 _WRITE_ONLY = frozenset({"zero_", "fill_", "copy_"})
 _FRESH = frozenset(
-    {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange"}
+    {
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_full",
+        "arange",
+    }
     | {"scalar_tensor", "normal_", "uniform_"}
 )
 
@@ -72,10 +82,15 @@ _CAT_PER_LAUNCH = 128
 def touched(tensor: Tensor) -> int:
     """Bytes of the distinct elements: an expanded dimension counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size if stride else min(size, 1) for size, stride in sizes) * tensor.element_size()
+    return (
+        math.prod(size if stride else min(size, 1) for size, stride in sizes)
+        * tensor.element_size()
+    )
 
 
-def kernels(func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+def kernels(
+    func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
+) -> int:
     """Launches of `func` on CUDA, 0 for views and allocations."""
     if name in _FREE or name in _VIEWS or (func.is_view and name != "_to_copy"):
         return 0
@@ -97,8 +112,14 @@ def kernels(func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], ou
 
 
 def _multi_tensor(name: str, args: Sequence[Any]) -> int:
-    lists = sum(1 for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor))
-    most = _TENSORS_PER_FUSED_LAUNCH if name.startswith("_fused") else _TENSORS_PER_LAUNCH.get(lists, 30)
+    lists = sum(
+        1 for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)
+    )
+    most = (
+        _TENSORS_PER_FUSED_LAUNCH
+        if name.startswith("_fused")
+        else _TENSORS_PER_LAUNCH.get(lists, 30)
+    )
     launches = blocks = tensors = 0
     for tensor in args[0]:
         if not isinstance(tensor, Tensor) or not tensor.numel():
@@ -114,7 +135,9 @@ def _multi_tensor(name: str, args: Sequence[Any]) -> int:
     return launches + bool(blocks) + (name == "_foreach_norm")
 
 
-def traffic(name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]) -> tuple[int, int]:
+def traffic(
+    name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
+) -> tuple[int, int]:
     """Bytes read and written, were nothing kept in a cache."""
     if name == "embedding":
         return touched(ins[1]) + touched(outs[0]), touched(outs[0])
@@ -131,7 +154,9 @@ def traffic(name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequenc
         written = [args[0]]
     else:
         return reads, sum(touched(tensor) for tensor in outs)
-    return reads, sum(touched(t) for group in written if isinstance(group, (list, tuple)) for t in group)
+    return reads, sum(
+        touched(t) for group in written if isinstance(group, (list, tuple)) for t in group
+    )
 
 
 def flops(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
@@ -186,7 +211,12 @@ _SHOWN_FRAMES = 8
 _TORCH = str(Path(torch.__file__ or "").parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
 _OPTIM = _TORCH + "optim/"
-_GEMM_NAMES = {"fp8": "GEMMs in FP8", "half": "GEMMs in 16 bits", "tf32": "GEMMs in TF32", "fp32": "GEMMs in fp32"}
+_GEMM_NAMES = {
+    "fp8": "GEMMs in FP8",
+    "half": "GEMMs in 16 bits",
+    "tf32": "GEMMs in TF32",
+    "fp32": "GEMMs in fp32",
+}
 WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
 _NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
@@ -279,7 +309,9 @@ class Recorder(TorchDispatchMode):
         """What gradients are told by: their shapes. Labels the weights themselves."""
         weights = list(parameters)
         # Some libraries compute the gradient of the transposed weight.
-        self._shapes = frozenset(shape for w in weights for shape in (tuple(w.shape), tuple(w.shape[::-1])))
+        self._shapes = frozenset(
+            shape for w in weights for shape in (tuple(w.shape), tuple(w.shape[::-1]))
+        )
         self.label(WEIGHTS, weights)
 
     def forget(self) -> None:
@@ -288,7 +320,11 @@ class Recorder(TorchDispatchMode):
         self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
             return NotImplemented  # torchao's tensors: they say of what plain operations theirs are made
@@ -315,9 +351,13 @@ class Recorder(TorchDispatchMode):
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if fake:
             self._remember(func, name, args, outs)
-        of_weights = name not in GEMMS and any(self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins)
+        of_weights = name not in GEMMS and any(
+            self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins
+        )
         for tensor in outs:
-            self._track(tensor, of_weights and any(tensor.numel() == source.numel() for source in ins))
+            self._track(
+                tensor, of_weights and any(tensor.numel() == source.numel() for source in ins)
+            )
         self._note(func, name, args, kwargs, ins, outs)
         return out
 
@@ -329,7 +369,9 @@ class Recorder(TorchDispatchMode):
             del self._values[source]  # written in place
         elif known is not None and outs and name == "_to_copy":
             self._values[outs[0]] = known
-        elif known is not None and outs and name in _COMPARISONS and not isinstance(args[1], Tensor):
+        elif (
+            known is not None and outs and name in _COMPARISONS and not isinstance(args[1], Tensor)
+        ):
             with unset_fake_temporarily():
                 self._values[outs[0]] = torch.tensor(getattr(known.item(), f"__{name}__")(args[1]))
 
@@ -354,13 +396,22 @@ class Recorder(TorchDispatchMode):
         waits = name in WAITING
         if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
             # A mask is turned into indices, whose number the host must know; one value for all of them is not.
-            masked = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or ())
+            masked = any(
+                isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+                for i in args[1] or ()
+            )
             waits = masked and (name == "index" or args[2].numel() != 1)
         if waits and any(tensor.device.type == self.device == "cuda" for tensor in ins):
             self.waits.append(Wait(str(func), self.phase, _where()))
 
     def _note(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], ins: list[Tensor], outs: list[Tensor]
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        ins: list[Tensor],
+        outs: list[Tensor],
     ) -> None:
         devices = {tensor.device.type for tensor in (*ins, *outs)}
         if self.device not in devices:
@@ -397,13 +448,21 @@ class Recorder(TorchDispatchMode):
         if source.device.type == target.device.type:
             return
         position = 2 if name in ("copy_", "_copy_from") else len(args)
-        non_blocking = bool(kwargs.get("non_blocking", args[position] if len(args) > position else False))
+        non_blocking = bool(
+            kwargs.get("non_blocking", args[position] if len(args) > position else False)
+        )
         direction = f"{source.device.type}->{target.device.type}"
-        pinned = (source if source.device.type == "cpu" else target).untyped_storage() in self._pinned
+        pinned = (
+            source if source.device.type == "cpu" else target
+        ).untyped_storage() in self._pinned
         where = _where()
-        self.transfers.append(Transfer(direction, touched(target), pinned, non_blocking, self.phase, where))
+        self.transfers.append(
+            Transfer(direction, touched(target), pinned, non_blocking, self.phase, where)
+        )
         if not non_blocking:
-            self.waits.append(Wait(f"blocking copy {direction}, {tuple(target.shape)}", self.phase, where))
+            self.waits.append(
+                Wait(f"blocking copy {direction}, {tuple(target.shape)}", self.phase, where)
+            )
 
     def _kind_of(self, tensor: Tensor) -> str:
         return self._storages.get(id(tensor.untyped_storage()), (0, "", None))[1]
@@ -450,7 +509,11 @@ def _frames() -> list[Frame]:
     while frame is not None and len(found) < _DEPTH:
         path = frame.f_code.co_filename
         own = path.startswith((_TORCH, _HERE)) and not path.startswith(_OPTIM)
-        if not own and not path.startswith("<") and not path.endswith(("/contextlib.py", "/threading.py")):
+        if (
+            not own
+            and not path.startswith("<")
+            and not path.endswith(("/contextlib.py", "/threading.py"))
+        ):
             found.append((path, frame.f_code.co_qualname, frame.f_lineno))
         frame = frame.f_back
     return found
@@ -462,7 +525,8 @@ def _where() -> tuple[str, ...]:
 
 def _told(frames: list[Frame]) -> tuple[str, ...]:
     return tuple(
-        f"{_short(path)}:{line} {function.rpartition('.')[2]}" for path, function, line in frames[:_SHOWN_FRAMES]
+        f"{_short(path)}:{line} {function.rpartition('.')[2]}"
+        for path, function, line in frames[:_SHOWN_FRAMES]
     )
 
 

@@ -177,7 +177,9 @@ def read_calibration(path: Path, card: Card) -> Calibration:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value <= 0:
-            problems.append(Problem(f"{value!r} is not a positive number", f"{path}: {_SECTION}.{name}"))
+            problems.append(
+                Problem(f"{value!r} is not a positive number", f"{path}: {_SECTION}.{name}")
+            )
         else:
             rates[name] = value
     if not isinstance(section.get("card"), str):
@@ -186,10 +188,17 @@ def read_calibration(path: Path, card: Card) -> Calibration:
         raise ConfigError(problems)
     measured_on = section["card"]
     if measured_on != card.name:
-        return replace(uncalibrated(card), notes=(f"{path} is of a {measured_on}, not of a {card.name}: not used",))
+        return replace(
+            uncalibrated(card),
+            notes=(f"{path} is of a {measured_on}, not of a {card.name}: not used",),
+        )
     _check_plausible(rates, path, card)
     own = [name for name in _FIELDS if name not in rates and (name != "gemm_fp8" or card.fp8)]
-    notes = (f"{path} has no {', '.join(own)}: the roofline's own constants stand for them",) if own else ()
+    notes = (
+        (f"{path} has no {', '.join(own)}: the roofline's own constants stand for them",)
+        if own
+        else ()
+    )
     known = {_FIELDS[name]: value for name, value in rates.items()}
     if "context_bytes" in known:
         known["context_bytes"] = int(known["context_bytes"])
@@ -209,7 +218,11 @@ def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None
         "context_bytes": card.memory,
     }
     problems = [
-        Problem(f"{value:g} is not a figure of a {card.name}", f"{path}: {_SECTION}.{name}", f"at most {most[name]:g}")
+        Problem(
+            f"{value:g} is not a figure of a {card.name}",
+            f"{path}: {_SECTION}.{name}",
+            f"at most {most[name]:g}",
+        )
         for name, value in rates.items()
         if not most[name] * _SLOWER <= value <= most[name]
     ]

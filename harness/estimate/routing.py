@@ -19,8 +19,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Which argument is the dimension, and which result the indices.
-_CHOICES = {"topk": (2, 1), "sort": (1, 1), "max": (1, 1), "min": (1, 1), "argmax": (1, 0), "argmin": (1, 0)}
-_MADE = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "ones_like", "full_like", "new_zeros")
+_CHOICES = {
+    "topk": (2, 1),
+    "sort": (1, 1),
+    "max": (1, 1),
+    "min": (1, 1),
+    "argmax": (1, 0),
+    "argmin": (1, 0),
+}
+_MADE = (
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "scalar_tensor",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+)
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 # Elements whose values are kept: over that a mask is no router's.
 _MOST = 2**26
@@ -54,11 +71,17 @@ class Routing:
             if found is None:
                 raise
             self.asked = True
-            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            out = tree_map(lambda real: torch.empty(real.shape, dtype=real.dtype, device=device), found)
+            device = next(
+                leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            )
+            out = tree_map(
+                lambda real: torch.empty(real.shape, dtype=real.dtype, device=device), found
+            )
             self._keep(out, found)
             return out
-        if (name in _CHOICES and not isinstance(out, Tensor)) or (name.startswith("arg") and name in _CHOICES):
+        if (name in _CHOICES and not isinstance(out, Tensor)) or (
+            name.startswith("arg") and name in _CHOICES
+        ):
             self._choose(name, args, out)
         elif func._schema.is_mutable or _is_of_integers(out):
             found = self._computed(func, name, args, kwargs)
@@ -74,7 +97,12 @@ class Routing:
         dim = args[where] if len(args) > where else -1
         chosen = out if isinstance(out, Tensor) else out[which]
         source = args[0]
-        if not isinstance(dim, int) or isinstance(dim, bool) or not source.ndim or chosen.numel() > _MOST:
+        if (
+            not isinstance(dim, int)
+            or isinstance(dim, bool)
+            or not source.ndim
+            or chosen.numel() > _MOST
+        ):
             return
         places = source.shape[dim]
         each = chosen.shape[dim] if chosen.ndim == source.ndim else 1
@@ -83,11 +111,15 @@ class Routing:
             rows = chosen.numel() // max(each, 1)
             turns = (torch.arange(rows)[:, None] * step + torch.arange(each)) % places
             if chosen.ndim == source.ndim:
-                others = [size for place, size in enumerate(chosen.shape) if place != dim % source.ndim]
+                others = [
+                    size for place, size in enumerate(chosen.shape) if place != dim % source.ndim
+                ]
                 turns = turns.reshape(*others, each).movedim(-1, dim)
             self._known[chosen] = turns.reshape(chosen.shape)
 
-    def _computed(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _computed(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """What `func` gives for the values of its tensors; None unless all are known, and where a CPU does not compute
         it (a histogram of integers). What it writes is written."""
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -99,7 +131,9 @@ class Routing:
         def real(leaf: Any) -> Any:
             return self._known[leaf] if isinstance(leaf, Tensor) else leaf
 
-        options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        options = {
+            key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")
+        }
         with _disable_current_modes():
             try:
                 return func(*tree_map(real, list(args)), **tree_map(real, options))
@@ -108,7 +142,11 @@ class Routing:
 
     def _keep(self, out: Any, found: Any) -> None:
         for fake, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
-            if isinstance(fake, FakeTensor) and not value.dtype.is_floating_point and value.numel() <= _MOST:
+            if (
+                isinstance(fake, FakeTensor)
+                and not value.dtype.is_floating_point
+                and value.numel() <= _MOST
+            ):
                 self._known[fake] = value
 
     def _forget(self, func: Any, args: Sequence[Any]) -> None:
@@ -127,7 +165,11 @@ class Routing:
         """Indices with known masks as the numbers of the rows that they choose."""
         numbers: list[Any] = []
         for index in indices or ():
-            mask = self._known.get(index) if isinstance(index, Tensor) and index.dtype == torch.bool else None
+            mask = (
+                self._known.get(index)
+                if isinstance(index, Tensor) and index.dtype == torch.bool
+                else None
+            )
             if mask is None:
                 numbers.append(index)
                 continue
@@ -144,4 +186,6 @@ class Routing:
 def _is_of_integers(out: Any) -> bool:
     """Whether every result is of integers or booleans, and none too large."""
     leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    return bool(leaves) and all(not leaf.dtype.is_floating_point and leaf.numel() <= _MOST for leaf in leaves)
+    return bool(leaves) and all(
+        not leaf.dtype.is_floating_point and leaf.numel() <= _MOST for leaf in leaves
+    )

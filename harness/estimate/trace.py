@@ -89,7 +89,9 @@ class _Attention(TorchFunctionMode):
         super().__init__()
         self._card = card
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return (self.attend if func is _ATTEND else func)(*args, **kwargs or {})
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,12 +117,16 @@ class _Attention(TorchFunctionMode):
         flashes = self._card.capability >= _FLASH_CAPABILITY and query.shape[-1] <= _FLASH_HEAD_DIM
         if attn_mask is None and half and flashes:
             flash = kernels._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale)[0]
+            return flash(
+                query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
+            )[0]
         if attn_mask is None and not enable_gqa:
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]
-        return _ATTEND(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _ATTEND(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def _on_cuda(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -219,7 +225,9 @@ class Trace:
 def facts_of(card: Card, others: bool = True) -> MachineFacts:
     """A machine with one `card` and the libraries of this one. others: what cannot run on paper is installed there."""
     assumed = LibraryFacts(None, others, "taken to be installed" if others else "not looked at")
-    libraries = library_facts() | {backend.library: assumed for backend in BACKENDS.values() if backend.stand_in}
+    libraries = library_facts() | {
+        backend.library: assumed for backend in BACKENDS.values() if backend.stand_in
+    }
     return MachineFacts(
         python=platform.python_version(),
         torch_version=str(torch.__version__),
@@ -277,10 +285,20 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
 
 
 @contextmanager
-def on_card(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, batches: int) -> Iterator[PaperRun]:
+def on_card(
+    config: RunConfig, recipe: Recipe, card: Card, rung: Rung, batches: int
+) -> Iterator[PaperRun]:
     """The run on `card` on paper, with `batches` micro-batches a step; the recorder is on and knows nothing yet."""
-    device, facts, recorder = torch.device("cuda", 0), facts_of(card), Recorder(tf32=card.capability >= (8, 0))
-    with on_paper(card), recorder, built(config, recipe, facts, device, rung, batches, recorder) as made:
+    device, facts, recorder = (
+        torch.device("cuda", 0),
+        facts_of(card),
+        Recorder(tf32=card.capability >= (8, 0)),
+    )
+    with (
+        on_paper(card),
+        recorder,
+        built(config, recipe, facts, device, rung, batches, recorder) as made,
+    ):
         recorder.forget()
         yield made
 
@@ -314,17 +332,24 @@ def built(
     _bring(model, device)
     plan = make_plan(recipe, facts, rung, (), model)
     data = _Tokens(config, batches, recorder)
-    with tempfile.TemporaryDirectory(prefix="estimate-") as folder, open(os.devnull, "w") as nowhere:
+    with (
+        tempfile.TemporaryDirectory(prefix="estimate-") as folder,
+        open(os.devnull, "w") as nowhere,
+    ):
         root = Path(folder)
         screen, store = Console(config.train.steps, stream=nowhere), Store(root, readonly=True)
         telemetry = Telemetry(None, Journal(Path(os.devnull)), screen, config.tracking)
-        run = build_run(config, recipe, root, worker, plan, model, data, telemetry, RunLedger(), store)
+        run = build_run(
+            config, recipe, root, worker, plan, model, data, telemetry, RunLedger(), store
+        )
         recorder.weights_are(model.parameters())
         recorder.label("buffers", model.buffers())
         optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
         state = (value for values in optimizer.state.values() for value in values.values())
         recorder.label("optimizer state", (value for value in state if isinstance(value, Tensor)))
-        phased = dataclasses.replace(run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder))
+        phased = dataclasses.replace(
+            run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
+        )
         yield PaperRun(phased, plan, model, recorder)
 
 
@@ -339,7 +364,9 @@ def _bring(model: nn.Module, device: torch.device) -> None:
                 if tensor not in moved:
                     there = tensor.detach().to(device)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[tensor] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+                    moved[tensor] = (
+                        nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+                    )
                 held[name] = moved[tensor]  # type: ignore[assignment]
 
 
@@ -359,7 +386,9 @@ def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
     if batches <= _MICRO_BATCHES:
         return ops
     again = [
-        op for op, micro in zip(recorder.ops, recorder.micros, strict=True) if op.step == step and micro == _BETWEEN
+        op
+        for op, micro in zip(recorder.ops, recorder.micros, strict=True)
+        if op.step == step and micro == _BETWEEN
     ]
     return ops + again * (batches - _MICRO_BATCHES)
 
@@ -377,10 +406,16 @@ class _Tokens:
         self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
         if config.data.target is not None:
             with recorder.paused(), unset_fake_temporarily():
-                data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
-                first = data.micro_batches(data.window(0), 0, train.global_batch // train.micro_batch)[0]
+                data = DatasetBatches(
+                    config.data, train.seed, train.global_batch, train.micro_batch
+                )
+                first = data.micro_batches(
+                    data.window(0), 0, train.global_batch // train.micro_batch
+                )[0]
             self.tokens_per_sample = data.tokens_per_sample
-            self._shapes = {name: (tuple(values.shape), values.dtype) for name, values in first.items()}
+            self._shapes = {
+                name: (tuple(values.shape), values.dtype) for name, values in first.items()
+            }
         self._batches = batches
         self._recorder = recorder
 
@@ -396,7 +431,9 @@ class _Tokens:
 
     def _batch(self) -> Batch:
         shapes = self._shapes.items()
-        return {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in shapes}
+        return {
+            name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in shapes
+        }
 
 
 class _Engine:

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
-def prepare(accelerator: Accelerator, precision: Precision, *objects: Any, max_grad_norm: float | None = None) -> Any:
+def prepare(
+    accelerator: Accelerator,
+    precision: Precision,
+    *objects: Any,
+    max_grad_norm: float | None = None,
+) -> Any:
     """`accelerator.prepare(*objects)`, with the one model among them prepared and its optimizers wrapped before.
 
     The model is moved to the accelerator's device, and prepared unless it was; the optimizer is wrapped unless it was,
@@ -70,14 +75,29 @@ class _State:
 def _problems(accelerator: Accelerator) -> list[Problem]:
     problems: list[Problem] = []
     if accelerator.mixed_precision != "no":
-        why, fix = "its autocast and scaler would go against the plan", 'Accelerator(mixed_precision="no")'
-        problems.append(Problem(f"mixed_precision is {accelerator.mixed_precision}", "Accelerator", why, fix))
+        why, fix = (
+            "its autocast and scaler would go against the plan",
+            'Accelerator(mixed_precision="no")',
+        )
+        problems.append(
+            Problem(f"mixed_precision is {accelerator.mixed_precision}", "Accelerator", why, fix)
+        )
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind not in _DISTRIBUTED:
-        why, fix = "it owns gradients and the step", "one process, or DDP; launch/deepspeed.sh runs DeepSpeed"
+        why, fix = (
+            "it owns gradients and the step",
+            "one process, or DDP; launch/deepspeed.sh runs DeepSpeed",
+        )
         problems.append(Problem(f"distributed_type is {kind}", "Accelerator", why, fix))
     dynamo = accelerator.state.dynamo_plugin
     if getattr(getattr(dynamo, "backend", None), "value", "NO") != "NO":
         why = "the Accelerator would compile the model by itself, which was never tried with a prepared one"
-        problems.append(Problem("dynamo_backend is set", "Accelerator", why, "compile block by block, after prepare()"))
+        problems.append(
+            Problem(
+                "dynamo_backend is set",
+                "Accelerator",
+                why,
+                "compile block by block, after prepare()",
+            )
+        )
     return problems

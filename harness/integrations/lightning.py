@@ -53,7 +53,9 @@ class TrainerPrecision(TrainerBase):
         self._module: nn.Module | None = None
         self._redirected = False
 
-    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> Any:
         """Lightning calls it with the model on its device, and wrapped if it trains under DDP."""
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         if not hasattr(bare, "automatic_optimization"):
@@ -61,7 +63,10 @@ class TrainerPrecision(TrainerBase):
             raise MisuseError(Problem(what, "TrainerPrecision", fix='strategy="auto" or "ddp"'))
         _prepare(self.harness, bare)
         self._module, self._redirected = bare, bare is not model
-        wrapped = [each if isinstance(each, WrappedOptimizer) else self.harness.wrap(each) for each in optimizers]
+        wrapped = [
+            each if isinstance(each, WrappedOptimizer) else self.harness.wrap(each)
+            for each in optimizers
+        ]
         return model, wrapped, lr_schedulers
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -69,9 +74,15 @@ class TrainerPrecision(TrainerBase):
         if getattr(self._module, "automatic_optimization", False):
             return self.harness.context()
         # Under DDP the step is called through the module's own forward.
-        return self.harness.passing_over(self._module) if self._module and self._redirected else nullcontext()
+        return (
+            self.harness.passing_over(self._module)
+            if self._module and self._redirected
+            else nullcontext()
+        )
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """The closure first. A `training_step` that returns None skips its batch, as in Lightning."""
         result = self._wrap_closure(model, optimizer, closure)
         if model.automatic_optimization and not self.harness.prepared.window.backwards:
@@ -142,7 +153,9 @@ class HarnessCallback(Callback):
         plugin = trainer.precision_plugin
         if not isinstance(plugin, TrainerPrecision):
             fix = "Trainer(plugins=[TrainerPrecision(precision)])"
-            raise MisuseError(Problem("the Trainer has no TrainerPrecision", "HarnessCallback", fix=fix))
+            raise MisuseError(
+                Problem("the Trainer has no TrainerPrecision", "HarnessCallback", fix=fix)
+            )
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         clip = trainer.gradient_clip_val if trainer.gradient_clip_algorithm != "value" else None
         steps = trainer.estimated_stepping_batches
@@ -160,7 +173,9 @@ class HarnessCallback(Callback):
         if not trainer.sanity_checking:
             self.watch.validated(trainer.callback_metrics.get(self._validation))
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """The run failed, or the guard halted it."""
         self.watch.end(exception)
 
@@ -175,4 +190,6 @@ def _prepare(precision: Precision, model: nn.Module) -> None:
         precision.prepare(model)
     elif not any(part is precision.prepared.model for part in model.modules()):
         fix = "make one Precision for each model"
-        raise MisuseError(Problem("the Precision was prepared for another model", "harness.integrations", fix=fix))
+        raise MisuseError(
+            Problem("the Precision was prepared for another model", "harness.integrations", fix=fix)
+        )

@@ -49,13 +49,23 @@ class PrecisionMixin(Trainer):
     Raises MisuseError for arguments that would change the precision, or own the step, besides.
     """
 
-    def __init__(self, *args: Any, precision: Precision | str, watch: Watch | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, precision: Precision | str, watch: Watch | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         wrong = [name for name in _ALONE if getattr(self.args, name, None)]
-        problems = [Problem(f"{name} is set", "TrainingArguments", _ALONE[name], f"leave out {name}") for name in wrong]
+        problems = [
+            Problem(f"{name} is set", "TrainingArguments", _ALONE[name], f"leave out {name}")
+            for name in wrong
+        ]
         if self.args.n_gpu > 1:
-            why, fix = "DataParallel copies the model in every step", "torchrun, for DDP, or one card"
-            problems.append(Problem(f"{self.args.n_gpu} cards in one process", "TrainingArguments", why, fix))
+            why, fix = (
+                "DataParallel copies the model in every step",
+                "torchrun, for DDP, or one card",
+            )
+            problems.append(
+                Problem(f"{self.args.n_gpu} cards in one process", "TrainingArguments", why, fix)
+            )
         if problems:
             raise MisuseError(problems)
         self.harness = Precision.from_recipe(precision) if isinstance(precision, str) else precision
@@ -88,7 +98,9 @@ class PrecisionMixin(Trainer):
         """The Trainer's, or the one that was given to it, wrapped."""
         super().create_optimizer(*args, **kwargs)
         if not isinstance(_inner(self.optimizer), WrappedOptimizer):
-            self.optimizer = self.harness.wrap(_inner(self.optimizer), self.args.max_grad_norm or None)
+            self.optimizer = self.harness.wrap(
+                _inner(self.optimizer), self.args.max_grad_norm or None
+            )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +108,9 @@ class PrecisionMixin(Trainer):
         scheduler = super().create_scheduler(num_training_steps, *args, **kwargs)
         if self.watch is not None and not self.watch.begun:
             clip = self.args.max_grad_norm or None
-            self.watch.begin(self.harness, [_inner(self.optimizer)], [scheduler], clip, num_training_steps)
+            self.watch.begin(
+                self.harness, [_inner(self.optimizer)], [scheduler], clip, num_training_steps
+            )
         return scheduler
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,10 @@ class Watch:
     """
 
     def __init__(
-        self, folder: str | Path | None = None, guard: Mapping[str, Any] | None = NO_SETTINGS, **telemetry: Any
+        self,
+        folder: str | Path | None = None,
+        guard: Mapping[str, Any] | None = NO_SETTINGS,
+        **telemetry: Any,
     ) -> None:
         self._folder, self._settings, self._telemetry_settings = folder, guard, telemetry
         self.guard: Guard | None = None
@@ -57,15 +60,21 @@ class Watch:
         """
         if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
             fix = "precision.wrap(optimizer)"
-            raise MisuseError(Problem("an optimizer is not wrapped", "harness.integrations", fix=fix))
+            raise MisuseError(
+                Problem("an optimizer is not wrapped", "harness.integrations", fix=fix)
+            )
         self._precision, self._optimizers = precision, list(optimizers)
         self._seen = [each.outcome for each in self._optimizers]
-        telemetry = Telemetry.for_precision(self._folder, precision, **{"steps": steps, **self._telemetry_settings})
+        telemetry = Telemetry.for_precision(
+            self._folder, precision, **{"steps": steps, **self._telemetry_settings}
+        )
         try:
             if self._settings is not None:
                 limit = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
                 settings = {**limit, "streams": True, **self._settings}
-                self.guard = Guard.for_precision(precision, optimizers, keep=keep, telemetry=telemetry, **settings)
+                self.guard = Guard.for_precision(
+                    precision, optimizers, keep=keep, telemetry=telemetry, **settings
+                )
         except BaseException as error:
             telemetry.close(error)
             raise
@@ -100,6 +109,9 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end(error)

@@ -29,24 +29,34 @@ def build_model(config: ModelConfig) -> nn.Module:
     where = f"model.target {config.target!r}"
     with watched(where):
         if config.target.startswith(huggingface.PREFIX):
-            model: Any = huggingface.build(config.target.removeprefix(huggingface.PREFIX), config.args)
+            model: Any = huggingface.build(
+                config.target.removeprefix(huggingface.PREFIX), config.args
+            )
         else:
             model = call_target("model", config.target, config.args, "models")
     if not isinstance(model, nn.Module):
-        raise ConfigError(Problem(f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"))
+        raise ConfigError(
+            Problem(
+                f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"
+            )
+        )
     return _checked(model, where)
 
 
 def _checked(model: nn.Module, where: str) -> nn.Module:
     odd = [
-        f"{name} ({p.dtype})" for name, p in model.named_parameters() if p.requires_grad and p.dtype != torch.float32
+        f"{name} ({p.dtype})"
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype != torch.float32
     ]
     if odd:
         why = "precisions are chosen by the recipe, over float32 parameters"
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         raise ConfigError(Problem(what, where, why, "return model.float()"))
     if next(model.parameters(), None) is None:
-        raise ConfigError(Problem("returned a model without parameters", where, fix="return a trainable Module"))
+        raise ConfigError(
+            Problem("returned a model without parameters", where, fix="return a trainable Module")
+        )
     huggingface.check(model, where)
     return model
 
@@ -57,4 +67,6 @@ def check_vocab(model: nn.Module, ids: int, target: str) -> None:
     if known is not None and known < ids:
         why = f"the data has token ids up to {ids - 1}"
         fix = f"build it with at least {ids}, or give data of its own tokenizer"
-        raise ConfigError(Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix))
+        raise ConfigError(
+            Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix)
+        )

@@ -78,7 +78,11 @@ class Attention(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         dim = settings.dim
-        self.heads, self.kv_heads, self.head_dim = settings.heads, settings.kv_heads, settings.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            settings.heads,
+            settings.kv_heads,
+            settings.head_dim,
+        )
         self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
@@ -89,7 +93,12 @@ class Attention(nn.Module):
         """x: [batch, time, dim] -> the same shape."""
         batch, time, dim = x.shape
         shape = (batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = self.qkv(x).view(shape).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k, v = (
+            self.qkv(x)
+            .view(shape)
+            .transpose(1, 2)
+            .split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -162,7 +171,11 @@ class TokenLoss(nn.Module):
             return loss
         kept = targets != IGNORED
         squares = rows.logsumexp(-1).square()
-        penalty = self.z_loss * torch.where(kept, squares, 0.0).sum() / (kept.sum() if counted is None else counted)
+        penalty = (
+            self.z_loss
+            * torch.where(kept, squares, 0.0).sum()
+            / (kept.sum() if counted is None else counted)
+        )
         return loss + (penalty - penalty.detach())
 
 
@@ -197,11 +210,15 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 into_residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02
+                )
         if not tied:
             nn.init.normal_(self.embed.weight)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """int64 [batch, time] in. With targets: float32 0-d mean loss; without: logits [batch, time, vocab].
 
         targets: -100 has no loss. segments: the number of the document that each token is of. Attention stays within a
@@ -229,7 +246,9 @@ class GPT(nn.Module):
         return index % self.settings.recompute_every == 0
 
     def _rotation(self, time: int, device: torch.device) -> Rotation:
-        return rotary(time, self.head_dim, device, self.settings.rope_base, self.settings.rope_scaling)
+        return rotary(
+            time, self.head_dim, device, self.settings.rope_base, self.settings.rope_scaling
+        )
 
     def _chunked(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
         """The same loss, with the logits of `chunk` tokens at a time, which backward computes again.
@@ -241,7 +260,11 @@ class GPT(nn.Module):
         dtype = autocast_dtype(x.device.type)
         # Autocast's cache would give all chunks one copy of the weight in 16 bits, and its gradients, one for each
         # chunk, would be added up in 16 bits.
-        uncached = torch.autocast(x.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext()
+        uncached = (
+            torch.autocast(x.device.type, dtype=dtype, cache_enabled=False)
+            if dtype
+            else nullcontext()
+        )
         with uncached:
             for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
                 if torch.is_grad_enabled():
@@ -274,14 +297,22 @@ def _fuses_groups(q: Tensor, mask: Tensor | None = None) -> bool:
     """
     if q.device.type != "cuda":
         return True
-    return mask is None and q.dtype != torch.float32 and torch.cuda.get_device_properties(q.device).major >= 8
+    return (
+        mask is None
+        and q.dtype != torch.float32
+        and torch.cuda.get_device_properties(q.device).major >= 8
+    )
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
     """[batch, kv_heads, time, head_dim] -> [batch, heads, time, head_dim]: each head repeated for its group of queries,
     side by side, as `enable_gqa` shares them."""
     batch, kv_heads, time, width = x.shape
-    return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, time, width).reshape(batch, heads, time, width)
+    return (
+        x[:, :, None]
+        .expand(batch, kv_heads, heads // kv_heads, time, width)
+        .reshape(batch, heads, time, width)
+    )
 
 
 def rotary(
@@ -295,7 +326,9 @@ def rotary(
 
     scaling: see `build`.
     """
-    frequency = float(base) ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequency = float(base) ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     if scaling is not None:
         frequency = _stretched(frequency, scaling)
     angle = torch.outer(torch.arange(time, device=device, dtype=torch.float32), frequency)
@@ -362,7 +395,14 @@ def build(
     kv_heads = heads if kv_heads is None else kv_heads
     if ffn is None and isinstance(dim, int):
         ffn = max(16, -(-8 * dim // 3 // 16) * 16)
-    sizes = {"vocab": vocab, "dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    sizes = {
+        "vocab": vocab,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+    }
     problems = [
         Problem(f"{value!r} is not a positive integer", f"model.args.{key}", fix="give a size")
         for key, value in {**sizes, "recompute_every": recompute_every}.items()
@@ -372,29 +412,51 @@ def build(
         near = max(2 * heads, round(dim / (2 * heads)) * 2 * heads)
         problems.append(
             Problem(
-                f"dim {dim} does not divide into {heads} heads of even size", "model.args.dim", fix=f"use dim: {near}"
+                f"dim {dim} does not divide into {heads} heads of even size",
+                "model.args.dim",
+                fix=f"use dim: {near}",
             )
         )
     if not problems and heads % kv_heads:
         problems.append(
             Problem(
-                f"{heads} heads are not a multiple of {kv_heads} kv_heads", "model.args.kv_heads", fix="use a divisor"
+                f"{heads} heads are not a multiple of {kv_heads} kv_heads",
+                "model.args.kv_heads",
+                fix="use a divisor",
             )
         )
     for key, value in {"tied": tied, "qk_norm": qk_norm}.items():
         if not isinstance(value, bool):
-            problems.append(Problem(f"{value!r} is not true or false", f"model.args.{key}", fix="write true or false"))
+            problems.append(
+                Problem(
+                    f"{value!r} is not true or false",
+                    f"model.args.{key}",
+                    fix="write true or false",
+                )
+            )
     for key, value, least in (("rope_base", rope_base, 1.0), ("norm_eps", norm_eps, 0.0)):
         if not _number(value) or value <= least:
-            problems.append(Problem(f"{value!r} is not over {least:g}", f"model.args.{key}", fix="give a larger one"))
+            problems.append(
+                Problem(
+                    f"{value!r} is not over {least:g}", f"model.args.{key}", fix="give a larger one"
+                )
+            )
     if not _number(z_loss) or z_loss < 0:
-        problems.append(Problem(f"{z_loss!r} is not 0 or more", "model.args.z_loss", fix="try 1e-4, or 0 for none"))
+        problems.append(
+            Problem(
+                f"{z_loss!r} is not 0 or more", "model.args.z_loss", fix="try 1e-4, or 0 for none"
+            )
+        )
     if not _whole(loss_chunk) or loss_chunk < 0:
         fix = "give a number of tokens, such as 1024, or 0 for all at once"
-        problems.append(Problem(f"{loss_chunk!r} is not 0 or more", "model.args.loss_chunk", fix=fix))
+        problems.append(
+            Problem(f"{loss_chunk!r} is not 0 or more", "model.args.loss_chunk", fix=fix)
+        )
     if recompute not in RECOMPUTE:
         fix = near_match(str(recompute), RECOMPUTE)
-        problems.append(Problem(f"{recompute!r} is nothing to recompute", "model.args.recompute", fix=fix))
+        problems.append(
+            Problem(f"{recompute!r} is nothing to recompute", "model.args.recompute", fix=fix)
+        )
     problems += _wrong_scaling(rope_scaling)
     if problems:
         raise ConfigError(problems)
@@ -442,7 +504,10 @@ def _number(value: object) -> bool:
 
 def _wrong_scaling(scaling: object) -> list[Problem]:
     """What is wrong with `rope_scaling`, which may be None; empty if nothing is."""
-    where, fix = "model.args.rope_scaling", f"give {', '.join(SCALING)}, as in Llama 3.1's config.json"
+    where, fix = (
+        "model.args.rope_scaling",
+        f"give {', '.join(SCALING)}, as in Llama 3.1's config.json",
+    )
     if scaling is None:
         return []
     if not isinstance(scaling, Mapping) or set(scaling) != set(SCALING):

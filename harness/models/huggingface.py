@@ -54,9 +54,12 @@ class LoraConfig(Strict):
 
     r: Annotated[int, Field(gt=0)] = Field(default=8, description="rank of the adapters")
     alpha: float = Field(default=16.0, gt=0, description="adapters are multiplied by alpha / r")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of the adapters' inputs that is dropped")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the adapters' inputs that is dropped"
+    )
     targets: list[str] | None = Field(
-        default=None, description="ends of the names of the layers that get one; null: every Linear but the head"
+        default=None,
+        description="ends of the names of the layers that get one; null: every Linear but the head",
     )
 
 
@@ -64,16 +67,28 @@ class Arguments(Strict):
     """`model.args` of a target hf:FOLDER."""
 
     weights: Literal["auto", "fresh"] = Field(
-        default="auto", description="auto: those of the folder, if it has any; fresh: new ones, from train.seed"
+        default="auto",
+        description="auto: those of the folder, if it has any; fresh: new ones, from train.seed",
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="keys of config.json with other values")
-    attention: str | None = Field(default=None, description="attn_implementation; null: what transformers chooses")
-    gradient_checkpointing: bool = Field(default=False, description="compute each block again in backward")
-    aux_loss: bool = Field(default=True, description="train with the routers' auxiliary loss, where there is one")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="keys of config.json with other values"
+    )
+    attention: str | None = Field(
+        default=None, description="attn_implementation; null: what transformers chooses"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute each block again in backward"
+    )
+    aux_loss: bool = Field(
+        default=True, description="train with the routers' auxiliary loss, where there is one"
+    )
     ignore: list[str] = Field(
-        default_factory=list, description="patterns of weights of the folder that the model may leave out"
+        default_factory=list,
+        description="patterns of weights of the folder that the model may leave out",
     )
-    lora: LoraConfig | None = Field(default=None, description="train adapters, and leave the weights as they are")
+    lora: LoraConfig | None = Field(
+        default=None, description="train adapters, and leave the weights as they are"
+    )
 
 
 def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
@@ -99,7 +114,9 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
     if options.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             what = f"{type(model).__name__} cannot compute its blocks again in backward"
-            raise ConfigError(Problem(what, "model.args.gradient_checkpointing", fix="leave it out"))
+            raise ConfigError(
+                Problem(what, "model.args.gradient_checkpointing", fix="leave it out")
+            )
         model.activation_checkpointing_enable({"use_reentrant": False})
     if options.lora is not None:
         model = _with_adapters(model, options.lora, where)
@@ -127,7 +144,9 @@ def _quiet(transformers: Any) -> Iterator[None]:
     own.set_verbosity_error()
     own.disable_progress_bar()
     # It imports torchao, which complains of kernels for other cards.
-    others = {each: each.level for each in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+    others = {
+        each: each.level for each in map(logging.getLogger, ("torchao", "torch.utils._pytree"))
+    }
     for each in others:
         each.setLevel(logging.ERROR)
     try:
@@ -145,17 +164,29 @@ def _config_problems(path: Path, where: str) -> list[Problem]:
     try:
         config = read_json(file)
     except (OSError, ValueError) as error:
-        return [Problem(f"cannot be read: {error}", str(file), fix="put the model's own config.json there")]
+        return [
+            Problem(
+                f"cannot be read: {error}", str(file), fix="put the model's own config.json there"
+            )
+        ]
     if not isinstance(config, dict):
         return [Problem("holds no mapping", str(file), fix="put the model's own config.json there")]
     problems: list[Problem] = []
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         why = "training starts from weights in bf16 or more: the recipe decides what is computed in less"
-        problems.append(Problem(f"the weights are stored quantised ({method})", where, why, "take the full weights"))
+        problems.append(
+            Problem(
+                f"the weights are stored quantised ({method})", where, why, "take the full weights"
+            )
+        )
     if "auto_map" in config and str(config.get("model_type", "")) not in _known_types():
         why = "code that comes with a model is never run"
-        problems.append(Problem(f"needs code of its own: {config['auto_map']}", where, why, "take another model"))
+        problems.append(
+            Problem(
+                f"needs code of its own: {config['auto_map']}", where, why, "take another model"
+            )
+        )
     return problems
 
 
@@ -173,39 +204,61 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
         try:
             names = sorted(set(read_json(path / _INDEX, MAX_LARGE)["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [Problem(f"cannot be read: {error}", str(path / _INDEX), fix="copy the folder again")]
+            return [
+                Problem(f"cannot be read: {error}", str(path / _INDEX), fix="copy the folder again")
+            ]
     else:
         names = [_WEIGHTS] if (path / _WEIGHTS).is_file() else []
-    others = sorted(each.name for each in path.iterdir() if each.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+    others = sorted(
+        each.name
+        for each in path.iterdir()
+        if each.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+    )
     if not names and others:
         why = "only safetensors are read: pickles run code, and other formats are quantised"
-        fix = "save the model again with save_pretrained; for fresh weights: model.args.weights=fresh"
+        fix = (
+            "save the model again with save_pretrained; for fresh weights: model.args.weights=fresh"
+        )
         return [Problem(f"has no {_WEIGHTS}, but {some(others, 3)}", str(path), why, fix)]
     problems: list[Problem] = []
     for name in map(str, names):
         file = path / name
         if file.parent != path:
-            problems.append(Problem(f"the index names a file of another folder: {name}", str(path / _INDEX)))
+            problems.append(
+                Problem(f"the index names a file of another folder: {name}", str(path / _INDEX))
+            )
             continue
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            what = "is missing" if not file.is_file() else f"is damaged: {' '.join(str(error).split())}"
+            what = (
+                "is missing"
+                if not file.is_file()
+                else f"is damaged: {' '.join(str(error).split())}"
+            )
             problems.append(Problem(what, str(file), fix="copy it again"))
     return problems
 
 
 def _config_hash(path: Path) -> str:
     """Of what config.json says of the model, whoever wrote it in whatever order."""
-    told = {key: value for key, value in read_json(path / "config.json").items() if key not in _NOT_OF_THE_MODEL}
+    told = {
+        key: value
+        for key, value in read_json(path / "config.json").items()
+        if key not in _NOT_OF_THE_MODEL
+    }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _read_config(transformers: Any, path: Path, options: Arguments, where: str) -> Any:
     try:
         config, unused = transformers.AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **options.config
+            str(path),
+            local_files_only=True,
+            trust_remote_code=False,
+            return_unused_kwargs=True,
+            **options.config,
         )
     except Exception as error:  # whatever a model's own check of its sizes raises
         fix = "put the model's own config.json there; model.args.config may have changed what it must not"
@@ -213,12 +266,21 @@ def _read_config(transformers: Any, path: Path, options: Arguments, where: str) 
     if wrong := [key for key in options.config if key in unused]:
         known = list(config.to_dict())
         raise ConfigError(
-            [Problem(f'no key "{key}" in it', f"{where}: config.json", fix=near_match(key, known)) for key in wrong]
+            [
+                Problem(
+                    f'no key "{key}" in it', f"{where}: config.json", fix=near_match(key, known)
+                )
+                for key in wrong
+            ]
         )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"{config.model_type} has no causal language model"
         raise ConfigError(
-            Problem(what, where, fix="take a decoder that predicts the next token, such as llama or gpt2")
+            Problem(
+                what,
+                where,
+                fix="take a decoder that predicts the next token, such as llama or gpt2",
+            )
         )
     text = config.get_text_config()
     if hasattr(text, "output_router_logits") and getattr(text, "router_aux_loss_coef", 0):
@@ -233,7 +295,11 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
         kind["attn_implementation"] = options.attention
     made = transformers.AutoModelForCausalLM
     try:
-        if options.weights == "fresh" or not _stored(path) or isinstance(torch.empty(0), FakeTensor):
+        if (
+            options.weights == "fresh"
+            or not _stored(path)
+            or isinstance(torch.empty(0), FakeTensor)
+        ):
             return made.from_config(config, dtype=torch.float32, **kind)
         model, info = made.from_pretrained(
             str(path),
@@ -248,7 +314,9 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
     except HarnessError:  # there is no memory for it
         raise
     except Exception as error:  # whatever its code raises
-        raise ConfigError(Problem(f"cannot be built: {_short(error)}", where, fix="look at model.args")) from error
+        raise ConfigError(
+            Problem(f"cannot be built: {_short(error)}", where, fix="look at model.args")
+        ) from error
     _check_loaded(info, options, where)
     return model
 
@@ -263,17 +331,27 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
     if missing := sorted(info["missing_keys"]):
         why = "they would be random, and nobody would know"
         fix = "take a folder of the whole causal model; for fresh weights: model.args.weights=fresh"
-        problems.append(Problem(f"{len(missing)} weights are missing: {some(missing, 4)}", where, why, fix))
-    if wrong := sorted(f"{name} {list(there)}, not {list(here)}" for name, there, here in info["mismatched_keys"]):
+        problems.append(
+            Problem(f"{len(missing)} weights are missing: {some(missing, 4)}", where, why, fix)
+        )
+    if wrong := sorted(
+        f"{name} {list(there)}, not {list(here)}" for name, there, here in info["mismatched_keys"]
+    ):
         fix = "take back what model.args.config changes of the sizes, or model.args.weights=fresh"
-        problems.append(Problem(f"{len(wrong)} weights are of another shape: {some(wrong, 4)}", where, fix=fix))
+        problems.append(
+            Problem(f"{len(wrong)} weights are of another shape: {some(wrong, 4)}", where, fix=fix)
+        )
     left = sorted(
-        name for name in info["unexpected_keys"] if not any(fnmatchcase(name, pattern) for pattern in options.ignore)
+        name
+        for name in info["unexpected_keys"]
+        if not any(fnmatchcase(name, pattern) for pattern in options.ignore)
     )
     if left:
         why = "the model has no place for them: what they do would be lost"
         fix = f"take the model that they belong to, or leave them out: model.args.ignore=['{left[0]}']"
-        problems.append(Problem(f"{len(left)} weights would be left out: {some(left, 4)}", where, why, fix))
+        problems.append(
+            Problem(f"{len(left)} weights would be left out: {some(left, 4)}", where, why, fix)
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -291,10 +369,14 @@ def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers has renamed
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # peft calls what transformers has renamed
             return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ConfigError(Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")) from error
+        raise ConfigError(
+            Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")
+        ) from error
 
 
 def _short(error: BaseException) -> str:
@@ -314,7 +396,11 @@ class CausalLM:
         self.unpackable = str(getattr(base, _UNPACKABLE, ""))
         self._positions: int | None = getattr(text, "max_position_embeddings", None)
         self._coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
-        ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
+        ends = [
+            end
+            for end in (base.get_input_embeddings(), base.get_output_embeddings())
+            if end is not None
+        ]
         self.vocab_size = int(min([end.weight.shape[0] for end in ends], default=text.vocab_size))
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -325,7 +411,9 @@ class CausalLM:
         """
         targets = batch["targets"].flatten()
         output = self.outputs(module, batch["inputs"], batch.get("segments"))
-        total = F.cross_entropy(output.logits.float().flatten(0, -2), targets, reduction="sum", ignore_index=IGNORED)
+        total = F.cross_entropy(
+            output.logits.float().flatten(0, -2), targets, reduction="sum", ignore_index=IGNORED
+        )
         loss = total / (targets != IGNORED).sum().clamp(min=1)
         auxiliary = self.auxiliary(output) if module.training else None
         return loss if auxiliary is None else loss + auxiliary
@@ -335,7 +423,9 @@ class CausalLM:
         found = getattr(output, "aux_loss", None)
         return None if found is None else self._coefficient * found
 
-    def outputs(self, module: nn.Module, inputs: Tensor, segments: Tensor | None = None, **more: Tensor) -> Any:
+    def outputs(
+        self, module: nn.Module, inputs: Tensor, segments: Tensor | None = None, **more: Tensor
+    ) -> Any:
         """What forward returns. Without a cache: with one, transformers takes a packed sample for one document."""
         time = inputs.shape[1]
         if self._positions is not None and time > self._positions:
@@ -346,8 +436,12 @@ class CausalLM:
             return module(input_ids=inputs, use_cache=False, **more)
         if self.unpackable:
             why, fix = self.unpackable, "take data that is not packed, or another model"
-            raise ConfigError(Problem(f"{self.kind} cannot train on packed samples", "data", why, fix))
-        return module(input_ids=inputs, position_ids=positions_of(segments), use_cache=False, **more)
+            raise ConfigError(
+                Problem(f"{self.kind} cannot train on packed samples", "data", why, fix)
+            )
+        return module(
+            input_ids=inputs, position_ids=positions_of(segments), use_cache=False, **more
+        )
 
 
 def positions_of(segments: Tensor) -> Tensor:
@@ -363,7 +457,11 @@ def causal_lm(model: nn.Module) -> CausalLM | None:
     transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if transformers is None:
         return None
-    base: Any = cast(Any, model).get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    base: Any = (
+        cast(Any, model).get_base_model()
+        if peft is not None and isinstance(model, peft.PeftModel)
+        else model
+    )
     if not isinstance(base, transformers.PreTrainedModel):
         return None
     known = set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -384,7 +482,9 @@ def check(model: Any, where: str) -> None:
     device = next(model.parameters()).device
     if device.type == "meta":
         return
-    ids = torch.randint(called.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(called.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     was_training = model.training
     model.eval()
     try:
@@ -407,22 +507,31 @@ def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -
     if labelled.loss is None:
         return
     auxiliary = called.auxiliary(labelled)
-    expected = F.cross_entropy(logits[0, :-1], ids[0, 1:]) + (0.0 if auxiliary is None else auxiliary)
+    expected = F.cross_entropy(logits[0, :-1], ids[0, 1:]) + (
+        0.0 if auxiliary is None else auxiliary
+    )
     own, ours = float(labelled.loss), float(expected)
     if not abs(own - ours) <= _SAME_LOSS * abs(ours):
         why = f"its own is {own:.4f}, the mean cross-entropy of its logits {ours:.4f}"
-        fix = "give a module of your own that returns the loss: model.target=package.module:function"
+        fix = (
+            "give a module of your own that returns the loss: model.target=package.module:function"
+        )
         raise ConfigError(Problem(f"the loss of {called.kind} is of its own kind", where, why, fix))
 
 
 def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
     """Why `model` gets packed documents wrong; empty if it keeps the second of three as it is whatever lies before."""
     segments = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], device=ids.device)
-    earlier, early = torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12], torch.tensor([[0] * 2 + [1] * 4 + [2] * 6])
+    earlier, early = (
+        torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12],
+        torch.tensor([[0] * 2 + [1] * 4 + [2] * 6]),
+    )
     called.unpackable = ""
     try:
         logits = called.outputs(model, ids, segments).logits.float()
-        changed = called.outputs(model, _with_another(ids, 2, called.vocab_size), segments).logits.float()
+        changed = called.outputs(
+            model, _with_another(ids, 2, called.vocab_size), segments
+        ).logits.float()
         shifted = called.outputs(model, earlier, early.to(ids.device)).logits.float()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"its forward fails with position_ids: {_short(error)}"
@@ -442,5 +551,7 @@ def _with_another(ids: Tensor, place: int, vocab_size: int) -> Tensor:
 
 def _moved(one: Tensor, other: Tensor, logits: Tensor) -> float:
     """The largest difference as a share of the largest of `logits`; infinite where one is not finite."""
-    share = float((one - other).abs().max() / logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
+    share = float(
+        (one - other).abs().max() / logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    )
     return share if math.isfinite(share) else math.inf

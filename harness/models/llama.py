@@ -49,7 +49,11 @@ def _names(settings: Settings) -> Iterator[tuple[str, list[tuple[str, int]]]]:
             yield ours, [(theirs, -1)]
     queries, keys = settings.heads * settings.head_dim, settings.kv_heads * settings.head_dim
     fused = {
-        "attn.qkv.weight": [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)],
+        "attn.qkv.weight": [
+            ("self_attn.q_proj", queries),
+            ("self_attn.k_proj", keys),
+            ("self_attn.v_proj", keys),
+        ],
         "mlp.gate_up.weight": [("mlp.gate_proj", settings.ffn), ("mlp.up_proj", settings.ffn)],
     }
     for block in range(settings.layers):
@@ -58,7 +62,10 @@ def _names(settings: Settings) -> Iterator[tuple[str, list[tuple[str, int]]]]:
             if settings.qk_norm or not ours.endswith(("q_norm.weight", "k_norm.weight")):
                 yield f"blocks.{block}.{ours}", [(f"{there}.{theirs}", -1)]
         for ours, parts in fused.items():
-            yield f"blocks.{block}.{ours}", [(f"{there}.{theirs}.weight", rows) for theirs, rows in parts]
+            yield (
+                f"blocks.{block}.{ours}",
+                [(f"{there}.{theirs}.weight", rows) for theirs, rows in parts],
+            )
 
 
 def to_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
@@ -74,7 +81,9 @@ def to_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tenso
 def from_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
     """The reverse of `to_llama`, complete: a tied head is there under both of its names."""
     made = {
-        ours: torch.cat([state[name] for name, _ in parts]) if len(parts) > 1 else state[parts[0][0]]
+        ours: torch.cat([state[name] for name, _ in parts])
+        if len(parts) > 1
+        else state[parts[0][0]]
         for ours, parts in _names(settings)
     }
     return made | ({"lm_head.weight": made["embed.weight"]} if settings.tied else {})
@@ -103,7 +112,9 @@ def config_of(settings: Settings, context: int) -> dict[str, Any]:
         "rope_parameters": rope,
         # The same once more for readers from before transformers 5.
         "rope_theta": settings.rope_base,
-        "rope_scaling": None if settings.rope_scaling is None else {"rope_type": "llama3", **settings.rope_scaling},
+        "rope_scaling": None
+        if settings.rope_scaling is None
+        else {"rope_type": "llama3", **settings.rope_scaling},
         "max_position_embeddings": context,
         "tie_word_embeddings": settings.tied,
         "initializer_range": 0.02,
@@ -123,7 +134,9 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = config.get("model_type")
     fix = "use model.target=hf:FOLDER, which takes the model as transformers builds it"
     if kind not in ARCHITECTURES:
-        raise ConfigError(Problem(f"model_type {kind!r} is neither llama nor qwen3", where, fix=fix))
+        raise ConfigError(
+            Problem(f"model_type {kind!r} is neither llama nor qwen3", where, fix=fix)
+        )
     heads, dim = config.get("num_attention_heads", 32), config.get("hidden_size", 4096)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_kind = rope.get("rope_type", rope.get("type", "default"))
@@ -133,7 +146,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "sliding windows (use_sliding_window)": bool(config.get("use_sliding_window")),
         f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
         f"rope_type {rope_kind}": rope_kind not in ("default", "llama3"),
-        "a partial_rotary_factor": (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1,
+        "a partial_rotary_factor": (
+            rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+        )
+        != 1,
         "quantised weights (quantization_config)": bool(config.get("quantization_config")),
         "dropout in attention": bool(config.get("attention_dropout")),
         f"head_dim {config.get('head_dim')} in a width of {dim} with {heads} heads": (
@@ -167,7 +183,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def build(
-    folder: str, z_loss: float = 0.0, loss_chunk: int = 0, recompute: str = "none", recompute_every: int = 1
+    folder: str,
+    z_loss: float = 0.0,
+    loss_chunk: int = 0,
+    recompute: str = "none",
+    recompute_every: int = 1,
 ) -> GPT:
     """The built-in GPT with the weights in `folder`: config.json and model.safetensors (or its shards) of a Llama or a
     Qwen3, in fp32 whatever they are stored in. The other arguments are `gpt.build`'s.
@@ -178,12 +198,20 @@ def build(
     with torch.device("meta"):
         model = skeleton(folder, z_loss, loss_chunk, recompute, recompute_every)
     state = _read(Path(folder).expanduser(), where)
-    wanted = {name: tensor.shape for name, tensor in to_llama(model.state_dict(), model.settings).items()}
+    wanted = {
+        name: tensor.shape for name, tensor in to_llama(model.state_dict(), model.settings).items()
+    }
     if model.settings.tied:
         state.pop("lm_head.weight", None)
-    state = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    state = {
+        name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")
+    }
     problems = [
-        Problem(f"lacks {len(missing)} weights: {some(missing, _SHOWN)}", where, fix="give the whole model")
+        Problem(
+            f"lacks {len(missing)} weights: {some(missing, _SHOWN)}",
+            where,
+            fix="give the whole model",
+        )
         for missing in [sorted(wanted.keys() - state.keys())]
         if missing
     ]
@@ -191,14 +219,19 @@ def build(
         what = f"has {len(surplus)} weights that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
         problems.append(Problem(what, where, fix="use model.target=hf:FOLDER"))
     problems += [
-        Problem(f"{name} is {list(state[name].shape)}, config.json says {list(shape)}", where, fix="mend config.json")
+        Problem(
+            f"{name} is {list(state[name].shape)}, config.json says {list(shape)}",
+            where,
+            fix="mend config.json",
+        )
         for name, shape in wanted.items()
         if name in state and state[name].shape != shape
     ][:_SHOWN]
     if problems:
         raise ConfigError(problems)
     model.load_state_dict(
-        {name: tensor.float() for name, tensor in from_llama(state, model.settings).items()}, assign=True
+        {name: tensor.float() for name, tensor in from_llama(state, model.settings).items()},
+        assign=True,
     )
     if model.settings.tied:
         model.lm_head.weight = model.embed.weight
@@ -206,7 +239,11 @@ def build(
 
 
 def skeleton(
-    folder: str, z_loss: float = 0.0, loss_chunk: int = 0, recompute: str = "none", recompute_every: int = 1
+    folder: str,
+    z_loss: float = 0.0,
+    loss_chunk: int = 0,
+    recompute: str = "none",
+    recompute_every: int = 1,
 ) -> GPT:
     """`build`'s model with fresh weights: what config.json alone says. Raises ConfigError."""
     path = Path(folder).expanduser() / "config.json"
@@ -215,7 +252,11 @@ def skeleton(
         raise ConfigError(Problem("has no config.json", f"model.args.folder {folder}", fix=fix))
     sizes = settings_of(read_mapping(path), str(path))
     return build_gpt(
-        **sizes, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute, recompute_every=recompute_every
+        **sizes,
+        z_loss=z_loss,
+        loss_chunk=loss_chunk,
+        recompute=recompute,
+        recompute_every=recompute_every,
     )
 
 
@@ -234,7 +275,11 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
             with safe_open(path / name, framework="pt") as stream:
                 state |= {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError) as error:
-            problems.append(Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again"))
+            problems.append(
+                Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again")
+            )
     if problems or not files:
-        raise ConfigError(problems or [Problem(f"{_INDEX} lists no files", where, fix="fetch the file again")])
+        raise ConfigError(
+            problems or [Problem(f"{_INDEX} lists no files", where, fix="fetch the file again")]
+        )
     return state

@@ -104,21 +104,32 @@ def _judged(ask: Ask, batch: Batch, name: str, counted: Tensor) -> Masks:
         return Masks()
     if sums:
         doubled = float(
-            ask({key: torch.cat([values, values]) for key, values in _all(batch, name, counted).items()})[0]
+            ask(
+                {
+                    key: torch.cat([values, values])
+                    for key, values in _all(batch, name, counted).items()
+                }
+            )[0]
         )
         if _close(doubled, 2 * everything, tolerance):
             return Masks(summed=True)
-        return Masks(f"masked or not, all labels are in the number that it is divided by: {_told(everything, losses)}")
+        return Masks(
+            f"masked or not, all labels are in the number that it is divided by: {_told(everything, losses)}"
+        )
     if _weighted(ask, batch, name, counted, tolerance, moved):
         return Masks()
     return Masks(_told(everything, losses))
 
 
-def _weighted(ask: Ask, batch: Batch, name: str, counted: Tensor, tolerance: float, moved: bool) -> bool:
+def _weighted(
+    ask: Ask, batch: Batch, name: str, counted: Tensor, tolerance: float, moved: bool
+) -> bool:
     """Whether the loss is a mean of some other kind. moved: labels are an input of the model too (a decoder's)."""
     labels, half = batch[name], len(batch[name]) // 2
     with_labels = _all(batch, name, counted)
-    masked = torch.cat([with_labels[name][:half], torch.full_like(with_labels[name][half:], IGNORED)])
+    masked = torch.cat(
+        [with_labels[name][:half], torch.full_like(with_labels[name][half:], IGNORED)]
+    )
     if not bool((masked != IGNORED).any()):
         return False
     here = float(ask({**with_labels, name: masked})[0])
@@ -141,7 +152,9 @@ def _weighted(ask: Ask, batch: Batch, name: str, counted: Tensor, tolerance: flo
             (losses[4] - losses[2], losses[1] - losses[4]),
             (losses[5] - losses[2], losses[0] - losses[5]),
         ]
-        if min(abs(each) for pair in parts for each in pair) <= _CONTRAST * tolerance * abs(losses[0]):
+        if min(abs(each) for pair in parts for each in pair) <= _CONTRAST * tolerance * abs(
+            losses[0]
+        ):
             continue
         pq, qr, pr = (above / below for above, below in parts)
         if not abs(pq * qr / pr - 1) <= _CONSISTENT:
@@ -152,7 +165,11 @@ def _weighted(ask: Ask, batch: Batch, name: str, counted: Tensor, tolerance: flo
 def _few(batch: Batch, name: str) -> Batch:
     """Some samples, those with most labels that count; one is taken twice."""
     labels = batch[name]
-    order = (labels != IGNORED).flatten(1).sum(1).argsort(descending=True, stable=True) if labels.ndim > 1 else None
+    order = (
+        (labels != IGNORED).flatten(1).sum(1).argsort(descending=True, stable=True)
+        if labels.ndim > 1
+        else None
+    )
     few = _SAMPLES_OF_TOKENS if order is not None else _SAMPLES_OF_ONE_LABEL
     rows = (torch.arange(len(labels)) if order is None else order)[:few]
     rows = rows.repeat(2) if len(rows) == 1 else rows
@@ -184,12 +201,17 @@ def _dealt(places: Tensor, share: int) -> tuple[Tensor, Tensor]:
 
 def _per_label(logits: Tensor, labels: Tensor) -> bool:
     """Whether logits have a place for each label, in torch's or in everybody else's order."""
-    return logits.shape[:-1] == labels.shape or (*logits.shape[:1], *logits.shape[2:]) == tuple(labels.shape)
+    return logits.shape[:-1] == labels.shape or (*logits.shape[:1], *logits.shape[2:]) == tuple(
+        labels.shape
+    )
 
 
 def _tolerance(loss: Tensor) -> float:
     return max(
-        _ROUNDING, 0.0 if loss.dtype in (torch.float32, torch.float64) else _COARSE * torch.finfo(loss.dtype).eps
+        _ROUNDING,
+        0.0
+        if loss.dtype in (torch.float32, torch.float64)
+        else _COARSE * torch.finfo(loss.dtype).eps,
     )
 
 

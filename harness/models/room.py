@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from harness.core.errors import ConfigError, Problem
-from harness.core.memory import all_memory, free_memory
+from harness.core.memory import all_memory, free_memory, size_text
 
 # A lower bound: Python's own objects take 2.4 KiB (CPython 3.11), with torch's 6 KiB, a weight's elements not counted.
 _MODULE = 2 * 2**10
@@ -43,12 +43,13 @@ def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> Non
     there = all_memory()
     if not there or weights + objects <= there:
         return
-    why = f"{modules:,} Python modules take {_size(objects)} at least"
+    why = f"{modules:,} Python modules take {size_text(objects)} at least"
     if weights:
-        why = f"{parameters:,} float32 parameters take {_size(weights)}, {why}"
+        why = f"{parameters:,} float32 parameters take {size_text(weights)}, {why}"
+    needed = size_text(weights + objects)
     raise ConfigError(
         Problem(
-            f"needs {_size(weights + objects)} or more to be built, and this machine has {_size(there)}, swap included",
+            f"needs {needed} or more to be built, and this machine has {size_text(there)}, swap included",
             f"model.args ({', '.join(f'{key} {value}' for key, value in sizes.items())})",
             why,
             "lower the size that is too large; training takes some four times the weights, see harness estimate",
@@ -101,7 +102,8 @@ class _Watch:
         if left < _LEAST_LEFT * there:
             raise ConfigError(
                 Problem(
-                    f"the model takes all memory as it is built: {_size(left)} of {_size(there)} left, swap included",
+                    f"the model takes all memory as it is built: {size_text(left)} of {size_text(there)} left, "
+                    "swap included",
                     self._where,
                     f"{self._modules:,} modules and {self._parameters:,} Parameters are there, and more were to come",
                     "build a smaller model (look at model.args), or end what else takes this machine's memory",
@@ -112,11 +114,3 @@ class _Watch:
 def _takes_host_memory() -> bool:
     probe = torch.empty(0)
     return probe.device.type == "cpu" and not isinstance(probe, FakeTensor)
-
-
-def _size(count: int) -> str:
-    for unit in ("MiB", "GiB", "TiB", "PiB"):
-        factor = 2 ** {"MiB": 20, "GiB": 30, "TiB": 40, "PiB": 50}[unit]
-        if count < 1024 * factor:
-            return f"{count / factor:,.1f} {unit}"
-    return f"{count / 2**50:,.0f} PiB"

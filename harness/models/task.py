@@ -126,16 +126,26 @@ class Task:
                     one[self._call(one).labels] = torch.zeros_like(one[self._call(one).labels])
                 loss = self._loss(output, one)
                 self._learn(output, one, loss if own else None)
-                return self._implausible(model, one, float(loss)) if own and self.unit != NO_UNIT else ""
+                return (
+                    self._implausible(model, one, float(loss))
+                    if own and self.unit != NO_UNIT
+                    else ""
+                )
         except HarnessError:
             raise
         except Exception as error:
-            what = f"forward fails on a sample of the data: {type(error).__name__}: {str(error)[:300]}"
-            given = ", ".join(f"{name}: {_shape(values)} of {values.dtype}" for name, values in one.items())
+            what = (
+                f"forward fails on a sample of the data: {type(error).__name__}: {str(error)[:300]}"
+            )
+            given = ", ".join(
+                f"{name}: {_shape(values)} of {values.dtype}" for name, values in one.items()
+            )
             fix = "the model must take what the data give: call it on one sample alone"
             raise ConfigError(Problem(what, self._where, f"the sample is {given}", fix)) from error
 
-    def try_masks(self, model: nn.Module, batches: Iterator[Batch], half: torch.dtype | None) -> None:
+    def try_masks(
+        self, model: nn.Module, batches: Iterator[Batch], half: torch.dtype | None
+    ) -> None:
         """Whether the model's own loss leaves out labels of -100: see `masks`. Where the loss is ours, or no batch has
         such labels (packed ones will), nothing is tried. Sets `summed`.
 
@@ -162,7 +172,9 @@ class Task:
 
         with _left_alone(model, device):
             moved = {key: values.to(device) for key, values in batch.items()}
-            for dtype in dict.fromkeys((None, half)):  # some kernels take nothing but half precision
+            for dtype in dict.fromkeys(
+                (None, half)
+            ):  # some kernels take nothing but half precision
                 with _autocast(device, dtype):
                     found = masks.judge(ask, moved, name)
                     if found.blind:
@@ -188,20 +200,28 @@ class Task:
             return
         known = self.vocab_size is not None and labels.ndim > 1
         if own is not None:
-            self._shifts = labels.ndim == 2 and "labels" in one and _alike(own, logits[:, :-1], labels[:, 1:])
+            self._shifts = (
+                labels.ndim == 2 and "labels" in one and _alike(own, logits[:, :-1], labels[:, 1:])
+            )
             if not self._shifts and not _alike(own, logits, labels):
                 return
         self.classes = self.classes if known else logits.shape[place]
         if self.unit == NO_UNIT:
-            of_tokens = labels.ndim == 2 and not any(values.is_floating_point() for values in one.values())
+            of_tokens = labels.ndim == 2 and not any(
+                values.is_floating_point() for values in one.values()
+            )
             self.unit = "nats per token" if of_tokens else "nats per label"
 
     def _implausible(self, model: nn.Module, one: Batch, loss: float) -> str:
         """The model's own loss must not grow with the batch, nor be far from that of a model that knows nothing."""
-        twice = float(self.loss(model, {name: torch.cat([values, values]) for name, values in one.items()}))
+        twice = float(
+            self.loss(model, {name: torch.cat([values, values]) for name, values in one.items()})
+        )
         vocab = self.vocab_size or _BYTES
         if loss and abs(twice - 2 * loss) <= 0.01 * abs(twice):
-            why = f"one sample has {loss:.4g} and the same one twice {twice:.4g}, so that it is a sum"
+            why = (
+                f"one sample has {loss:.4g} and the same one twice {twice:.4g}, so that it is a sum"
+            )
         elif loss > _PLAUSIBLE * math.log(vocab):
             why = f"at the start it is {loss:.4g}, where ln({vocab}) = {math.log(vocab):.4g} is what knows nothing"
         else:
@@ -211,7 +231,9 @@ class Task:
 
     def _output(self, module: nn.Module, batch: Batch) -> object:
         call = self._call(batch)
-        return module(*(batch[name] for name in call.placed), **{name: batch[name] for name in call.named})
+        return module(
+            *(batch[name] for name in call.placed), **{name: batch[name] for name in call.named}
+        )
 
     def _loss(self, output: object, batch: Batch) -> Tensor:
         call = self._call(batch)
@@ -236,11 +258,19 @@ class Task:
 
     def _bind(self, names: tuple[str, ...]) -> _Call:
         """Raises ConfigError naming everything that forward lacks, and everything that it does not take."""
-        places = [p for p in self._parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        known = {p.name: p for p in self._parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        places = [
+            p for p in self._parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        known = {
+            p.name: p
+            for p in self._parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         anything = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
         placed: list[str] = []
-        if "inputs" in names and (not places or places[0].name == "inputs" or "inputs" not in known):
+        if "inputs" in names and (
+            not places or places[0].name == "inputs" or "inputs" not in known
+        ):
             placed.append("inputs")
             if "targets" in names and self._takes_targets(places, names):
                 placed.append("targets")
@@ -248,7 +278,11 @@ class Task:
         rest = [name for name in names if name not in placed]
         named = [name for name in rest if name in known and name not in filled]
         extra = [name for name in rest if name not in named]
-        labels = [name for name in extra if name in LABELS and (not anything or (name == "targets" and placed))]
+        labels = [
+            name
+            for name in extra
+            if name in LABELS and (not anything or (name == "targets" and placed))
+        ]
         extra = [name for name in extra if name not in labels]
         if anything:
             named, extra = [name for name in rest if name not in labels], []
@@ -261,7 +295,11 @@ class Task:
             for name in [*(name for name in extra if name not in _OPTIONAL), *labels[1:]]
         ]
         problems += [
-            Problem(f'forward wants "{p.name}"', self._where, fix=f"the samples have {', '.join(names)}: rename one")
+            Problem(
+                f'forward wants "{p.name}"',
+                self._where,
+                fix=f"the samples have {', '.join(names)}: rename one",
+            )
             for p in known.values()
             if p.default is p.empty and p.name not in (*named, *filled)
         ]
@@ -303,7 +341,9 @@ def _parts(output: object) -> tuple[Tensor | None, Tensor | None]:
         scalars, others = [t for t in tensors if t.ndim == 0], [t for t in tensors if t.ndim]
         loss = scalars[0] if len(scalars) == 1 else None
         logits = others[0] if others else None
-    loss = loss if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point() else None
+    loss = (
+        loss if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point() else None
+    )
     return loss, logits if isinstance(logits, Tensor) and logits.is_floating_point() else None
 
 
@@ -311,7 +351,9 @@ def _class_dim(logits: Tensor, labels: Tensor) -> int | None:
     """Which dimension of logits counts classes: the last, or, of images, torch's own second; None if neither fits."""
     if logits.shape[:-1] == labels.shape:
         return logits.ndim - 1
-    if logits.ndim == labels.ndim + 1 and (*logits.shape[:1], *logits.shape[2:]) == tuple(labels.shape):
+    if logits.ndim == labels.ndim + 1 and (*logits.shape[:1], *logits.shape[2:]) == tuple(
+        labels.shape
+    ):
         return 1
     return None
 
@@ -324,7 +366,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _alike(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
     """Whether a model's loss is the mean cross-entropy of these. Labels that are no classes are unlike any."""
-    if not labels.numel() or bool(((labels != IGNORED) & ((labels < 0) | (labels >= logits.shape[-1]))).any()):
+    if not labels.numel() or bool(
+        ((labels != IGNORED) & ((labels < 0) | (labels >= logits.shape[-1]))).any()
+    ):
         return False
     own = _cross_entropy(logits, labels)
     return bool((own - loss.float()).abs() <= 0.01 * own.abs())
@@ -343,7 +387,11 @@ def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count their forwards
     model.eval()
     try:
-        with torch.no_grad(), random_numbers_apart(), fork_rng([device] if device.type == "cuda" else []):
+        with (
+            torch.no_grad(),
+            random_numbers_apart(),
+            fork_rng([device] if device.type == "cuda" else []),
+        ):
             yield
     finally:
         model.train(was_training)
@@ -374,7 +422,11 @@ def _whole(model: object, name: str) -> int | None:
 
 
 def _shape(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a tensor {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
 
 
 class _OnMeta(nn.Module):
@@ -407,7 +459,9 @@ def training_flops(model: nn.Module, task: Task, batch: Batch) -> float:
             task.loss(_OnMeta(model), {name: values.to("meta") for name, values in batch.items()})
         forward = counter.get_total_flops()
     except Exception:
-        return math.nan  # it reads values, or computes what has no meta kernel: its MFU is not known
+        return (
+            math.nan
+        )  # it reads values, or computes what has no meta kernel: its MFU is not known
     matrices: list[Tensor] = [param for param in model.parameters() if param.ndim >= 2]
     elements = sum(param.numel() for param in matrices)
     trained = sum(param.numel() for param in matrices if param.requires_grad)

@@ -24,7 +24,11 @@ class ConvNet(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for number, (into, out) in enumerate(zip([channels, *widths], widths, strict=False)):
-            layers += [nn.Conv2d(into, out, 3, 2 if number else 1, 1), nn.GroupNorm(8, out), nn.GELU()]
+            layers += [
+                nn.Conv2d(into, out, 3, 2 if number else 1, 1),
+                nn.GroupNorm(8, out),
+                nn.GELU(),
+            ]
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], classes)
 
@@ -55,7 +59,9 @@ class ViT(nn.Module):
     """Vision Transformer (Dosovitskiy et al., 2021) with learned places and the mean over them in place of a class
     token, so that the number of tokens stays a multiple of 16 where that of patches is."""
 
-    def __init__(self, channels: int, size: int, patch: int, dim: int, layers: int, heads: int, classes: int) -> None:
+    def __init__(
+        self, channels: int, size: int, patch: int, dim: int, layers: int, heads: int, classes: int
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, dim, patch, patch)
         self.places = nn.Parameter(torch.randn((size // patch) ** 2, dim))
@@ -73,23 +79,43 @@ def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 
     """Raises ConfigError for widths that GroupNorm's 8 groups do not divide, and for a model that exceeds memory."""
     if not widths or any(width % 8 for width in widths):
         raise ConfigError(
-            Problem(f"widths {list(widths)} are not multiples of 8", "model.args", fix="such as [32, 64]")
+            Problem(
+                f"widths {list(widths)} are not multiples of 8",
+                "model.args",
+                fix="such as [32, 64]",
+            )
         )
     kernels = sum(9 * into * out for into, out in zip([channels, *widths], widths, strict=False))
-    require_room(kernels + widths[-1] * classes, 3 * len(widths), {"classes": classes, "widths": max(widths)})
+    require_room(
+        kernels + widths[-1] * classes, 3 * len(widths), {"classes": classes, "widths": max(widths)}
+    )
     return ConvNet(channels, widths, classes)
 
 
 def vit(
-    channels: int = 1, size: int = 8, patch: int = 2, dim: int = 64, layers: int = 2, heads: int = 4, classes: int = 10
+    channels: int = 1,
+    size: int = 8,
+    patch: int = 2,
+    dim: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    classes: int = 10,
 ) -> ViT:
     """size: pixels of a side. Raises ConfigError where patches do not tile the image, or heads the width, and for a
     model that exceeds this machine's memory."""
     problems: list[Problem] = []
     if size % patch:
-        problems.append(Problem(f"patches of {patch} do not tile {size} pixels", "model.args", fix="change patch"))
+        problems.append(
+            Problem(
+                f"patches of {patch} do not tile {size} pixels", "model.args", fix="change patch"
+            )
+        )
     if dim % heads:
-        problems.append(Problem(f"dim {dim} is not a multiple of heads {heads}", "model.args", fix="change heads"))
+        problems.append(
+            Problem(
+                f"dim {dim} is not a multiple of heads {heads}", "model.args", fix="change heads"
+            )
+        )
     if problems:
         raise ConfigError(problems)
     matrices = dim * (channels * patch**2 + (size // patch) ** 2 + 12 * layers * dim + classes)

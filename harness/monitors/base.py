@@ -84,7 +84,9 @@ def _restored(old: Any, value: Any) -> Any:
     if isinstance(old, deque):
         return deque(value, cast("deque[Any]", old).maxlen)
     if isinstance(old, dict):
-        return {key: _restored(each, value[key]) for key, each in cast("dict[str, Any]", old).items()}
+        return {
+            key: _restored(each, value[key]) for key, each in cast("dict[str, Any]", old).items()
+        }
     return value if old is None or value is None else type(old)(value)
 
 

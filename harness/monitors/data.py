@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.core.errors import some
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, UNREADABLE, Continue, Halt, StepFacts, Verdict
+from harness.core.facts import (
+    BAD_LABEL,
+    NO_LABEL,
+    NON_FINITE_INPUT,
+    UNREADABLE,
+    Continue,
+    Halt,
+    StepFacts,
+    Verdict,
+)
 from harness.core.health import name_faults
 from harness.core.protocols import Batches
 from harness.monitors.base import BadData, KeptWindow, MonitorContext
@@ -43,7 +52,9 @@ class DataMonitor(KeptWindow):
 
     key = "data"
 
-    def __init__(self, batches: Batches, vocab_size: int | None, policy: BadData, classes: int | None = None) -> None:
+    def __init__(
+        self, batches: Batches, vocab_size: int | None, policy: BadData, classes: int | None = None
+    ) -> None:
         self.batches = batches
         self.vocab_size, self.classes = vocab_size, classes
         self.policy: BadData = policy
@@ -77,7 +88,9 @@ class DataMonitor(KeptWindow):
         }
         fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
         proposal = Halt(_reason(facts.window, what)) if fails else Continue()
-        return Verdict(code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True)
+        return Verdict(
+            code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True
+        )
 
     def _read_again(self, facts: StepFacts) -> _Found:
         window = self.batches.window(facts.window)

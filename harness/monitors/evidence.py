@@ -72,7 +72,10 @@ def limits_of(config: FallbackConfig) -> Floats:
     """Limit of each statistic and role, float32 [statistics, 1, 3]; NaN, which no value is beyond, where off."""
     given = config.model_dump()
     given["nonfinite"] = 0.5  # observed as 0 or 1
-    rows = [[given.get(f"{kind.name}_{role}", given.get(kind.name)) for role in ROLES] for kind in STATISTICS]
+    rows = [
+        [given.get(f"{kind.name}_{role}", given.get(kind.name)) for role in ROLES]
+        for kind in STATISTICS
+    ]
     return np.array(rows, dtype=np.float32)[:, None, :]
 
 
@@ -103,7 +106,9 @@ class Score:
         # No higher than what a window without a bad value takes under `_enough` again.
         value = np.clip(self.value + gain, 0, self._enough + _ENOUGH).astype(np.float32)
         self.value = np.where(seen, value, self.value)
-        self.bad = np.where(self.value > 0, np.minimum(self.bad + bad, self._hits), 0).astype(np.float32)
+        self.bad = np.where(self.value > 0, np.minimum(self.bad + bad, self._hits), 0).astype(
+            np.float32
+        )
 
     def over(self) -> Bools:
         """Evidence enough to leave FP8."""
@@ -130,7 +135,9 @@ class Evidence:
         self.policy, self.layers = policy, tuple(layers)
         self._limits = limits_of(policy)
         count = len(self.layers)
-        self._recent: Floats = np.full((policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32)
+        self._recent: Floats = np.full(
+            (policy.window, len(STATISTICS), count, 3), np.nan, dtype=np.float32
+        )
         # Of the tensors themselves, whatever precision they are multiplied in: a switch does not clear it.
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
         self._growth = Growth(policy.window, policy.warmup_steps, count)
@@ -181,7 +188,11 @@ class Evidence:
         values[:, self._growth.unset()] = np.nan
         self._samples = self._samples or not np.isnan(values[_SAMPLED]).all()
         # That all of a tensor was lost takes no sample, and the next one may come when it is over.
-        vanished = (values[_SATURATION] > 0) & (values[_SATURATION] < _VANISHED) & np.isnan(values[_UNDERFLOW])
+        vanished = (
+            (values[_SATURATION] > 0)
+            & (values[_SATURATION] < _VANISHED)
+            & np.isnan(values[_UNDERFLOW])
+        )
         values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
         limits, headroom = self._limits.repeat(amax.shape[0], axis=1), self._growth.headroom()
         limits[_SATURATION] *= headroom
@@ -210,9 +221,15 @@ class Evidence:
         common = (values[_CLIPPED] <= limits[_CLIPPED]) & (values[_SQNR] - centred > _COMMON)
         low = common & (centred < limits[_CENTRED])
         self._alike = np.where(self._alike > 0, self._alike + 1, 0)
-        self._alike = np.where(np.isnan(centred), self._alike, np.where(low, np.maximum(self._alike, 1), 0))
+        self._alike = np.where(
+            np.isnan(centred), self._alike, np.where(low, np.maximum(self._alike, 1), 0)
+        )
         lasting = self._alike >= self.policy.centred_steps
-        return np.where(low & ~lasting, np.float32(np.nan), np.where(common | np.isnan(centred), centred, _LARGEST))
+        return np.where(
+            low & ~lasting,
+            np.float32(np.nan),
+            np.where(common | np.isnan(centred), centred, _LARGEST),
+        )
 
     def _without_clipping(self, values: Floats, headroom: Floats) -> None:
         """Take from `values` what growth alone clips: the scale is on its way. In place.

@@ -115,7 +115,9 @@ class FallbackController(KeptWindow):
         for index in np.flatnonzero(changed & demoted).tolist():
             # A layer that did well in FP8 for longer than it would stay away now left for another reason.
             stays = int(self._stays[index]) + 1
-            again = self._since[index] != _NEVER and facts.step - self._since[index] < self.policy.dwell(stays)
+            again = self._since[index] != _NEVER and facts.step - self._since[
+                index
+            ] < self.policy.dwell(stays)
             self._stays[index] = stays if again else 1
         if (changed & demoted).any():
             self._left_at = facts.step
@@ -133,16 +135,26 @@ class FallbackController(KeptWindow):
         ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         wants = over.any(axis=(0, 2)) & ~self._demoted
         on_their_way = ~ready & ~self._demoted
-        room = self.policy.max_demoted(len(self.layers)) - int(self._demoted.sum() + on_their_way.sum())
+        room = self.policy.max_demoted(len(self.layers)) - int(
+            self._demoted.sum() + on_their_way.sum()
+        )
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
         pressing = bool(over[PRESSING][:, stuck].any())
-        self._stuck_since = (step if self._stuck_since == _NEVER else self._stuck_since) if pressing else _NEVER
-        if pressing and self.policy.over_budget == "bf16" and step - self._stuck_since >= self.policy.window:
+        self._stuck_since = (
+            (step if self._stuck_since == _NEVER else self._stuck_since) if pressing else _NEVER
+        )
+        if (
+            pressing
+            and self.policy.over_budget == "bf16"
+            and step - self._stuck_since >= self.policy.window
+        ):
             return self._fall_back(step, stuck, over)
         promote = self._returning(step, ready) if self._demoted.any() else []
         self._asked[[*demote, *promote]] = step
-        in_streak = self._over_budget_at != _NEVER and step - self._over_budget_at <= self.policy.window
+        in_streak = (
+            self._over_budget_at != _NEVER and step - self._over_budget_at <= self.policy.window
+        )
         tell = bool(stuck) and not in_streak and not (demote or promote)
         if tell or (stuck and in_streak):
             self._over_budget_at = step
@@ -158,13 +170,21 @@ class FallbackController(KeptWindow):
 
     def _returning(self, step: int, ready: Bools) -> list[int]:
         candidates = np.flatnonzero(self._demoted & self._evidence.clean() & ready).tolist()
-        return [i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._stays[i]))]
+        return [
+            i for i in candidates if step - self._since[i] >= self.policy.dwell(int(self._stays[i]))
+        ]
 
     def _switch(self, step: int, demote: list[int], promote: list[int], over: Bools) -> Verdict:
         down = {self.layers[i]: self._describe(i, over) for i in demote}
-        up = {self.layers[i]: {"demoted_at": int(self._since[i]), "steps": int(step - self._since[i])} for i in promote}
+        up = {
+            self.layers[i]: {"demoted_at": int(self._since[i]), "steps": int(step - self._since[i])}
+            for i in promote
+        }
         told = [f"{layer} to BF16 ({_first_slot(found['slots'])})" for layer, found in down.items()]
-        told += [f"{layer} back to FP8 (after {found['steps']} steps in BF16)" for layer, found in up.items()]
+        told += [
+            f"{layer} back to FP8 (after {found['steps']} steps in BF16)"
+            for layer, found in up.items()
+        ]
         text = "; ".join(told)
         return Verdict(
             "precision.demote" if demote else "precision.promote",
@@ -182,7 +202,10 @@ class FallbackController(KeptWindow):
             step,
             f"{', '.join(names)} should leave FP8, but fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
             f"allows {limit} of {len(self.layers)} layers in BF16",
-            evidence={"layers": {self.layers[i]: self._describe(i, over) for i in stuck}, "allowed": limit},
+            evidence={
+                "layers": {self.layers[i]: self._describe(i, over) for i in stuck},
+                "allowed": limit,
+            },
         )
 
     def _fall_back(self, step: int, stuck: list[int], over: Bools) -> Verdict:
@@ -193,14 +216,24 @@ class FallbackController(KeptWindow):
             f"beyond the {limit} of {count} layers that fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
             "allows: the whole run goes to BF16, for good"
         )
-        evidence = {"layers": {self.layers[i]: self._describe(i, over) for i in stuck}, "allowed": limit}
+        evidence = {
+            "layers": {self.layers[i]: self._describe(i, over) for i in stuck},
+            "allowed": limit,
+        }
         return Verdict(
-            "precision.lowered", step, text, proposal=Switch(reason=text, whole_run_to="bf16"), evidence=evidence
+            "precision.lowered",
+            step,
+            text,
+            proposal=Switch(reason=text, whole_run_to="bf16"),
+            evidence=evidence,
         )
 
     def _describe(self, layer: int, over: Bools) -> dict[str, Any]:
         """What speaks against `layer`, for the record."""
-        return {"slots": self._evidence.describe(layer, over), "demotions_before": int(self._demotions[layer])}
+        return {
+            "slots": self._evidence.describe(layer, over),
+            "demotions_before": int(self._demotions[layer]),
+        }
 
     def state_dict(self) -> Meta:
         """JSON-able; restores every later decision exactly."""
@@ -264,7 +297,13 @@ class WholeRunFallback(KeptWindow):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         quiet = Verdict("precision.ok", facts.step)
-        if self.failed_steps is None or self._proposed or facts.fell_back_to or facts.bad_data or facts.over_limits:
+        if (
+            self.failed_steps is None
+            or self._proposed
+            or facts.fell_back_to
+            or facts.bad_data
+            or facts.over_limits
+        ):
             return quiet
         if facts.applied:
             self._failures, self._last_scale = 0, None
@@ -274,7 +313,11 @@ class WholeRunFallback(KeptWindow):
         if self._failures < self.failed_steps:
             return quiet
         self._proposed = True
-        evidence = {"failed_steps": self._failures, "loss_scale": facts.loss_scale, "to": self.precision}
+        evidence = {
+            "failed_steps": self._failures,
+            "loss_scale": facts.loss_scale,
+            "to": self.precision,
+        }
         evidence |= {key: jsonable(getattr(facts, key)) for key in ("loss", "grad_norm")}
         text = (
             f"{self._failures} updates in a row failed in fp16 (loss {facts.loss:g}, gradient norm "

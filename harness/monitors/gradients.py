@@ -79,7 +79,11 @@ class GradientMonitor(KeptWindow):
     )
 
     def __init__(
-        self, max_consecutive_skips: int, skip_growth: float = 5.0, clip_growth: float = 3.0, window: int = 40
+        self,
+        max_consecutive_skips: int,
+        skip_growth: float = 5.0,
+        clip_growth: float = 3.0,
+        window: int = 40,
     ) -> None:
         self.max_consecutive_skips = max_consecutive_skips
         self.skip_growth = skip_growth
@@ -103,7 +107,9 @@ class GradientMonitor(KeptWindow):
     def build(cls, context: MonitorContext) -> GradientMonitor:
         """For every run."""
         guard = context.guard
-        return cls(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window)
+        return cls(
+            guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window
+        )
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step, with the limits for the step two on. Deterministic."""
@@ -154,7 +160,12 @@ class GradientMonitor(KeptWindow):
             f"gradient norm {facts.grad_norm:.4g} is over its limit of {limit:.4g} (median {usual:.4g}), "
             f"loss {facts.loss:.4g}, window {facts.window}"
         )
-        evidence = {"grad_norm": facts.grad_norm, "limit": limit, "median": jsonable(usual), "loss": facts.loss}
+        evidence = {
+            "grad_norm": facts.grad_norm,
+            "limit": limit,
+            "median": jsonable(usual),
+            "loss": facts.loss,
+        }
         row = [*self._bad_norms, facts.grad_norm]
         near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
         # A single norm is its samples' as likely.
@@ -167,13 +178,25 @@ class GradientMonitor(KeptWindow):
             return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
         return self._skip(
-            facts, "gradient.skip", what, f"were skipped (last: {what}){advice}", evidence, facts.grad_norm
+            facts,
+            "gradient.skip",
+            what,
+            f"were skipped (last: {what}){advice}",
+            evidence,
+            facts.grad_norm,
         )
 
-    def _accept(self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]) -> Verdict:
+    def _accept(
+        self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]
+    ) -> Verdict:
         self._accepted, self._probation, self._left = median(row), self.window, len(row)
         self._forget_row()
-        evidence = {"window": facts.window, **evidence, "consecutive": len(row), "accepted": self._accepted}
+        evidence = {
+            "window": facts.window,
+            **evidence,
+            "consecutive": len(row),
+            "accepted": self._accepted,
+        }
         text = (
             f"update skipped, weights unchanged: {what}. The last {len(row)} in a row had norms of {min(row):.4g} to "
             f"{max(row):.4g} at a loss within its limit: the weights give such gradients, not these samples. From step "
@@ -181,7 +204,9 @@ class GradientMonitor(KeptWindow):
             "applied, clipped, to lead away from there. If it comes again, lower the learning rate or lengthen the "
             "warm-up"
         )
-        return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
+        return Verdict(
+            "gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True
+        )
 
     def _count(self, facts: StepFacts) -> None:
         """An applied norm: usual, or large and let through. Large ones use up what was accepted."""
@@ -201,7 +226,9 @@ class GradientMonitor(KeptWindow):
         self._marks.append(max(math.log(facts.grad_norm) - usual[0], math.log(self.clip_growth)))
         return None if self._recurs else recurring(self._marks)
 
-    def _accept_recurring(self, facts: StepFacts, deviation: float, what: str, evidence: dict[str, Any]) -> Verdict:
+    def _accept_recurring(
+        self, facts: StepFacts, deviation: float, what: str, evidence: dict[str, Any]
+    ) -> Verdict:
         self._forget_row()
         self._recurs = True
         over = sum(value > 0 for value in self._marks)
@@ -212,8 +239,15 @@ class GradientMonitor(KeptWindow):
             "clipped, as long as they recur. If those samples should not be there, look at the windows that these "
             "events name"
         )
-        evidence = {"window": facts.window, **evidence, "recurring": over, "growth": math.exp(deviation)}
-        return Verdict("gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True)
+        evidence = {
+            "window": facts.window,
+            **evidence,
+            "recurring": over,
+            "growth": math.exp(deviation),
+        }
+        return Verdict(
+            "gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True
+        )
 
     def _forget_row(self) -> None:
         self._bad_windows.clear()
@@ -231,12 +265,27 @@ class GradientMonitor(KeptWindow):
             text = f"update skipped: the loss scale {facts.loss_scale:g} was too large and is being lowered"
             evidence["window"] = facts.window
             # The scale's search for its range is no news: neither budget nor flight record is for it.
-            return Verdict("scaler.calibration", facts.step, text, healthy=False, evidence=evidence, suspect=False)
+            return Verdict(
+                "scaler.calibration",
+                facts.step,
+                text,
+                healthy=False,
+                evidence=evidence,
+                suspect=False,
+            )
         what = f"loss {facts.loss:g}, gradient norm {facts.grad_norm:g}, window {facts.window}"
-        return self._skip(facts, "nonfinite.skip", what, f"were not finite (last: {what})", evidence)
+        return self._skip(
+            facts, "nonfinite.skip", what, f"were not finite (last: {what})", evidence
+        )
 
     def _skip(
-        self, facts: StepFacts, code: str, what: str, why: str, evidence: dict[str, Any], norm: float | None = None
+        self,
+        facts: StepFacts,
+        code: str,
+        what: str,
+        why: str,
+        evidence: dict[str, Any],
+        norm: float | None = None,
     ) -> Verdict:
         self._bad_windows.append(facts.window)
         self._bad_norms.append(norm)
@@ -294,7 +343,9 @@ class ClippingMonitor(KeptWindow):
     key = "clipping"
     kept = ("norms", "told")
 
-    def __init__(self, max_grad_norm: float, warmup_steps: int, share: float = 0.95, window: int = 200) -> None:
+    def __init__(
+        self, max_grad_norm: float, warmup_steps: int, share: float = 0.95, window: int = 200
+    ) -> None:
         self.max_grad_norm = max_grad_norm
         self.warmup_steps = warmup_steps
         self.share = share
@@ -368,7 +419,10 @@ class UnderflowMonitor(KeptWindow):
         self._latest.append(facts.grad_zeros)
         if len(self._first) < BASELINE:
             self._first.append(facts.grad_zeros)
-        was_overflowing, self._overflowing = self._overflowing, facts.grad_near_limit > self.near_limit
+        was_overflowing, self._overflowing = (
+            self._overflowing,
+            facts.grad_near_limit > self.near_limit,
+        )
         if self._overflowing and not was_overflowing:
             return self._overflow(facts)
         was_vanishing, self._vanishing = self._vanishing, self._vanishes()
@@ -395,7 +449,9 @@ class UnderflowMonitor(KeptWindow):
             "the scale high, or a larger loss_scale.init"
         )
         evidence = {"zeros": facts.grad_zeros, "first_zeros": start, "loss_scale": facts.loss_scale}
-        return Verdict("gradient.underflow", facts.step, text, evidence=evidence | {"window": facts.window})
+        return Verdict(
+            "gradient.underflow", facts.step, text, evidence=evidence | {"window": facts.window}
+        )
 
     def _overflow(self, facts: StepFacts) -> Verdict:
         text = (
@@ -403,7 +459,11 @@ class UnderflowMonitor(KeptWindow):
             f"scale of {facts.loss_scale:g}: updates are about to be skipped. The scale gives way by itself; if "
             "nonfinite.skip follows again and again, lower the learning rate or use the recipe fp16_overflow"
         )
-        evidence = {"near_limit": facts.grad_near_limit, "loss_scale": facts.loss_scale, "window": facts.window}
+        evidence = {
+            "near_limit": facts.grad_near_limit,
+            "loss_scale": facts.loss_scale,
+            "window": facts.window,
+        }
         return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
 
 
@@ -436,7 +496,9 @@ class ParameterMonitor(KeptWindow):
         """The verdict on one step. Deterministic; between measurements it stays what it was."""
         norm = facts.param_norm
         if not math.isnan(norm):
-            self._norms = [(step, each) for step, each in self._norms if step >= facts.step - self.within]
+            self._norms = [
+                (step, each) for step, each in self._norms if step >= facts.step - self.within
+            ]
             smallest = min((each for _, each in self._norms), default=math.inf)
             self._infinite = math.isinf(norm)
             if self._infinite:  # neither begins nor ends a streak of growth
@@ -464,5 +526,17 @@ class ParameterMonitor(KeptWindow):
                 f"{self.within} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
                 "Lower the learning rate, or lengthen the warm-up"
             )
-        evidence = {"norm": jsonable(norm), "smallest": jsonable(smallest), "lr": facts.lr, "window": facts.window}
-        return Verdict("parameters.growth", facts.step, text, healthy=False, proposal=proposal, evidence=evidence)
+        evidence = {
+            "norm": jsonable(norm),
+            "smallest": jsonable(smallest),
+            "lr": facts.lr,
+            "window": facts.window,
+        }
+        return Verdict(
+            "parameters.growth",
+            facts.step,
+            text,
+            healthy=False,
+            proposal=proposal,
+            evidence=evidence,
+        )

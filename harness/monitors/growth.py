@@ -38,7 +38,9 @@ class Growth:
     def meet(self, amax: Floats) -> None:
         """The first step of a run: its scales are of no tensor, but which tensors are zero shows. amax: NaN unknown."""
         first = np.isnan(self._uses) & ~np.isnan(amax)
-        self._uses = np.where(first, np.where(amax > 0, self._grown_up, 0), self._uses).astype(np.float32)
+        self._uses = np.where(first, np.where(amax > 0, self._grown_up, 0), self._uses).astype(
+            np.float32
+        )
 
     def note(self, scale: Floats, amax: Floats) -> None:
         """Append one step. A scale in use before the first value that is not zero is of no tensor, and left out."""
@@ -66,7 +68,9 @@ class Growth:
         valid = np.isfinite(self._scale) & (self._scale > 0)
         first = valid.argmax(axis=0)
         last = len(valid) - 1 - valid[::-1].argmax(axis=0)
-        oldest, newest = (np.take_along_axis(self._scale, place[None], axis=0)[0] for place in (first, last))
+        oldest, newest = (
+            np.take_along_axis(self._scale, place[None], axis=0)[0] for place in (first, last)
+        )
         with np.errstate(divide="ignore", invalid="ignore"):
             octaves = np.log2(oldest / newest) / (last - first)
         grows = valid.any(axis=0) & (last > first)

@@ -62,7 +62,9 @@ class LossMonitor(KeptWindow):
         "losses", "spiking", "row", "marks", "recurs", "first", "best", "ceiling", "window", "follows",
     )  # fmt: skip
 
-    def __init__(self, spike_window: int, spike_sigma: float, spike_steps: int, skip_growth: float = 5.0) -> None:
+    def __init__(
+        self, spike_window: int, spike_sigma: float, spike_steps: int, skip_growth: float = 5.0
+    ) -> None:
         self.spike_sigma = spike_sigma
         self.spike_steps = spike_steps
         self.skip_growth = skip_growth
@@ -163,7 +165,15 @@ class LossMonitor(KeptWindow):
         if skipped and usual is not None and (accepted := self._accepts(facts, usual, run)):
             self._forget_row()
             text = f"update skipped, weights unchanged: {what}. {accepted}"
-            return Verdict("loss.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True, suspect=True)
+            return Verdict(
+                "loss.accepted",
+                facts.step,
+                text,
+                healthy=False,
+                evidence=evidence,
+                skip=True,
+                suspect=True,
+            )
         proposal: Continue | Rollback = Continue()
         if run >= self.spike_steps:
             reason = (
@@ -235,13 +245,15 @@ class FirstLossMonitor(KeptWindow):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         blind = math.log(self.vocab_size)
-        if facts.step != 1 or not math.isfinite(facts.loss) or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind:
+        if (
+            facts.step != 1
+            or not math.isfinite(facts.loss)
+            or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind
+        ):
             return Verdict("loss.ok", facts.step)
         times = facts.loss / blind
         if times > self.tokens_per_sample / 2:
-            why = (
-                f"probably the sum over the {self.tokens_per_sample} tokens of a sample, or of a batch, not their mean"
-            )
+            why = f"probably the sum over the {self.tokens_per_sample} tokens of a sample, or of a batch, not the mean"
         elif times > 1:
             why = "probably a sum instead of a mean, or weights whose logits are far too large"
         else:
@@ -325,7 +337,12 @@ class PlateauMonitor(KeptWindow):
             f"the loss did not fall between updates {steps // 2} and {steps}: {before:.4g}, then {now:.4g} "
             f"(medians of {len(self._losses)} steps)"
         )
-        evidence = {"loss_before": before, "loss": now, "from_update": steps // 2, "to_update": steps}
+        evidence = {
+            "loss_before": before,
+            "loss": now,
+            "from_update": steps // 2,
+            "to_update": steps,
+        }
         return Verdict("loss.plateau", facts.step, text, evidence=evidence)
 
     def _later(self) -> list[float]:

@@ -62,7 +62,13 @@ class RanksMonitor(KeptWindow):
             f"the fastest one's (median {usual:.2f} times, now {slowest:.3g} s against {fastest:.3g} s): "
             "every step waits for it"
         )
-        evidence = {"slow_steps": slow, "steps": length, "median_ratio": usual, "fastest": fastest, "slowest": slowest}
+        evidence = {
+            "slow_steps": slow,
+            "steps": length,
+            "median_ratio": usual,
+            "fastest": fastest,
+            "slowest": slowest,
+        }
         return Verdict("ranks.straggler", facts.step, text, evidence=evidence)
 
 
@@ -72,5 +78,10 @@ def _diverged(facts: StepFacts) -> Verdict:
     text = f"{count} parameter{'s are' if count > 1 else ' is'} not the same on all ranks, bit for bit: {names}"
     evidence = {"parameters": list(facts.diverged[:NAMED_IN_EVIDENCE]), "count": count}
     return Verdict(
-        "ranks.diverged", facts.step, text, healthy=False, proposal=Rollback(text, from_disk=True), evidence=evidence
+        "ranks.diverged",
+        facts.step,
+        text,
+        healthy=False,
+        proposal=Rollback(text, from_disk=True),
+        evidence=evidence,
     )

@@ -11,7 +11,12 @@ from harness.core.protocols import Meta, Monitor, TensorDict
 from harness.monitors.base import MonitorContext
 from harness.monitors.data import DataMonitor
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.gradients import ClippingMonitor, GradientMonitor, ParameterMonitor, UnderflowMonitor
+from harness.monitors.gradients import (
+    ClippingMonitor,
+    GradientMonitor,
+    ParameterMonitor,
+    UnderflowMonitor,
+)
 from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
 from harness.monitors.ranks import RanksMonitor
 from harness.monitors.rise import LearningRateMonitor, LossRiseMonitor

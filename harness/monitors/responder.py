@@ -114,11 +114,17 @@ class Responder:
                 "--name NEW --resume runs/<run>/checkpoints/step-<N>",
             )
         self.ledger.rolls_back(window, self.guard.budget_windows)
-        bad = {window for proposal in proposals for window in proposal.bad} - set(self.ledger.skipped_windows)
-        return Rollback(reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals))
+        bad = {window for proposal in proposals for window in proposal.bad} - set(
+            self.ledger.skipped_windows
+        )
+        return Rollback(
+            reason, tuple(sorted(bad)), any(proposal.from_disk for proposal in proposals)
+        )
 
     def _switch(self, proposals: Sequence[tuple[int, Switch]]) -> Action:
-        whole_run_to = next((switch.whole_run_to for _, switch in proposals if switch.whole_run_to), "")
+        whole_run_to = next(
+            (switch.whole_run_to for _, switch in proposals if switch.whole_run_to), ""
+        )
         if whole_run_to and not self.ledger.lowered:
             # One way and once, so it needs no budget; single layers have nothing left to decide.
             self.ledger.lowered = whole_run_to
@@ -127,7 +133,11 @@ class Responder:
                 whole_run_to=whole_run_to,
             )
         demote = list(dict.fromkeys(layer for _, switch in proposals for layer in switch.demote))
-        promote = [layer for layer in dict.fromkeys(n for _, s in proposals for n in s.promote) if layer not in demote]
+        promote = [
+            layer
+            for layer in dict.fromkeys(n for _, s in proposals for n in s.promote)
+            if layer not in demote
+        ]
         # Demotions come first: they protect the run, promotions only make it faster.
         left = max(0, self.guard.max_switches - self.ledger.switches)
         granted_down = demote[:left]
@@ -198,12 +208,19 @@ class Judge:
         due = facts.step + SWITCH_DELAY
         if more := max((verdict.sample_steps for verdict in verdicts), default=0):
             self.state.dense_sampling = self.state.dense_sampling.extended(due, more)
-        limits = functools.reduce(Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS)
+        limits = functools.reduce(
+            Limits.stricter, (verdict.limits for verdict in verdicts), NO_LIMITS
+        )
         if limits != NO_LIMITS:
             self.state.limits[due] = limits
         if isinstance(action, Switch):
-            self.state.switches.append((due, list(action.demote), list(action.promote), action.whole_run_to))
-        healthy, suspect = self.responder.healthy(verdicts), self.responder.suspect(facts, verdicts, action)
+            self.state.switches.append(
+                (due, list(action.demote), list(action.promote), action.whole_run_to)
+            )
+        healthy, suspect = (
+            self.responder.healthy(verdicts),
+            self.responder.suspect(facts, verdicts, action),
+        )
         return Judgement(facts, verdicts, tuple(self.responder.notes), action, healthy, suspect)
 
     def switch_due(self) -> list[tuple[int, Switch]]:
@@ -225,7 +242,11 @@ class Judge:
     def stay_fallen_back(self) -> None:
         """After a state was loaded: one from before the whole run's fall must not bring the old precision back."""
         fallen = self.state.ledger.lowered
-        if fallen and not self.precision.fell_back_to and not any(switch[3] for switch in self.state.switches):
+        if (
+            fallen
+            and not self.precision.fell_back_to
+            and not any(switch[3] for switch in self.state.switches)
+        ):
             self.precision.fall_back(fallen)
 
     def stay_held(self, held: set[str]) -> None:

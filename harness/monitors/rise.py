@@ -101,7 +101,9 @@ class LossRiseMonitor(KeptWindow):
             return self._told(facts, now, "more than half of what was learned is lost")
         if self._higher == ACT_AFTER:
             self._higher += 1
-            return self._told(facts, now, f"it has been higher than its best for {ACT_AFTER} updates")
+            return self._told(
+                facts, now, f"it has been higher than its best for {ACT_AFTER} updates"
+            )
         return self._as_before(facts)
 
     def _rising(self, floor: float) -> bool:
@@ -123,17 +125,29 @@ class LossRiseMonitor(KeptWindow):
         )
 
     def _evidence(self, facts: StepFacts, now: float) -> dict[str, float | None]:
-        return {"loss": now, "best": self._best, "first": self._first, "sigma": self._sigma, "window": facts.window}
+        return {
+            "loss": now,
+            "best": self._best,
+            "first": self._first,
+            "sigma": self._sigma,
+            "window": facts.window,
+        }
 
     def _told(self, facts: StepFacts, now: float, why: str) -> Verdict:
-        what = f"If it stays over the first for {ACT_AFTER} updates the run goes back" if self.act else "It goes on"
+        what = (
+            f"If it stays over the first for {ACT_AFTER} updates the run goes back"
+            if self.act
+            else "It goes on"
+        )
         text = (
             f"{self._said(now)}: {why}. {what} (guard.loss_rise: "
             f"{'act' if self.act else 'report'}). Look at the data from window {facts.window} back (targets whose unit "
             "or scale changes, a cache that grows), at train/lr, and at what changed in the model"
         )
         evidence = self._evidence(facts, now)
-        return Verdict("loss.rise", facts.step, text, healthy=not (self.act and self._above), evidence=evidence)
+        return Verdict(
+            "loss.rise", facts.step, text, healthy=not (self.act and self._above), evidence=evidence
+        )
 
     def _acted_upon(self, facts: StepFacts, now: float) -> Verdict:
         reason = (
@@ -144,7 +158,12 @@ class LossRiseMonitor(KeptWindow):
         self._above.clear()
         evidence = self._evidence(facts, now)
         return Verdict(
-            "loss.rise", facts.step, reason, healthy=False, proposal=Rollback(reason, bad), evidence=evidence
+            "loss.rise",
+            facts.step,
+            reason,
+            healthy=False,
+            proposal=Rollback(reason, bad),
+            evidence=evidence,
         )
 
 

@@ -87,7 +87,11 @@ class Fp8Monitor(KeptWindow):
 
     def _uncalled(self, trained: Sequence[str], slots: SlotStats) -> list[str]:
         """Layers among `trained` none of whose tensors a cast has seen; their slots count as reported."""
-        seen = {name.rpartition(".")[0] for name, amax in zip(slots.names, slots.amax.tolist(), strict=True) if amax}
+        seen = {
+            name.rpartition(".")[0]
+            for name, amax in zip(slots.names, slots.amax.tolist(), strict=True)
+            if amax
+        }
         uncalled = [layer for layer in trained if layer not in seen]
         for place, name in enumerate(slots.names):
             self._reported[place] |= name.rpartition(".")[0] in uncalled
@@ -130,7 +134,12 @@ class Fp8StormMonitor(KeptWindow):
     kept = ("streaks", "due")
 
     def __init__(
-        self, saturation: Sequence[float], underflow: float, share: float = 0.25, steps: int = 3, warmup_steps: int = 2
+        self,
+        saturation: Sequence[float],
+        underflow: float,
+        share: float = 0.25,
+        steps: int = 3,
+        warmup_steps: int = 2,
     ) -> None:
         self.saturation = np.array(saturation, dtype=np.float32)
         self.underflow = underflow
@@ -147,51 +156,86 @@ class Fp8StormMonitor(KeptWindow):
         """For runs with FP8 layers: with the fallback's limits, whether layers may fall back or not."""
         limits = context.fallback
         saturation = [getattr(limits, f"saturation_{role}") for role in ROLES]
-        return cls(saturation, limits.underflow, warmup_steps=limits.warmup_steps) if context.layers else None
+        return (
+            cls(saturation, limits.underflow, warmup_steps=limits.warmup_steps)
+            if context.layers
+            else None
+        )
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
         found: list[_Told] = [] if self._due is None else [self._due]
         slots = facts.slots
-        if slots is not None and facts.applied and not facts.fell_back_to and facts.applied_steps > self.warmup_steps:
+        if (
+            slots is not None
+            and facts.applied
+            and not facts.fell_back_to
+            and facts.applied_steps > self.warmup_steps
+        ):
             found += self._judge(slots, facts.demoted)
         self._due = found[1] if len(found) > 1 else None
         if not found:
             return Verdict("fp8.ok", facts.step)
         kind, text, evidence = found[0]
         return Verdict(
-            "fp8.saturation" if kind == "saturation" else "fp8.underflow", facts.step, text, evidence=evidence
+            "fp8.saturation" if kind == "saturation" else "fp8.underflow",
+            facts.step,
+            text,
+            evidence=evidence,
         )
 
     def _judge(self, slots: SlotStats, demoted: Sequence[str]) -> list[_Told]:
         if slots.names is not self._names and slots.names != self._names:
             self._names = slots.names
-            self._limits = self.saturation[[ROLES.index(name.rpartition(".")[2]) for name in slots.names]]
+            self._limits = self.saturation[
+                [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
+            ]
         live = np.ones(len(slots.names), dtype=np.bool_)
         if demoted:
             live &= [name.rpartition(".")[0] not in demoted for name in slots.names]
         told: list[_Told] = []
         for kind, values, limits, what in (
-            ("saturation", slots.saturation, self._limits, "are far over their format's largest value, by ratio"),
-            ("underflow", slots.underflow, self.underflow, "lose many of their values to zero, by share"),
+            (
+                "saturation",
+                slots.saturation,
+                self._limits,
+                "are far over their format's largest value, by ratio",
+            ),
+            (
+                "underflow",
+                slots.underflow,
+                self.underflow,
+                "lose many of their values to zero, by share",
+            ),
         ):
             judged = live & ~np.isnan(values)
             if not judged.any():  # not sampled in this step
                 continue
             over = judged & (values > limits)
-            self._streaks[kind] = self._streaks[kind] + 1 if over.sum() > self.share * judged.sum() else 0
+            self._streaks[kind] = (
+                self._streaks[kind] + 1 if over.sum() > self.share * judged.sum() else 0
+            )
             if self._streaks[kind] == self.steps:
-                told.append((kind, *self._describe(slots.names, values, over, int(judged.sum()), what)))
+                told.append(
+                    (kind, *self._describe(slots.names, values, over, int(judged.sum()), what))
+                )
         return told
 
     def _describe(
-        self, names: tuple[str, ...], values: npt.NDArray[np.float32], over: Bools, judged: int, what: str
+        self,
+        names: tuple[str, ...],
+        values: npt.NDArray[np.float32],
+        over: Bools,
+        judged: int,
+        what: str,
     ) -> tuple[str, dict[str, Any]]:
         worst = sorted(np.flatnonzero(over).tolist(), key=lambda place: (-values[place], place))
         count = len(worst)
         shown = some([f"{names[place]} {values[place]:.3g}" for place in worst], WORST_IN_TEXT)
         text = f"{count} of {judged} FP8 tensors {what}, {self.steps} times in a row: {shown}"
-        figures = {names[place]: jsonable(float(values[place])) for place in worst[:WORST_IN_EVIDENCE]}
+        figures = {
+            names[place]: jsonable(float(values[place])) for place in worst[:WORST_IN_EVIDENCE]
+        }
         return text, {"slots": figures, "count": count, "of": judged}
 
 
@@ -246,7 +290,9 @@ class Fp8FrozenMonitor(KeptWindow):
         moved = slots.scale != self._scale
         used = np.isfinite(slots.saturation) & (slots.amax > 0) & (slots.scale < _LARGEST)
         self._scale = slots.scale.copy()
-        self._peak = np.where(moved, 0, np.where(used, np.maximum(self._peak, self._newest), self._peak))
+        self._peak = np.where(
+            moved, 0, np.where(used, np.maximum(self._peak, self._newest), self._peak)
+        )
         self._newest = np.where(used, slots.saturation, np.where(moved, 0, self._newest))
         self._count = np.where(moved, 0, self._count) + used
         due = self._count > self.updates
@@ -266,7 +312,9 @@ class Fp8FrozenMonitor(KeptWindow):
             f"tensors: {some(told, WORST_IN_TEXT)}"
         )
         figures = {self._names[place]: jsonable(float(ratio[place])) for place in places}
-        return Verdict("fp8.frozen", step, text, evidence={"slots": figures, "updates": self.updates})
+        return Verdict(
+            "fp8.frozen", step, text, evidence={"slots": figures, "updates": self.updates}
+        )
 
 
 class ScalerMonitor(KeptWindow):
@@ -314,7 +362,12 @@ class ScalerMonitor(KeptWindow):
                 "Lower the learning rate or max_grad_norm, check the data, or use a bf16 or fp32 recipe"
             )
             return Verdict(
-                "scaler.collapse", facts.step, reason, healthy=False, proposal=Halt(reason), evidence=evidence
+                "scaler.collapse",
+                facts.step,
+                reason,
+                healthy=False,
+                proposal=Halt(reason),
+                evidence=evidence,
             )
         self._calibrated = self._calibrated or facts.applied
         if self._calibrated:
@@ -328,7 +381,10 @@ class ScalerMonitor(KeptWindow):
 
     def _overflow(self, facts: StepFacts) -> Verdict | None:
         skips, limit = sum(self._skips), self.share * (self._skips.maxlen or 0)
-        was, self._overflowing = self._overflowing, skips > (limit / 2 if self._overflowing else limit)
+        was, self._overflowing = (
+            self._overflowing,
+            skips > (limit / 2 if self._overflowing else limit),
+        )
         if was or not self._overflowing:
             return None
         text = (

@@ -35,7 +35,12 @@ _TORCHAO = {"adamw8bit": "AdamW8bit", "adamw_fp8": "AdamWFp8"}
 _BLOCK, _SMALLEST = 256, 4096
 _TABLE_BYTES = {"adamw8bit": 4 * 256, "adamw_fp8": 0}
 # Keys of the config, not arguments.
-_OF_THE_CONFIG = {"params": "", "lr": "train.lr", "weight_decay": "train.weight_decay", "betas": "train.betas"}
+_OF_THE_CONFIG = {
+    "params": "",
+    "lr": "train.lr",
+    "weight_decay": "train.weight_decay",
+    "betas": "train.betas",
+}
 _FIXED = ("fused", "foreach", "capturable", "differentiable", "maximize")
 _MUON_OTHERS = "others"
 
@@ -71,7 +76,9 @@ def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
         moments = 3 if train.optimizer_args.get("amsgrad") else 2
         whole = _embeddings(model)
         return moments * sum(_torchao_moment(train, param, whole) for param in trained)
-    moments = {"adamw": 3 if train.optimizer_args.get("amsgrad") else 2, "sgd": 1}.get(train.optimizer)
+    moments = {"adamw": 3 if train.optimizer_args.get("amsgrad") else 2, "sgd": 1}.get(
+        train.optimizer
+    )
     if moments is not None:
         return 4 * moments * elements
     if train.optimizer == "muon":
@@ -96,7 +103,14 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
         return []
     why = "it keeps the optimizer's state in flat partitions, which hold neither matrices nor quantised moments"
     fix = "train.optimizer=adamw or sgd, or start with torchrun (engine ddp)"
-    return [Problem(f"the engine {engine} does not take it", f"train.optimizer {train.optimizer!r}", why, fix)]
+    return [
+        Problem(
+            f"the engine {engine} does not take it",
+            f"train.optimizer {train.optimizer!r}",
+            why,
+            fix,
+        )
+    ]
 
 
 def _decay_groups(model: nn.Module, train: TrainConfig) -> list[Group]:
@@ -121,7 +135,11 @@ def _decay_groups(model: nn.Module, train: TrainConfig) -> list[Group]:
 
 def _embeddings(model: nn.Module) -> set[int]:
     """Ids of the embeddings' parameters, tied ones too."""
-    return {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    return {
+        id(each.weight)
+        for each in model.modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    }
 
 
 def _group(members: Named, decay: float) -> Group:
@@ -129,7 +147,9 @@ def _group(members: Named, decay: float) -> Group:
     return {"params": [param for _, param in members], "param_names": names, "weight_decay": decay}
 
 
-def _fused(model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device) -> Optimizer:
+def _fused(
+    model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
+) -> Optimizer:
     lr = torch.tensor(train.lr, dtype=torch.float32, device=device)
     cls: Any = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.SGD
     given = _named_arguments(cls, train, {"betas": train.betas} if cls is torch.optim.AdamW else {})
@@ -141,7 +161,9 @@ def _fused(model: nn.Module, groups: list[Group], train: TrainConfig, device: to
     return optimizer
 
 
-def _torchao(model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device) -> Optimizer:
+def _torchao(
+    model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
+) -> Optimizer:
     name = _TORCHAO[train.optimizer]
     where = f"train.optimizer {train.optimizer}"
     try:
@@ -157,9 +179,15 @@ def _torchao(model: nn.Module, groups: list[Group], train: TrainConfig, device: 
     for group in optimizer.param_groups:
         group["lr"] = lr
         for param in group["params"]:  # as its first step would make it
-            moments = {"exp_avg": True, "exp_avg_sq": False, **({"max_exp_avg_sq": False} if group["amsgrad"] else {})}
+            moments = {
+                "exp_avg": True,
+                "exp_avg_sq": False,
+                **({"max_exp_avg_sq": False} if group["amsgrad"] else {}),
+            }
             state = {
-                key: torch.zeros_like(param) if id(param) in whole else optimizer._new_buffer(param, signed)
+                key: torch.zeros_like(param)
+                if id(param) in whole
+                else optimizer._new_buffer(param, signed)
                 for key, signed in moments.items()
             }
             optimizer.state[param] = {"step": torch.tensor(0.0), **state}
@@ -222,7 +250,9 @@ class MuonAdamW(Optimizer):
             part.step()
 
 
-def _muon(model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device) -> Optimizer:
+def _muon(
+    model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
+) -> Optimizer:
     chosen = {id(param) for _, param in _muon_matrices(model, train)}
     muon: list[Group] = []
     adamw: list[Group] = []
@@ -232,8 +262,17 @@ def _muon(model: nn.Module, groups: list[Group], train: TrainConfig, device: tor
             if members := [pair for pair in named if (id(pair[1]) in chosen) is wanted]:
                 kind.append(_group(members, group["weight_decay"]))
     args = {key: value for key, value in train.optimizer_args.items() if key != _MUON_OTHERS}
-    given = _named_arguments(torch.optim.Muon, train.model_copy(update={"optimizer_args": args}), {})
-    parts = [_construct(torch.optim.Muon, muon, {"lr": train.lr, "adjust_lr_fn": "match_rms_adamw", **given}, train)]
+    given = _named_arguments(
+        torch.optim.Muon, train.model_copy(update={"optimizer_args": args}), {}
+    )
+    parts = [
+        _construct(
+            torch.optim.Muon,
+            muon,
+            {"lr": train.lr, "adjust_lr_fn": "match_rms_adamw", **given},
+            train,
+        )
+    ]
     if adamw:
         parts.append(torch.optim.AdamW(adamw, lr=train.lr, betas=train.betas, fused=True))
     for group in parts[0].param_groups:
@@ -251,34 +290,59 @@ def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:
     """
     where = f"train.optimizer_args.{_MUON_OTHERS}"
     patterns = train.optimizer_args.get(_MUON_OTHERS, [])
-    if not isinstance(patterns, list) or not all(isinstance(each, str) for each in cast("list[Any]", patterns)):
-        raise ConfigError(Problem(f"{patterns!r} is no list of patterns", where, fix='such as ["head.*"]'))
+    if not isinstance(patterns, list) or not all(
+        isinstance(each, str) for each in cast("list[Any]", patterns)
+    ):
+        raise ConfigError(
+            Problem(f"{patterns!r} is no list of patterns", where, fix='such as ["head.*"]')
+        )
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if vain := [each for each in patterns if not any(fnmatchcase(name, each) for name, _ in named)]:
         known = [name for name, _ in named]
-        raise ConfigError(Problem(f"matches no parameter: {', '.join(vain)}", where, fix=near_match(vain[0], known)))
+        raise ConfigError(
+            Problem(
+                f"matches no parameter: {', '.join(vain)}", where, fix=near_match(vain[0], known)
+            )
+        )
     apart = _embeddings(model)
-    rows = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
-    heads = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features in rows]
+    rows = {
+        each.num_embeddings
+        for each in model.modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+    }
+    heads = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Linear) and each.out_features in rows
+    ]
     apart |= {id(each.weight) for each in heads[-1:]}
     found = [
         (name, param)
         for name, param in named
-        if param.ndim == 2 and id(param) not in apart and not any(fnmatchcase(name, each) for each in patterns)
+        if param.ndim == 2
+        and id(param) not in apart
+        and not any(fnmatchcase(name, each) for each in patterns)
     ]
     if not found:
         fix = "train.optimizer=adamw"
-        raise ConfigError(Problem("the model has no hidden matrix for Muon", "train.optimizer muon", fix=fix))
+        raise ConfigError(
+            Problem("the model has no hidden matrix for Muon", "train.optimizer muon", fix=fix)
+        )
     return found
 
 
-def _made_by_target(model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device) -> Optimizer:
+def _made_by_target(
+    model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
+) -> Optimizer:
     cls = _load_class(train)
     arguments = _own_arguments(cls, train)
     for group in groups:
         _rehearse(cls, group, arguments, train)
     if "weight_decay" not in inspect.signature(cls).parameters:
-        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "weight_decay"}
+            for group in groups
+        ]
     return _construct(cls, groups, arguments, train)
 
 
@@ -287,12 +351,16 @@ def _load_class(train: TrainConfig) -> Any:
     where = f"train.optimizer {train.optimizer!r}"
     cls = find_target(where, train.optimizer, "optimizers")
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ConfigError(Problem("is no torch.optim.Optimizer", where, fix="name a class derived from it"))
+        raise ConfigError(
+            Problem("is no torch.optim.Optimizer", where, fix="name a class derived from it")
+        )
     name = cls.__name__
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{name}.step needs a closure, which would compute the loss anew, ungated"
-        raise ConfigError(Problem(what, where, fix="an optimizer that steps by the gradients alone"))
+        raise ConfigError(
+            Problem(what, where, fix="an optimizer that steps by the gradients alone")
+        )
     return cls
 
 
@@ -301,14 +369,22 @@ def _own_arguments(cls: Any, train: TrainConfig) -> dict[str, Any]:
     config that would have no effect.
     """
     taken = inspect.signature(cls).parameters
-    given = _named_arguments(cls, train, {"betas": train.betas} if "betas" in taken else {}, fixed=())
+    given = _named_arguments(
+        cls, train, {"betas": train.betas} if "betas" in taken else {}, fixed=()
+    )
     changed = tuple(train.betas) != tuple(TrainConfig.model_fields["betas"].default)
     problems = [
         Problem(
-            f"{key} has no effect: {cls.__name__} does not take it", f"train.optimizer {train.optimizer!r}", fix=fix
+            f"{key} has no effect: {cls.__name__} does not take it",
+            f"train.optimizer {train.optimizer!r}",
+            fix=fix,
         )
         for key, idle, fix in (
-            ("train.weight_decay", train.weight_decay != 0 and "weight_decay" not in taken, "train.weight_decay=0"),
+            (
+                "train.weight_decay",
+                train.weight_decay != 0 and "weight_decay" not in taken,
+                "train.weight_decay=0",
+            ),
             ("train.betas", changed and "betas" not in taken, "leave train.betas out"),
             ("train.lr", "lr" not in taken, "an optimizer that takes lr"),
         )
@@ -331,17 +407,25 @@ def _named_arguments(
         where = f"train.optimizer_args.{key}"
         if key in _OF_THE_CONFIG:
             ours = _OF_THE_CONFIG[key]
-            problems.append(Problem("is not an argument here", where, fix=f"set {ours}" if ours else "leave it out"))
+            problems.append(
+                Problem(
+                    "is not an argument here", where, fix=f"set {ours}" if ours else "leave it out"
+                )
+            )
         elif key in fixed:
             problems.append(Problem("is chosen by the harness", where, fix="leave it out"))
         elif key not in taken and not takes_all:
-            problems.append(Problem(f"{cls.__name__} does not take it", where, fix=near_match(key, taken)))
+            problems.append(
+                Problem(f"{cls.__name__} does not take it", where, fix=near_match(key, taken))
+            )
     if problems:
         raise ConfigError(problems)
     return {**given, **train.optimizer_args}
 
 
-def _construct(cls: Any, groups: Iterable[Group], arguments: Mapping[str, Any], train: TrainConfig) -> Optimizer:
+def _construct(
+    cls: Any, groups: Iterable[Group], arguments: Mapping[str, Any], train: TrainConfig
+) -> Optimizer:
     try:
         return cls([dict(group) for group in groups], **arguments)
     except HarnessError:
@@ -387,9 +471,15 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
         raise ConfigError(Problem(what, where, fix="try it on one parameter, alone")) from error
     if takes_found_inf(optimizer) and not torch.equal(before, copy):
         what = f"{name} says that it takes found_inf, and updates although it is set"
-        raise ConfigError(Problem(what, where, fix="take _step_supports_amp_scaling away from the class"))
+        raise ConfigError(
+            Problem(what, where, fix="take _step_supports_amp_scaling away from the class")
+        )
     state: dict[str, Any] = optimizer.state[copy]
-    odd = [f"{key} ({type(value).__name__})" for key, value in state.items() if not _can_be_saved(value)]
+    odd = [
+        f"{key} ({type(value).__name__})"
+        for key, value in state.items()
+        if not _can_be_saved(value)
+    ]
     odd += [
         f"{key} (a tensor of a group)"
         for each in optimizer.param_groups
@@ -398,13 +488,23 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
     ]
     if odd:
         what = f"{name} keeps what a checkpoint cannot hold: {some(odd, 4)}"
-        raise ConfigError(Problem(what, where, fix="keep tensors, numbers and text in optimizer.state"))
-    size = sum(value.numel() * value.element_size() for value in state.values() if isinstance(value, Tensor))
+        raise ConfigError(
+            Problem(what, where, fix="keep tensors, numbers and text in optimizer.state")
+        )
+    size = sum(
+        value.numel() * value.element_size()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
     return math.ceil(size / copy.numel() * sum(param.numel() for param in group["params"]))
 
 
 def _can_be_saved(value: object) -> bool:
-    return type(value) in (Tensor, nn.Parameter) or value is None or isinstance(value, bool | int | float | str)
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        or value is None
+        or isinstance(value, bool | int | float | str)
+    )
 
 
 _MAKERS: dict[str, Callable[[nn.Module, list[Group], TrainConfig, torch.device], Optimizer]] = {

@@ -30,9 +30,13 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     """
     if train.optimizer not in _ADAMW:
         return ""
-    matrices: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad and param.ndim >= 2]
+    matrices: list[torch.Tensor] = [
+        param for param in model.parameters() if param.requires_grad and param.ndim >= 2
+    ]
     norms = torch.stack(torch._foreach_norm(matrices)).tolist() if matrices else []
-    sizes = [norm / param.numel() ** 0.5 for norm, param in zip(norms, matrices, strict=True) if norm > 0]
+    sizes = [
+        norm / param.numel() ** 0.5 for norm, param in zip(norms, matrices, strict=True) if norm > 0
+    ]
     usual = median(sizes) if sizes else 0.0
     if not train.lr > HIGH * usual > 0:
         return ""
@@ -68,7 +72,14 @@ class Schedule:
     @classmethod
     def of(cls, train: TrainConfig) -> Schedule:
         """The schedule of a run."""
-        return cls(train.lr, train.warmup_steps, train.steps, train.min_lr_ratio, train.schedule, train.decay_share)
+        return cls(
+            train.lr,
+            train.warmup_steps,
+            train.steps,
+            train.min_lr_ratio,
+            train.schedule,
+            train.decay_share,
+        )
 
     @overload
     def __call__(self, applied: Tensor) -> Tensor: ...
@@ -88,7 +99,9 @@ class Schedule:
             start = max(start, self.total_steps - round(self.decay_share * self.total_steps))
         progress = ((n - start) / max(1, self.total_steps - start)).clamp(0.0, 1.0)
         if self.kind == "cosine":
-            after = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (1.0 + torch.cos(math.pi * progress))
+            after = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (
+                1.0 + torch.cos(math.pi * progress)
+            )
         elif self.kind == "constant":
             after = torch.ones_like(progress)
         else:
@@ -109,7 +122,9 @@ class Jump:
     text: str
 
 
-def lr_jump(before: TrainConfig, now: TrainConfig, applied: int, factor: float = 1.0) -> Jump | None:
+def lr_jump(
+    before: TrainConfig, now: TrainConfig, applied: int, factor: float = 1.0
+) -> Jump | None:
     """What becomes of the learning rate where a run of `before` goes on as `now` after `applied` updates.
 
     factor: rollbacks' on the rate. None if the next update has neither over JUMP times the last one's nor under 1 /
@@ -118,13 +133,22 @@ def lr_jump(before: TrainConfig, now: TrainConfig, applied: int, factor: float =
     if not applied:
         return None
     old, new = Schedule.of(before), Schedule.of(now)
-    last, expected, following = old(applied - 1) * factor, old(applied) * factor, new(applied) * factor
+    last, expected, following = (
+        old(applied - 1) * factor,
+        old(applied) * factor,
+        new(applied) * factor,
+    )
     if following == expected or last / JUMP <= following <= last * JUMP:
         return None
     keys = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio", "decay_share")
-    changed = [f"train.{key} {a} -> {b}" for key in keys if (a := getattr(before, key)) != (b := getattr(now, key))]
+    changed = [
+        f"train.{key} {a} -> {b}"
+        for key in keys
+        if (a := getattr(before, key)) != (b := getattr(now, key))
+    ]
     times = f"{following / last:.3g} times it" if last else "from none"
     text = (
-        f"the learning rate goes from {last:.3g} to {following:.3g} at the next update, {times}: {', '.join(changed)}"
+        f"the learning rate goes from {last:.3g} to {following:.3g} at the next update, {times}: "
     )
+    text += ", ".join(changed)
     return Jump(last, following, text)

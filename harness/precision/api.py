@@ -20,7 +20,13 @@ from harness.precision.misuse import Turn, misuse, optimizer_problems, step_prob
 from harness.precision.plan import Plan
 from harness.precision.prepared import LoopGradients, Prepared
 from harness.precision.recipe import Recipe, load_recipe
-from harness.precision.standard import Standard, WrappedOptimizer, own_backward, unwrapped, wrap_problems
+from harness.precision.standard import (
+    Standard,
+    WrappedOptimizer,
+    own_backward,
+    unwrapped,
+    wrap_problems,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,7 +111,9 @@ class Precision:
         nothing; no layer that can run in FP8, and no other rung in the recipe).
         """
         if self._prepared is not None:
-            raise misuse("prepare()", "it was called before", fix="make one Precision for each model")
+            raise misuse(
+                "prepare()", "it was called before", fix="make one Precision for each model"
+            )
         self._prepared = Prepared(self.recipe, model, self.seed)
         self._standard = Standard(self, self._prepared)
         self._end_window(self._prepared)
@@ -116,9 +124,7 @@ class Precision:
         if self._prepared is not None:
             what = "a Precision, or an optimizer that it wrapped, is copied or pickled"
             why = "it belongs to one model, whose hooks and scales a copy would share or lose"
-            fix = (
-                "save and load state_dict(); for a second model copy the model before prepare(), with its own Precision"
-            )
+            fix = "save and load state_dict(); a second model is copied before prepare(), with its own Precision"
             raise misuse("copy", what, why, fix)
         return super().__reduce_ex__(protocol)
 
@@ -147,7 +153,10 @@ class Precision:
         return self._ready("demoted").backend.demoted
 
     def wrap(
-        self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        max_grad_norm: float | None = None,
+        tokens: int = 0,
     ) -> WrappedOptimizer:
         """An optimizer for the standard loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()`.
 
@@ -158,7 +167,9 @@ class Precision:
         """
         ready = self._ready("wrap()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any) + wrap_problems(chosen)
+        problems = optimizer_problems(
+            "wrap()", chosen, max_grad_norm, ready.owns_any
+        ) + wrap_problems(chosen)
         if problems:
             raise MisuseError(problems)
         self.standard_loop()
@@ -222,15 +233,26 @@ class Precision:
         ready = self._outside("context()")
         if moved := ready.moved():
             why = "what runs where was decided for the model as it was; weights in less than float32 lose small updates"
-            raise misuse("context()", f"the model {moved}", why, "move and cast the model first, then call prepare()")
-        if torch.is_grad_enabled() and self._clock is not None and self._training is not ready.model.training:
+            raise misuse(
+                "context()",
+                f"the model {moved}",
+                why,
+                "move and cast the model first, then call prepare()",
+            )
+        if (
+            torch.is_grad_enabled()
+            and self._clock is not None
+            and self._training is not ready.model.training
+        ):
             if self._training:
                 what = "in the middle of a window the model is in eval() mode, and gradients are on"
                 why = "an evaluation would enter the window's amaxes, as if it trained"
                 fix = "evaluate in precision.evaluating(), or torch.no_grad(); to train stay in one mode for a window"
                 raise misuse("context()", what, why, fix)
             if not ready.window.backwards:
-                self._end_window(ready)  # it was an evaluation: what its forwards left is dropped with the window
+                self._end_window(
+                    ready
+                )  # it was an evaluation: what its forwards left is dropped with the window
         if torch.is_grad_enabled() and self._clock is None:
             self._training = ready.model.training
             ready.window.begun = True
@@ -265,13 +287,21 @@ class Precision:
                 fix = "call the prepared model itself, or a torch.compile of it, once for every loss.backward()"
             raise misuse("backward()", "no forward in context() since the last step", why, fix)
         if loss.numel() != 1 or not loss.requires_grad:
-            what = "does not require grad" if loss.numel() == 1 else f"has shape {list(loss.shape)}, not one element"
-            raise misuse("backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled")
+            what = (
+                "does not require grad"
+                if loss.numel() == 1
+                else f"has shape {list(loss.shape)}, not one element"
+            )
+            raise misuse(
+                "backward()", f"the loss {what}", fix="compute a mean loss with gradients enabled"
+            )
         if not ready.window.backwards:
             ready.agree()
             ready.window.check_zeroed(ready.model.parameters())
         elif all(parameter.grad is None for parameter in ready.model.parameters()):
-            what = f"the gradients of {ready.window.backwards} backward() since the last step are gone"
+            what = (
+                f"the gradients of {ready.window.backwards} backward() since the last step are gone"
+            )
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
             fix = "zero_grad() only after step(); to give up a window, after an error say, drop_window() too"
             raise misuse("backward()", what, why, fix)
@@ -280,19 +310,31 @@ class Precision:
             self.in_backward = True
             try:
                 true = self._hooks.true_gradients(loss)
-                with _no_autocast(ready.device), ready.backend.backward_context(), true, own_backward():
-                    (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(**options)
+                with (
+                    _no_autocast(ready.device),
+                    ready.backend.backward_context(),
+                    true,
+                    own_backward(),
+                ):
+                    (loss if ready.loss_scale is None else loss * ready.loss_scale.value).backward(
+                        **options
+                    )
             finally:
                 self.in_backward = False
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        scaled = ready.loss_scale is not None and not ready.loss_scale.retired and not self._hooks.begun
+        scaled = (
+            ready.loss_scale is not None and not ready.loss_scale.retired and not self._hooks.begun
+        )
         ready.window.backward_done(ready.model.parameters(), scaled)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
     @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
     def step(
-        self, optimizers: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None, tokens: int = 0
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        max_grad_norm: float | None = None,
+        tokens: int = 0,
     ) -> StepOutcome:
         """Gate, unscale, clip, apply, then roll the FP8 scales.
 
@@ -350,7 +392,9 @@ class Precision:
         self._end_window(ready)
         ready.window.stepped(chosen)
         switch = ready.judge_earlier(facts)
-        return StepOutcome(figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch)
+        return StepOutcome(
+            figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch
+        )
 
     def facts(self) -> StepFacts | None:
         """What the last step did, read to the host now; None before the first.
@@ -387,7 +431,9 @@ class Precision:
         ready = self._between_steps("promote()")
         if ready.backend.fell_back_to:
             what = f"the whole run went to {ready.backend.fell_back_to}, for good"
-            raise misuse("promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state")
+            raise misuse(
+                "promote()", what, fix="raise fallback.max_demoted_share, or load an earlier state"
+            )
         names = ready.select("promote()", layers)
         ready.judge.held -= set(names)
         moved = tuple(name for name in names if name in ready.backend.demoted)
@@ -402,7 +448,11 @@ class Precision:
         """
         ready = self._between_steps("state_dict()")
         if ready.guarded and len(ready.pending) > 1:
-            raise misuse("state_dict()", "the guard has not judged the last step", fix="call guard.end_step() first")
+            raise misuse(
+                "state_dict()",
+                "the guard has not judged the last step",
+                fix="call guard.end_step() first",
+            )
         return ready.save()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -417,7 +467,9 @@ class Precision:
 
     def _ready(self, call: str) -> Prepared:
         if self._prepared is None:
-            raise misuse(call, "no model was prepared", fix="model = precision.prepare(model) first")
+            raise misuse(
+                call, "no model was prepared", fix="model = precision.prepare(model) first"
+            )
         return self._prepared
 
     @property
@@ -429,17 +481,30 @@ class Precision:
         ready = self._ready(call)
         self.turn.check(call)
         if self.is_evaluating and call in ("backward()", "step()"):
-            raise misuse(call, "called inside evaluating()", "nothing trains in there", f"leave it before {call}")
+            raise misuse(
+                call,
+                "called inside evaluating()",
+                "nothing trains in there",
+                f"leave it before {call}",
+            )
         if self._inside:
-            fix = "leave the first context before the next" if call == "context()" else f"leave context() before {call}"
-            raise misuse(call, "called inside context(), which is for one forward and its loss", fix=fix)
+            fix = (
+                "leave the first context before the next"
+                if call == "context()"
+                else f"leave context() before {call}"
+            )
+            raise misuse(
+                call, "called inside context(), which is for one forward and its loss", fix=fix
+            )
         return ready
 
     def _between_steps(self, call: str) -> Prepared:
         ready = self._outside(call)
         if ready.window.backwards:
             why = "scales and amax of a window are settled in step()"
-            raise misuse(call, "called between backward() and step()", why, f"call {call} right after step()")
+            raise misuse(
+                call, "called between backward() and step()", why, f"call {call} right after step()"
+            )
         return ready
 
     def _end_window(self, ready: Prepared) -> None:

@@ -18,7 +18,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     def search(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            if isinstance(module, nn.ModuleList) and not isinstance(
+                child, nn.ModuleList | nn.ModuleDict
+            ):
                 found[child] = None
             else:
                 search(child)
@@ -46,7 +48,9 @@ class Blocks:
         for block, layers in found:
             for layer in layers:
                 taken.setdefault(layer, block)
-        self._blocks = [(block, [layer for layer in layers if taken[layer] is block]) for block, layers in found]
+        self._blocks = [
+            (block, [layer for layer in layers if taken[layer] is block]) for block, layers in found
+        ]
         self._of = taken
 
     def of(self, layer: nn.Module) -> Block:

@@ -31,13 +31,25 @@ def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Pr
         problems.append(Problem(f"the {rung.backend} backend does not compile", _WHERE, why, fix))
     if not blocks_of(model):
         fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
-        problems.append(Problem(f"{type(model).__name__} has no nn.ModuleList with blocks in it", _WHERE, fix=fix))
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        problems.append(
+            Problem(
+                f"{type(model).__name__} has no nn.ModuleList with blocks in it", _WHERE, fix=fix
+            )
+        )
+    if device.type == "cpu" and not any(
+        map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    ):
         why = "torch.compile writes C++ for a CPU"
-        problems.append(Problem("no C++ compiler", _WHERE, why, "install g++, or engine.compile=none"))
+        problems.append(
+            Problem("no C++ compiler", _WHERE, why, "install g++, or engine.compile=none")
+        )
     if device.type == "cuda" and find_spec("triton") is None:
         why = "torch.compile writes Triton kernels for a GPU"
-        problems.append(Problem("triton is not installed", _WHERE, why, "pip install triton, or engine.compile=none"))
+        problems.append(
+            Problem(
+                "triton is not installed", _WHERE, why, "pip install triton, or engine.compile=none"
+            )
+        )
     return problems
 
 

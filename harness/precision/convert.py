@@ -20,7 +20,11 @@ from harness.precision.recipe import LossScaleConfig, Recipe, Rung
 
 
 def build_backend(
-    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None = None
+    plan: Plan,
+    recipe: Recipe,
+    model: nn.Module,
+    device: torch.device,
+    loss_scale: LossScale | None = None,
 ) -> PrecisionBackend:
     """Convert `model` in place as the plan says and return the backend that runs it.
 
@@ -31,7 +35,9 @@ def build_backend(
     _refuse_compiled(plan, model)
     torch.set_float32_matmul_precision(recipe.float32_matmul)
     scaled = {} if loss_scale is None else {"loss_scale": loss_scale}
-    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(plan, recipe, model, device, **scaled)
+    backend: PrecisionBackend = BACKENDS[plan.rung.backend].load()(
+        plan, recipe, model, device, **scaled
+    )
     if plan.rung.precision != "fp32":
         keep_in_fp32(model, plan.keep_fp32, device.type)
     return backend
@@ -48,7 +54,9 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
     if found := sorted(name for name in changed if name in named and id(named[name]) in compiled):
         why = "its compiled call would go on computing what it was, whatever the plan says"
         fix = "compile after prepare(), or the blocks around it"
-        raise MisuseError([Problem("was compiled before it was prepared", name, why, fix) for name in found])
+        raise MisuseError(
+            [Problem("was compiled before it was prepared", name, why, fix) for name in found]
+        )
 
 
 def monitor_context(
@@ -85,13 +93,19 @@ def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:
     problems: list[Problem] = []
     if recipe.layers.keep_fp32:
         why = "its fp16 engine turns all weights to half precision"
-        problems.append(Problem("DeepSpeed cannot keep modules in fp32", f"{where}: layers.keep_fp32", why, fix))
+        problems.append(
+            Problem("DeepSpeed cannot keep modules in fp32", f"{where}: layers.keep_fp32", why, fix)
+        )
     if recipe.loss_scale != LossScaleConfig():
         why = "its fp16 engine has a loss scale of its own"
-        problems.append(Problem("DeepSpeed does not follow this loss scale", f"{where}: loss_scale", why, fix))
+        problems.append(
+            Problem("DeepSpeed does not follow this loss scale", f"{where}: loss_scale", why, fix)
+        )
     return problems
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """What an engine that owns autocast (DeepSpeed) must be told: None for fp32."""
-    return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[plan.rung.precision]
+    return {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[
+        plan.rung.precision
+    ]

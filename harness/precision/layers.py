@@ -43,11 +43,15 @@ class LayerFilter:
     any of them the answers of `kept_out` mean nothing.
     """
 
-    def __init__(self, model: nn.Module, layers: LayersConfig, multiple: int, where: str, refuses: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, layers: LayersConfig, multiple: int, where: str, refuses: str = ""
+    ) -> None:
         self._layers, self._multiple, self._refuses = layers, multiple, refuses
         self._names = names_of(model)
         self._owners = _owners_of_parameters(model)
-        self._linears = [name for module, names in self._names.items() if is_linear(module) for name in names]
+        self._linears = [
+            name for module, names in self._names.items() if is_linear(module) for name in names
+        ]
         self.problems = self._unmatched(where)
         self._skipped = self._skipped_blocks(model, where)
 
@@ -66,7 +70,9 @@ class LayerFilter:
         if is_lazy(linear.weight):
             return "has no size before its first forward"
         if is_conv1d(linear) and self._refuses:
-            return f"{type(linear).__name__}: {self._refuses} does not compute from a weight [in, out]"
+            return (
+                f"{type(linear).__name__}: {self._refuses} does not compute from a weight [in, out]"
+            )
         if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight and does not call it"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
@@ -86,9 +92,14 @@ class LayerFilter:
             Problem(
                 f'pattern "{pattern}" matches no Linear',
                 f"{where}.{key}",
-                fix=near_match(pattern, self._linears) if self._linears else "the model has no Linear",
+                fix=near_match(pattern, self._linears)
+                if self._linears
+                else "the model has no Linear",
             )
-            for key, patterns in (("include", self._layers.include), ("exclude", self._layers.exclude))
+            for key, patterns in (
+                ("include", self._layers.include),
+                ("exclude", self._layers.exclude),
+            )
             for pattern in patterns
             if not any(fnmatchcase(name, pattern) for name in self._linears)
         ]
@@ -99,16 +110,26 @@ class LayerFilter:
         if not first + last:
             return {}
         blocks = repeated_blocks(model)
-        keys = " and ".join(f"{where}.skip_{end}_blocks" for end, count in (("first", first), ("last", last)) if count)
+        keys = " and ".join(
+            f"{where}.skip_{end}_blocks"
+            for end, count in (("first", first), ("last", last))
+            if count
+        )
         if not blocks:
             why = "no nn.ModuleList or nn.Sequential in it has two or more children of one class"
             fix = "name the layers in layers.exclude instead"
-            self.problems.append(Problem(f"{type(model).__name__} has no repeated blocks", keys, why, fix))
+            self.problems.append(
+                Problem(f"{type(model).__name__} has no repeated blocks", keys, why, fix)
+            )
         elif first + last >= len(blocks):
             what = f"skips {first + last} blocks of a model that has {len(blocks)} ({blocks[0]} to {blocks[-1]})"
-            self.problems.append(Problem(what, keys, fix=f"skip {len(blocks) - 1} at most, or take the recipe bf16"))
+            self.problems.append(
+                Problem(what, keys, fix=f"skip {len(blocks) - 1} at most, or take the recipe bf16")
+            )
         total = len(blocks)
-        skipped = dict.fromkeys(blocks[:first], f"in the first {first} of {total} blocks (skip_first_blocks)")
+        skipped = dict.fromkeys(
+            blocks[:first], f"in the first {first} of {total} blocks (skip_first_blocks)"
+        )
         for block in blocks[max(0, total - last) :]:
             skipped[block] = f"in the last {last} of {total} blocks (skip_last_blocks)"
         return skipped
@@ -172,7 +193,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def _first_match(patterns: list[str], names: list[str]) -> str:
-    return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), "")
+    return next(
+        (pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), ""
+    )
 
 
 def _owners_of_parameters(model: nn.Module) -> dict[Tensor, str]:
@@ -188,7 +211,9 @@ def _owners_of_parameters(model: nn.Module) -> dict[Tensor, str]:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def find_kept(model: nn.Module, patterns: Sequence[str], where: str) -> tuple[dict[nn.Module, str], list[Problem]]:
+def find_kept(
+    model: nn.Module, patterns: Sequence[str], where: str
+) -> tuple[dict[nn.Module, str], list[Problem]]:
     """The modules that `patterns` mean, each with its pattern, and a Problem for each pattern that means none.
 
     A module that is never called cannot be kept: containers have no forward, and nn.MultiheadAttention reads the
@@ -198,7 +223,11 @@ def find_kept(model: nn.Module, patterns: Sequence[str], where: str) -> tuple[di
     kept: dict[nn.Module, str] = {}
     problems: list[Problem] = []
     for pattern in patterns:
-        matched = [module for module, found in names.items() if any(fnmatchcase(name, pattern) for name in found)]
+        matched = [
+            module
+            for module, found in names.items()
+            if any(fnmatchcase(name, pattern) for name in found)
+        ]
         if not matched:
             known = [name for found in names.values() for name in found]
             what = f'pattern "{pattern}" matches no module that is called'
@@ -208,11 +237,15 @@ def find_kept(model: nn.Module, patterns: Sequence[str], where: str) -> tuple[di
             if "forward" in vars(module):
                 what = f"{names[module][0]} had its forward replaced on the object"
                 why = "an fp32 forward of its class would never run"
-                problems.append(Problem(what, where, why, "prepare the model before other tools wrap it"))
+                problems.append(
+                    Problem(what, where, why, "prepare the model before other tools wrap it")
+                )
     return kept, problems
 
 
-def enclosing(kept: Mapping[nn.Module, str], names: Mapping[nn.Module, list[str]], module: nn.Module) -> str:
+def enclosing(
+    kept: Mapping[nn.Module, str], names: Mapping[nn.Module, list[str]], module: nn.Module
+) -> str:
     """Name of a kept module around `module`, under any of its names; empty if there is none."""
     own = names[module]
     outer = (name for other in kept for name in names[other])
@@ -245,7 +278,12 @@ def _fp32_class(base: type[nn.Module], device_type: str) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return object.__new__, (base,), self.__getstate__()
 
-    methods = {"forward": forward, "__deepcopy__": deepcopy, "__reduce_ex__": reduce, "__module__": base.__module__}
+    methods = {
+        "forward": forward,
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+    }
     return type(base.__name__, (base,), methods)
 
 
@@ -257,7 +295,9 @@ def widened(value: Any) -> Any:
         return type(value)(*map(widened, value))
     if type(value) is tuple or type(value) is list:
         return type(value)(widened(item) for item in value)
-    if not isinstance(value, type) and is_dataclass(value):  # transformers' outputs are dicts as well
+    if not isinstance(value, type) and is_dataclass(
+        value
+    ):  # transformers' outputs are dicts as well
         found = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         wide = {name: widened(item) for name, item in found.items()}
         changed = any(wide[name] is not item for name, item in found.items())
@@ -278,7 +318,9 @@ def kind_of(module: nn.Module) -> str:
 
 def _is_called(module: nn.Module) -> bool:
     read_by_its_parent = nn.modules.linear.NonDynamicallyQuantizableLinear
-    return type(module).forward is not nn.Module.forward and not isinstance(module, read_by_its_parent)
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, read_by_its_parent
+    )
 
 
 DECLARATION, SWIGLU = "fusible_norms", "fusible_swiglu"
@@ -286,7 +328,11 @@ _EXAMPLES = {DECLARATION: '{"attn.qkv": "attn_norm"}', SWIGLU: '{"gate_up": "dow
 
 
 def plan_fusion(
-    model: nn.Module, rows: Sequence[LayerPlan], recipe: Recipe, rung: Rung, kept: Mapping[nn.Module, str]
+    model: nn.Module,
+    rows: Sequence[LayerPlan],
+    recipe: Recipe,
+    rung: Rung,
+    kept: Mapping[nn.Module, str],
 ) -> tuple[list[LayerPlan], str]:
     """`rows` with what is fused with each Linear, or why it is not, and a note for the whole run.
 
@@ -295,7 +341,9 @@ def plan_fusion(
     fuses = BACKENDS[rung.backend].fuses
     if rung.precision != "fp8" or not fuses:
         have = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
-        return list(rows), f"layers.fuse: nothing is fused, {rung.name} has no fused blocks ({have} has)"
+        return list(
+            rows
+        ), f"layers.fuse: nothing is fused, {rung.name} has no fused blocks ({have} has)"
     if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
         return list(rows), f"layers.fuse: nothing is fused, {why}"
@@ -303,7 +351,9 @@ def plan_fusion(
     if problems + more:
         raise ConfigError(problems + more)
     if not declared:
-        return list(rows), f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
+        return list(
+            rows
+        ), f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
     names = names_of(model)
     feeds = Counter(norm for _, norm in declared)
     norms: dict[nn.Module, list[nn.Module]] = {}
@@ -329,22 +379,31 @@ def plan_fusion(
         if why:
             fused[row.module] = replace(row, reason=f"{row.reason}, not fused with {name}: {why}")
         else:
-            fused[row.module] = replace(row, reason=f"{row.reason}, fused with {name}", norm=names[norm][0])
+            fused[row.module] = replace(
+                row, reason=f"{row.reason}, fused with {name}", norm=names[norm][0]
+            )
             into[names[norm][0]] = declared[linear, norm][0]
     made = [fused.get(row.module, row) for row in rows]
     for index, row in enumerate(made):
         if row.module in into:
-            why = f"computed in one with {into[row.module]}, by bf16 weights, where that runs in FP8"
+            why = (
+                f"computed in one with {into[row.module]}, by bf16 weights, where that runs in FP8"
+            )
             made[index] = replace(row, reason=why)
     note = f"layers.fuse: {len(into)} of {len(declared)} declared pairs are fused, see their rows"
     if not mlps:
         return made, note
     made = _with_mlps(model, made, mlps)
-    return made, f"{note}; {sum(bool(row.first) for row in made)} of {len(mlps)} declared SwiGLU MLPs are one block"
+    return (
+        made,
+        f"{note}; {sum(bool(row.first) for row in made)} of {len(mlps)} declared SwiGLU MLPs are one block",
+    )
 
 
 def _with_mlps(
-    model: nn.Module, rows: Sequence[LayerPlan], mlps: Mapping[tuple[nn.Module, nn.Module], tuple[str, str]]
+    model: nn.Module,
+    rows: Sequence[LayerPlan],
+    mlps: Mapping[tuple[nn.Module, nn.Module], tuple[str, str]],
 ) -> list[LayerPlan]:
     """`rows` with the first Linear of each MLP that is fused at the row of its second, or why it is not."""
     firsts, seconds = Counter(first for first, _ in mlps), Counter(second for _, second in mlps)
@@ -367,7 +426,9 @@ def _with_mlps(
         if why or before is None:
             made[row.module] = replace(row, reason=f"{row.reason}, not one MLP with {name}: {why}")
         else:
-            made[row.module] = replace(row, reason=f"{row.reason}, one MLP with {name}", first=before.module)
+            made[row.module] = replace(
+                row, reason=f"{row.reason}, one MLP with {name}", first=before.module
+            )
     return list(made.values())
 
 
@@ -382,13 +443,17 @@ def _declared(
         where = f"{name or type(model).__name__}.{attribute}"
         if not isinstance(declaration, Mapping):
             fix = f"give a mapping such as {_EXAMPLES[attribute]}"
-            problems.append(Problem(f"is a {type(declaration).__name__}, not a mapping", where, fix=fix))
+            problems.append(
+                Problem(f"is a {type(declaration).__name__}, not a mapping", where, fix=fix)
+            )
             continue
         parts = dict(module.named_modules(remove_duplicate=False))
         for one, other in declaration.items():
             if missing := [each for each in (one, other) if parts.get(each) is None or not each]:
                 fix = "name parts of the module itself, as in its named_modules()"
-                problems.append(Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix))
+                problems.append(
+                    Problem(f"has no part {', '.join(map(repr, missing))}", where, fix=fix)
+                )
             else:
                 pairs[parts[one], parts[other]] = (one, other)
     return pairs, problems
@@ -423,7 +488,9 @@ L = TypeVar("L", bound=nn.Module)
 M = TypeVar("M", bound=nn.Module)
 
 
-def swap_linears(model: nn.Module, names: Sequence[str], make: Callable[[nn.Linear], M]) -> dict[str, M]:
+def swap_linears(
+    model: nn.Module, names: Sequence[str], make: Callable[[nn.Linear], M]
+) -> dict[str, M]:
     """Replace each named Linear of `model` by `make(linear)`, which must share its Parameters; returns them by name.
 
     A module reachable under several names is replaced once and put back under all of them.
@@ -450,7 +517,9 @@ def twin(linear: nn.Linear, to: type[L]) -> L:
     return made
 
 
-def pickled_as_linear(module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear) -> tuple[Any, ...]:
+def pickled_as_linear(
+    module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear
+) -> tuple[Any, ...]:
     """`__reduce_ex__` of a converted layer: a `plain` one without its `own` attributes: FP8 state belongs to a run."""
     state = {name: value for name, value in module.__dict__.items() if name not in own}
     return object.__new__, (plain,), state

@@ -27,7 +27,9 @@ def misuse(call: str, what: str, why: str = "", fix: str = "") -> MisuseError:
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
     """Each once, whatever the number of groups that hold it."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return iter({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+    return iter(
+        {id(parameter): parameter for group in groups for parameter in group["params"]}.values()
+    )
 
 
 def optimizer_problems(
@@ -36,19 +38,32 @@ def optimizer_problems(
     """What `call` has against these optimizers, whenever it comes."""
     problems: list[Problem] = []
     if max_grad_norm is not None and not max_grad_norm > 0:
-        problems.append(Problem(f"max_grad_norm is {max_grad_norm}", call, fix="over 0, or None for no clipping"))
+        problems.append(
+            Problem(
+                f"max_grad_norm is {max_grad_norm}", call, fix="over 0, or None for no clipping"
+            )
+        )
     if not optimizers:
         problems.append(Problem("no optimizer", call, fix="give the model's optimizer"))
     for each in optimizers:
         name = type(each).__name__
         if not isinstance(each, Optimizer):
-            problems.append(Problem(f"{name} is no torch.optim.Optimizer", call, fix="give the optimizer itself"))
+            problems.append(
+                Problem(
+                    f"{name} is no torch.optim.Optimizer", call, fix="give the optimizer itself"
+                )
+            )
             continue
         if not owns_any(parameters_of([each])):
             fix = "build the optimizer from the parameters of this model"
-            problems.append(Problem(f"{name} holds no parameter of the prepared model", call, fix=fix))
+            problems.append(
+                Problem(f"{name} holds no parameter of the prepared model", call, fix=fix)
+            )
         if isinstance(each, LBFGS):
-            why, fix = "it wants to compute the loss several times a step", "take one that wants no closure"
+            why, fix = (
+                "it wants to compute the loss several times a step",
+                "take one that wants no closure",
+            )
             problems.append(Problem("LBFGS cannot be gated", call, why, fix))
     return problems
 
@@ -61,7 +76,9 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
         fix = "call backward() first; with several optimizers: step([first, second]), or one wrap([first, second])"
         problems.append(Problem("no backward() since the last step", "step()", why, fix))
     real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(real)):
+    if any(
+        parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_of(real)
+    ):
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
         problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
     if backwards and real and all(parameter.grad is None for parameter in parameters_of(real)):
@@ -169,10 +186,17 @@ class OpenWindow:
 
     def check_gradients(self, call: str) -> None:
         """Raises MisuseError if gradients are not as the last `backward` left them."""
-        if changed := [p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark]:
+        if changed := [
+            p for p, mark in self._marks.items() if p.grad is not None and _mark(p) != mark
+        ]:
             what = f"{len(changed)} gradients were changed after backward()"
             why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
-            raise misuse(call, what, why, "clip with step(optimizer, max_grad_norm=...), and leave gradients alone")
+            raise misuse(
+                call,
+                what,
+                why,
+                "clip with step(optimizer, max_grad_norm=...), and leave gradients alone",
+            )
 
     def check_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a window's first backward: raises MisuseError if a gradient is as the last step left it.
@@ -180,11 +204,15 @@ class OpenWindow:
         parameters: the model's.
         """
         applied, self._applied = self._applied, []
-        if any(parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied):
+        if any(
+            parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied
+        ):
             what, fix = "gradients were not zeroed after the last step()", "optimizer.zero_grad()"
             why = "those of two windows would be added, and the former were divided in place"
             held = {id(parameter) for parameter in parameters_of(self._stepped)}
-            if any(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+            if any(
+                parameter.requires_grad and id(parameter) not in held for parameter in parameters
+            ):
                 what += ", which was of a part of the model"
                 fix = (
                     "for networks that are trained in turn (a GAN) one Precision each (docs/guide/precision.md);"
@@ -195,8 +223,13 @@ class OpenWindow:
     def stepped(self, optimizers: Iterable[Optimizer]) -> None:
         """The gradients of their parameters were applied, or skipped. One of each optimizer stands for all of its."""
         self._stepped = list(optimizers)
-        held = ((p for p in parameters_of([optimizer]) if p.grad is not None) for optimizer in self._stepped)
-        self._applied = [(one, _mark(one)) for one in (next(each, None) for each in held) if one is not None]
+        held = (
+            (p for p in parameters_of([optimizer]) if p.grad is not None)
+            for optimizer in self._stepped
+        )
+        self._applied = [
+            (one, _mark(one)) for one in (next(each, None) for each in held) if one is not None
+        ]
 
     def step_begins(self) -> None:
         """The optimizers may step now."""
@@ -222,7 +255,11 @@ class OpenWindow:
         why = "the gate, the loss scale and the FP8 scales belong to the step"
         fix = "call precision.step(optimizer) in its place; no GradScaler is needed"
         if not self.backwards:
-            what += ", after a loss.backward() of its own" if self.begun else ", and no forward was in context()"
+            what += (
+                ", after a loss.backward() of its own"
+                if self.begun
+                else ", and no forward was in context()"
+            )
             fix = "precision.backward(loss) in place of loss.backward(), and precision.step(optimizer) in place of this"
         if not self.begun:
             why = "outside of context() the model computes in plain precision, against the plan"

@@ -72,15 +72,22 @@ def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]
     by the recipe and that every other rank is able to run, whether or not the recipe lists its tier: on an H100 beside
     a T4 the T4's fp16 is right, though no recipe would give fp16 to an H100. None if there is none.
     """
-    takes = [[a and b for a, b in zip(*rows, strict=True)] for rows in zip(able, listed, strict=True)]
+    takes = [
+        [a and b for a, b in zip(*rows, strict=True)] for rows in zip(able, listed, strict=True)
+    ]
     if not all(map(any, takes)):
         return None
     firsts = [row.index(True) for row in takes]
     weakest = [row for row, first in zip(takes, firsts, strict=True) if first == max(firsts)]
-    return next((index for index in range(len(takes[0])) if all(row[index] for row in (*able, *weakest))), None)
+    return next(
+        (index for index in range(len(takes[0])) if all(row[index] for row in (*able, *weakest))),
+        None,
+    )
 
 
-def verdicts(ladder: Sequence[Rung], judged: Sequence[Judgement], chosen: int | None) -> list[RungVerdict]:
+def verdicts(
+    ladder: Sequence[Rung], judged: Sequence[Judgement], chosen: int | None
+) -> list[RungVerdict]:
     """What this machine has to say to every rung, once rung `chosen` (None: none) is taken by all ranks."""
     own = first_taken(judged)
     told: list[RungVerdict] = []
@@ -136,22 +143,34 @@ class Plan:
 
     def fused_norms(self) -> dict[str, str]:
         """FP8 layer -> the norm that is computed in one with it; names as in the model."""
-        return {layer.module: layer.norm for layer in self.layers if layer.precision == "fp8" and layer.norm}
+        return {
+            layer.module: layer.norm
+            for layer in self.layers
+            if layer.precision == "fp8" and layer.norm
+        }
 
     def fused_mlps(self) -> dict[str, str]:
         """Second Linear of an MLP -> the first, which is computed in one with it; names as in the model."""
-        return {layer.module: layer.first for layer in self.layers if layer.precision == "fp8" and layer.first}
+        return {
+            layer.module: layer.first
+            for layer in self.layers
+            if layer.precision == "fp8" and layer.first
+        }
 
     def fp8_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """FP8 layer, numbers padded -> its weight, of a `model` that is not yet converted. Those that are the weight of
         several layers are left out: what reaches them says nothing of one layer."""
-        weights = {pad_numbers(name): model.get_parameter(f"{name}.weight") for name in self.fp8_layers()}
+        weights = {
+            pad_numbers(name): model.get_parameter(f"{name}.weight") for name in self.fp8_layers()
+        }
         owners = Counter(map(id, weights.values()))
         return {name: weight for name, weight in weights.items() if owners[id(weight)] == 1}
 
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded: the order of all FP8 state and statistics."""
-        return tuple(f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES)
+        return tuple(
+            f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What plan.json holds; `effective` is filled in after the run."""
@@ -198,10 +217,14 @@ def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[Rung
     """The first rung of the ladder that the machine supports (None if none), and a verdict on each."""
     judged = judge(recipe, facts)
     chosen = first_taken(judged)
-    return None if chosen is None else recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
+    return None if chosen is None else recipe.ladder[chosen], verdicts(
+        recipe.ladder, judged, chosen
+    )
 
 
-def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[RungVerdict], model: nn.Module) -> Plan:
+def make_plan(
+    recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[RungVerdict], model: nn.Module
+) -> Plan:
     """Decide for every parametrised leaf module of `model`, and for every module that is kept in fp32.
 
     A module with several names has one row, under its first. Raises ConfigError naming every pattern of the recipe
@@ -222,7 +245,11 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     section = f"recipe {recipe.name}: layers"
     fp8 = rung.precision == "fp8"
     refuses = "" if BACKENDS[rung.backend].transposed else rung.backend
-    layers = LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section, refuses) if fp8 else None
+    layers = (
+        LayerFilter(model, recipe.layers, recipe.fp8_multiple(rung.backend), section, refuses)
+        if fp8
+        else None
+    )
     kept, problems = find_kept(model, recipe.layers.keep_fp32, f"{section}.keep_fp32")
     problems += layers.problems if layers else []
     if problems:
@@ -234,15 +261,23 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
         shape = features(module) if is_linear(module) else ()
         around = enclosing(kept, names, module)
         if module in kept:
-            rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"kept in fp32 ({kept[module]})", shape))
+            rows.append(
+                LayerPlan(name, kind, "fp32", PLAIN, f"kept in fp32 ({kept[module]})", shape)
+            )
         elif next(module.parameters(recurse=False), None) is None:
             continue
         elif around:
-            rows.append(LayerPlan(name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape))
+            rows.append(
+                LayerPlan(
+                    name, kind, "fp32", PLAIN, f"inside {around}, which is kept in fp32", shape
+                )
+            )
         elif not is_linear(module):
             rows.append(_no_linear(name, module, rung))
         elif layers is None:
-            rows.append(LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape))
+            rows.append(
+                LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape)
+            )
         elif reason := layers.kept_out(module):
             rows.append(LayerPlan(name, kind, "bf16", PLAIN, reason, shape))
         else:
@@ -257,7 +292,17 @@ def make_plan(recipe: Recipe, facts: MachineFacts, rung: Rung, rungs: Sequence[R
     if recipe.layers.fuse:
         rows, note = plan_fusion(model, rows, recipe, rung, kept)
         notes = (*notes, note)
-    return Plan(recipe.name, recipe.sha256(), tier.name, recipe.name, rung, tuple(rungs), tuple(rows), notes, keep)
+    return Plan(
+        recipe.name,
+        recipe.sha256(),
+        tier.name,
+        recipe.name,
+        rung,
+        tuple(rungs),
+        tuple(rows),
+        notes,
+        keep,
+    )
 
 
 def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
@@ -272,14 +317,22 @@ def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
     if ran := products_in(module, half_of(rung.precision)):
         reason = f"not a Linear: fp32 weights, its matrix products run in {ran} (measured on a small one)"
         return LayerPlan(name, kind, ran, PLAIN, reason)
-    experts = [parameter.shape[0] for parameter in parameters if parameter.ndim == 3 and parameter.shape[0] > 1]
+    experts = [
+        parameter.shape[0]
+        for parameter in parameters
+        if parameter.ndim == 3 and parameter.shape[0] > 1
+    ]
     what = "not a Linear"
-    if experts and not hasattr(module, "kernel_size"):  # a convolution over one dimension has three, too
+    if experts and not hasattr(
+        module, "kernel_size"
+    ):  # a convolution over one dimension has three, too
         what = f"3-D weights (of {experts[0]} experts): no backend has FP8 layers for those"
     half = half_of(rung.precision)
     own = not type(module).__module__.startswith("torch.") and not is_embedding(module)
     if half is None or not own or all(parameter.ndim < 2 for parameter in parameters):
-        return LayerPlan(name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op")
+        return LayerPlan(
+            name, kind, "fp32", PLAIN, f"{what}: fp32 weights, autocast decides per op"
+        )
     ran = NAMES[half]
     reason = f"{what}: fp32 weights, their matrix products run in {ran}, but by kernels that autocast does not know"
     return LayerPlan(name, kind, f"{ran} or fp32", PLAIN, reason)
@@ -317,7 +370,10 @@ def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
 
 
 def take_rung(
-    recipe: Recipe, facts: MachineFacts, device: torch.device, make: Callable[[Rung, list[RungVerdict]], Made]
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    make: Callable[[Rung, list[RungVerdict]], Made],
 ) -> Made:
     """What `make` makes of the first rung that every rank can take and on which the model has something to run.
 
@@ -340,7 +396,10 @@ def take_rung(
 
 
 def agree_on_rung(
-    recipe: Recipe, facts: MachineFacts, device: torch.device, refused: Mapping[str, NoFp8LayerError] | None = None
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    refused: Mapping[str, NoFp8LayerError] | None = None,
 ) -> tuple[Rung, list[RungVerdict]]:
     """The rung that every rank can take (the weakest ranks decide) and this rank's verdict on each.
 
@@ -352,7 +411,9 @@ def agree_on_rung(
     from harness.core.collectives import gather_over_ranks
 
     judged = [
-        own if refused is None or rung.name not in refused else _refused(refused[rung.name].problems[0])
+        own
+        if refused is None or rung.name not in refused
+        else _refused(refused[rung.name].problems[0])
         for rung, own in zip(recipe.ladder, judge(recipe, facts), strict=True)
     ]
     mine = [[judgement.able for judgement in judged], [judgement.listed for judgement in judged]]
@@ -367,11 +428,15 @@ def _refused(problem: Problem) -> Judgement:
     return Judgement(able=False, listed=True, reason=f"{problem.what}: {problem.why}")
 
 
-def _no_common_rung(recipe: Recipe, facts: MachineFacts, judged: Sequence[Judgement]) -> MachineError:
+def _no_common_rung(
+    recipe: Recipe, facts: MachineFacts, judged: Sequence[Judgement]
+) -> MachineError:
     from harness.core.collectives import gather_texts
 
     tier, why = tier_of(facts)
-    lacks = "; ".join(f"{rung.name}: {own.reason}" for rung, own in zip(recipe.ladder, judged, strict=True))
+    lacks = "; ".join(
+        f"{rung.name}: {own.reason}" for rung, own in zip(recipe.ladder, judged, strict=True)
+    )
     ranks_of: dict[str, list[str]] = {}
     for rank, told in enumerate(gather_texts(f"tier {tier.name} ({why}): {lacks}")):
         ranks_of.setdefault(told, []).append(str(rank))
@@ -391,4 +456,6 @@ def agree_on_fallback(facts: MachineFacts, device: torch.device) -> str:
     from harness.core.collectives import max_over_ranks
 
     lacking = not can_run(PLAIN, "bf16", facts, tier_of(facts)[0])[0]
-    return "fp32" if max_over_ranks(torch.tensor([float(lacking)], device=device)).item() else "bf16"
+    return (
+        "fp32" if max_over_ranks(torch.tensor([float(lacking)], device=device)).item() else "bf16"
+    )

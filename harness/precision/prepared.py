@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 
 from harness.capability.cards import Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
-from harness.core.collectives import ForwardClock, RankComparison, gather_texts, world_rank, world_size
+from harness.core.collectives import (
+    ForwardClock,
+    RankComparison,
+    gather_texts,
+    world_rank,
+    world_size,
+)
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
 from harness.core.facts import Limits, RungVerdict, StepTerms, Switch
@@ -63,7 +69,9 @@ class Prepared:
         self.fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
-        self.context = monitor_context(recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled)
+        self.context = monitor_context(
+            recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
+        )
         self.model = model
         self._remember()
         self.owned: dict[int, nn.Parameter] = {}
@@ -76,9 +84,15 @@ class Prepared:
         self.guarded = self.told = False
         self.known: list[Optimizer] = []
         self.loaded = 0
-        built = (kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback))
+        built = (
+            kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback)
+        )
         monitors = [monitor for monitor in built if monitor is not None]
-        parts: dict[str, Stateful] = {"fp8": self.backend, "monitors": MonitorsPart(monitors), "own": self}
+        parts: dict[str, Stateful] = {
+            "fp8": self.backend,
+            "monitors": MonitorsPart(monitors),
+            "own": self,
+        }
         if self.loss_scale is not None:
             parts["loss_scale"] = self.loss_scale
         self.parts = tuple(parts)
@@ -96,7 +110,9 @@ class Prepared:
         self.guarded, self.known = True, list(optimizers)
         self.forward_clock = ForwardClock(self.device) if world_size() > 1 else None
         self.state.parts["monitors"] = MonitorsPart(monitors)
-        self.judge = Judge(config, self.state, self.backend, monitors, self.judge.held, comparison, self.judge.seed)
+        self.judge = Judge(
+            config, self.state, self.backend, monitors, self.judge.held, comparison, self.judge.seed
+        )
         return self.judge
 
     def agree(self) -> None:
@@ -111,10 +127,14 @@ class Prepared:
         told = gather_texts("\n".join([short, *rows]))
         self._ranks = len(told)
         if len(set(told)) > 1:
-            kinds = ", ".join(f"rank {rank}: {text.partition(chr(10))[0]}" for rank, text in enumerate(told))
+            kinds = ", ".join(
+                f"rank {rank}: {text.partition(chr(10))[0]}" for rank, text in enumerate(told)
+            )
             why = "prepare() came before the process group, so that each rank decided alone"
             fix = "call init_process_group(), or make the Accelerator, before prepare()"
-            raise MisuseError(Problem(f"ranks have different plans ({kinds})", "prepare()", why, fix))
+            raise MisuseError(
+                Problem(f"ranks have different plans ({kinds})", "prepare()", why, fix)
+            )
 
     def moved(self) -> str:
         """Where the model went, or what it was turned into, after it was prepared; empty if it stayed as it was.
@@ -136,7 +156,9 @@ class Prepared:
             here = set(self.model.modules())
             for name, module in self._planned:
                 if module not in here:
-                    return f"has another module for {name}, which was to run {self._as_planned[name]}"
+                    return (
+                        f"has another module for {name}, which was to run {self._as_planned[name]}"
+                    )
             self._children = _children(self.model)
         return ""
 
@@ -155,7 +177,9 @@ class Prepared:
         """What `moved` compares: looked up in dicts, as it is asked in every forward."""
         rows = {row.module: row for row in self.plan.layers}
         kept = dict.fromkeys(self.plan.keep_fp32, "in fp32")
-        self._as_planned = {name: f"in {rows[name].precision}" for name in rows if rows[name].shape} | kept
+        self._as_planned = {
+            name: f"in {rows[name].precision}" for name in rows if rows[name].shape
+        } | kept
         modules = dict(self.model.named_modules(remove_duplicate=False))
         self._planned = [(name, modules[name]) for name in self._as_planned if name in modules]
         self._children, self._forward = _children(self.model), vars(self.model).get("forward")
@@ -177,10 +201,14 @@ class Prepared:
         """What a guard has against a step of these optimizers."""
         if not self.guarded:
             return []
-        why, fix = "a rollback would not put its state back", "give all of them to Guard.for_precision"
+        why, fix = (
+            "a rollback would not put its state back",
+            "give all of them to Guard.for_precision",
+        )
         strangers = [each for each in optimizers if not any(each is known for known in self.known)]
         problems = [
-            Problem(f"{type(each).__name__} is not known to the guard", "step()", why, fix) for each in strangers
+            Problem(f"{type(each).__name__} is not known to the guard", "step()", why, fix)
+            for each in strangers
         ]
         if len(self.pending) > 1:
             fix = "call guard.end_step() once in every step, after optimizer.zero_grad()"
@@ -208,7 +236,10 @@ class Prepared:
             for _, switch in self.judge.switch_due():
                 reason = judged.action.reason if isinstance(judged.action, Switch) else ""
                 moved = Switch(
-                    () if switch.whole_run_to else switch.demote, switch.promote, reason, switch.whole_run_to
+                    () if switch.whole_run_to else switch.demote,
+                    switch.promote,
+                    reason,
+                    switch.whole_run_to,
                 )
         return moved if moved and (moved.demote or moved.promote or moved.whole_run_to) else None
 
@@ -224,7 +255,9 @@ class Prepared:
             for pattern in ([layers] if isinstance(layers, str) else layers)
         }
         problems = [
-            Problem(f'pattern "{pattern}" matches no Linear', call, fix=near_match(pattern, linears))
+            Problem(
+                f'pattern "{pattern}" matches no Linear', call, fix=near_match(pattern, linears)
+            )
             for pattern, names in found.items()
             if not names
         ]
@@ -248,7 +281,11 @@ class Prepared:
     def save(self) -> dict[str, dict[str, Any]]:
         """As `Precision.state_dict`."""
         tensors, meta = self.state.state_dict(self.parts)
-        flat = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
+        flat = {
+            f"{part}.{name}": tensor
+            for part, named in tensors.items()
+            for name, tensor in named.items()
+        }
         if self.last is not None:
             flat["last"] = self.last.arrived()
         own = {
@@ -258,7 +295,10 @@ class Prepared:
             "incidents": asdict(self.state.ledger),
             "last": None if self.last is None else _last(self.last, bool(self.pending)),
         }
-        return {"tensors": {name: value.detach().clone() for name, value in flat.items()}, "meta": own}
+        return {
+            "tensors": {name: value.detach().clone() for name, value in flat.items()},
+            "meta": own,
+        }
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `Precision.load_state_dict`."""
@@ -267,17 +307,27 @@ class Prepared:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
         mine = self.save()
-        missing = sorted((mine["meta"].keys() - meta.keys()) | (mine["tensors"].keys() - {"last"} - tensors.keys()))
+        missing = sorted(
+            (mine["meta"].keys() - meta.keys())
+            | (mine["tensors"].keys() - {"last"} - tensors.keys())
+        )
         if missing:
-            raise _bad_state(f"{', '.join(missing)} missing", "give what state_dict() returned, both halves of it")
+            raise _bad_state(
+                f"{', '.join(missing)} missing",
+                "give what state_dict() returned, both halves of it",
+            )
         try:
             saved = RunLedger.from_json(meta["incidents"])
         except ValueError as error:
-            raise _bad_state(f"its incidents cannot be read: {error}", "give what state_dict() returned") from error
+            raise _bad_state(
+                f"its incidents cannot be read: {error}", "give what state_dict() returned"
+            ) from error
         factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
         if saved.returned_to and factor != here:
             what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
-            raise _bad_state(what, f"make a Guard with rollback_lr_factor={factor:g} before loading it")
+            raise _bad_state(
+                what, f"make a Guard with rollback_lr_factor={factor:g} before loading it"
+            )
         if saved.attempt >= self.state.ledger.attempt:  # a rollback since then must not be undone
             self.state.ledger.take_over(saved)
         by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
@@ -298,9 +348,20 @@ class LoopGradients(TorchGradients):
     """
 
     def __init__(
-        self, ready: Prepared, optimizers: Sequence[Optimizer], max_norm: float, overflow: Tensor | None
+        self,
+        ready: Prepared,
+        optimizers: Sequence[Optimizer],
+        max_norm: float,
+        overflow: Tensor | None,
     ) -> None:
-        super().__init__(optimizers, parameters_of(optimizers), max_norm, ready.loss_scale, ready.device, overflow)
+        super().__init__(
+            optimizers,
+            parameters_of(optimizers),
+            max_norm,
+            ready.loss_scale,
+            ready.device,
+            overflow,
+        )
         self._ready = ready
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
@@ -316,7 +377,11 @@ class LoopGradients(TorchGradients):
 @contextmanager
 def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
     """The optimizers' learning rates times `factor`, for one update."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if factor != 1 else []
+    groups = (
+        [group for optimizer in optimizers for group in optimizer.param_groups]
+        if factor != 1
+        else []
+    )
     rates = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor
@@ -342,8 +407,12 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
     problems: list[Problem] = []
     if isinstance(model, DistributedDataParallel | DataParallel):
         fix = "prepare the bare model, then wrap what prepare() returned"
-        problems.append(Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix))
-    compiled = [name for name, module in model.named_modules() if isinstance(module, OptimizedModule)]
+        problems.append(
+            Problem(f"the model is wrapped in {type(model).__name__}", "prepare()", fix=fix)
+        )
+    compiled = [
+        name for name, module in model.named_modules() if isinstance(module, OptimizedModule)
+    ]
     if compiled:
         what = f"{compiled[0] or 'the model'} is wrapped in torch.compile"
         why = 'its layers would be planned and saved under other names, with "_orig_mod." in them'
@@ -354,17 +423,33 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
             "its autocast would go against the plan",
             'prepare the model first, with Accelerator(mixed_precision="no")',
         )
-        problems.append(Problem("the model's forward was replaced by accelerate", "prepare()", why, fix))
+        problems.append(
+            Problem("the model's forward was replaced by accelerate", "prepare()", why, fix)
+        )
     devices = sorted({parameter.device for parameter in model.parameters()}, key=str)
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     if not trainable:
-        problems.append(Problem("the model has no trainable parameter", "prepare()", fix="give the model to train"))
-    odd = [f"{name} ({parameter.dtype})" for name, parameter in trainable if parameter.dtype != torch.float32]
+        problems.append(
+            Problem(
+                "the model has no trainable parameter", "prepare()", fix="give the model to train"
+            )
+        )
+    odd = [
+        f"{name} ({parameter.dtype})"
+        for name, parameter in trainable
+        if parameter.dtype != torch.float32
+    ]
     if odd:
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         why = "autocast and the FP8 casts start from float32 weights; low-precision weights lose small updates"
         problems.append(Problem(what, "prepare()", why, "call model.float() first"))
-    fp8 = [name for name, module in model.named_modules() if type(module).__module__.startswith(_FP8_LAYERS)]
+    fp8 = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith(_FP8_LAYERS)
+    ]
     if fp8:
         what = f"the model has {len(fp8)} FP8 layers of another Precision, such as {fp8[0] or 'itself'}"
         why = "their scales are that one's: under this one they would compute without FP8"
@@ -372,7 +457,9 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
         problems.append(Problem(what, "prepare()", why, fix))
     if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         what = f"the parameters are on {', '.join(map(str, devices))}"
-        problems.append(Problem(what, "prepare()", fix="put the whole model on one cuda device, or on the CPU"))
+        problems.append(
+            Problem(what, "prepare()", fix="put the whole model on one cuda device, or on the CPU")
+        )
     elif devices and devices[0].type == "cpu" and tier_of(facts)[0] is not Tier.CPU:
         what = f"the model is on the CPU, but this machine has a GPU ({facts.devices[0].name})"
         fix = 'move the model first; to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
@@ -428,7 +515,11 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
+    return {
+        name.removeprefix(f"{part}."): value
+        for name, value in tensors.items()
+        if name.startswith(f"{part}.")
+    }
 
 
 def _bad_state(what: str, fix: str) -> CheckpointError:

@@ -100,7 +100,12 @@ def products_in(module: nn.Module, half: torch.dtype | None) -> str:
     """
     parameter = next(module.parameters(recurse=False), None)
     kind = next((known for known in _SMALL if type(module).forward is known.forward), None)
-    if kind is None or parameter is None or isinstance(parameter, FakeTensor) or "forward" in vars(module):
+    if (
+        kind is None
+        or parameter is None
+        or isinstance(parameter, FakeTensor)
+        or "forward" in vars(module)
+    ):
         return ""
     return _measured(kind, "cuda" if parameter.device.type == "cuda" else "cpu", half)
 
@@ -128,7 +133,9 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(part in func.overloadpacket.__name__ for part in _PRODUCTS):
             operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.dtypes |= {tensor.dtype for tensor in operands if tensor.dtype in NAMES}

@@ -42,7 +42,9 @@ class Rung(Strict):
     def _pairs(self) -> Rung:
         allowed = BACKENDS[self.backend].computes
         if self.precision not in allowed:
-            raise ValueError(f"backend {self.backend} computes {' or '.join(allowed)}, not {self.precision}")
+            raise ValueError(
+                f"backend {self.backend} computes {' or '.join(allowed)}, not {self.precision}"
+            )
         return self
 
     @property
@@ -58,9 +60,15 @@ class Fp8Config(Strict):
         default="delayed",
         description="transformer_engine rungs: scale by amax history, by the tensor at hand, or by blocks of 128 of it",
     )
-    format: Literal["hybrid", "e4m3"] = Field(default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients")
-    margin: int = Field(default=0, ge=0, le=15, description="powers of two of headroom under the format's maximum")
-    amax_history_len: int = Field(default=16, ge=2, description="updates kept in the amax history (TE's default: 1024)")
+    format: Literal["hybrid", "e4m3"] = Field(
+        default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients"
+    )
+    margin: int = Field(
+        default=0, ge=0, le=15, description="powers of two of headroom under the format's maximum"
+    )
+    amax_history_len: int = Field(
+        default=16, ge=2, description="updates kept in the amax history (TE's default: 1024)"
+    )
     amax_compute_algo: Literal["max", "most_recent"] = Field(
         default="max", description="which amax of the history sets the scale"
     )
@@ -68,11 +76,16 @@ class Fp8Config(Strict):
         default="step", description="roll once a step, or as TE once a micro-batch"
     )
     dynamic: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
-        default="tensorwise", description="torchao rungs only, which scale dynamically: its recipe name"
+        default="tensorwise",
+        description="torchao rungs only, which scale dynamically: its recipe name",
     )
-    scrub_inf: bool = Field(default=True, description="drop an infinite amax; false: as TE, it freezes the scale")
+    scrub_inf: bool = Field(
+        default=True, description="drop an infinite amax; false: as TE, it freezes the scale"
+    )
     stats_every: int = Field(
-        default=10, ge=1, description="one of so many steps, drawn by a seed, samples underflow, clipped share and SQNR"
+        default=10,
+        ge=1,
+        description="one of so many steps, drawn by a seed, samples underflow, clipped share and SQNR",
     )
 
     @model_validator(mode="after")
@@ -80,29 +93,45 @@ class Fp8Config(Strict):
         fields = type(self).model_fields
         changed = [name for name in _DELAYED_ONLY if getattr(self, name) != fields[name].default]
         if self.scaling != "delayed" and changed:
-            raise ValueError(f"{', '.join(changed)} would have no effect: scaling {self.scaling} has no amax history")
+            raise ValueError(
+                f"{', '.join(changed)} would have no effect: scaling {self.scaling} has no amax history"
+            )
         return self
 
 
 class LayersConfig(Strict):
     """Which Linear layers get FP8, and which modules no low precision at all. Shell patterns on module names."""
 
-    include: list[str] = Field(default_factory=lambda: ["*"], min_length=1, description="patterns of layers to convert")
-    exclude: list[str] = Field(default_factory=list, description="patterns kept out; each must match something")
-    exclude_if_present: list[str] = Field(
-        default_factory=lambda: ["lm_head", "*.lm_head"], description="patterns kept out, allowed to match nothing"
+    include: list[str] = Field(
+        default_factory=lambda: ["*"], min_length=1, description="patterns of layers to convert"
     )
-    skip_first_blocks: int = Field(default=0, ge=0, description="blocks at the model's start that stay in BF16")
-    skip_last_blocks: int = Field(default=0, ge=0, description="blocks at the model's end that stay in BF16")
-    min_features: int = Field(default=64, ge=1, description="layers with fewer in or out features stay in BF16")
+    exclude: list[str] = Field(
+        default_factory=list, description="patterns kept out; each must match something"
+    )
+    exclude_if_present: list[str] = Field(
+        default_factory=lambda: ["lm_head", "*.lm_head"],
+        description="patterns kept out, allowed to match nothing",
+    )
+    skip_first_blocks: int = Field(
+        default=0, ge=0, description="blocks at the model's start that stay in BF16"
+    )
+    skip_last_blocks: int = Field(
+        default=0, ge=0, description="blocks at the model's end that stay in BF16"
+    )
+    min_features: int = Field(
+        default=64, ge=1, description="layers with fewer in or out features stay in BF16"
+    )
     probe: bool = Field(
-        default=False, description="on a GPU, time each size of layer once and keep those that FP8 slows down in BF16"
+        default=False,
+        description="on a GPU, time each size of layer once and keep those that FP8 slows down in BF16",
     )
     probe_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="tokens of the timed forward and backward; null: micro_batch * context, else 2048"
+        default=None,
+        description="tokens of the timed forward and backward; null: micro_batch * context, else 2048",
     )
     keep_fp32: list[str] = Field(
-        default_factory=list, description="patterns of modules that compute in FP32 on every rung; each must match"
+        default_factory=list,
+        description="patterns of modules that compute in FP32 on every rung; each must match",
     )
     fuse: bool = Field(
         default=False,
@@ -124,25 +153,39 @@ class LossScaleConfig(Strict):
     preset: Literal["default", "underflow", "overflow"] = Field(
         default="default", description="starting point for init, backoff_factor and growth_interval"
     )
-    init: Ratio = Field(default=65536.0, description="initial loss scale (underflow: 131072, overflow: 32768)")
-    growth_factor: float = Field(default=2.0, gt=1, description="multiplier after growth_interval good steps")
-    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="multiplier after a bad step (underflow: 0.75)")
-    growth_interval: int = Field(
-        default=2000, ge=1, description="good steps in a row before growth (underflow: 1000, overflow: 4000)"
+    init: Ratio = Field(
+        default=65536.0, description="initial loss scale (underflow: 131072, overflow: 32768)"
     )
-    floor: Ratio = Field(default=1.0, description="the scale never falls below this (at 0 the next step writes NaN)")
+    growth_factor: float = Field(
+        default=2.0, gt=1, description="multiplier after growth_interval good steps"
+    )
+    backoff_factor: float = Field(
+        default=0.5, gt=0, lt=1, description="multiplier after a bad step (underflow: 0.75)"
+    )
+    growth_interval: int = Field(
+        default=2000,
+        ge=1,
+        description="good steps in a row before growth (underflow: 1000, overflow: 4000)",
+    )
+    floor: Ratio = Field(
+        default=1.0, description="the scale never falls below this (at 0 the next step writes NaN)"
+    )
     cap: Ratio = Field(default=2.0**24, description="the scale never rises above this")
 
     @model_validator(mode="before")
     @classmethod
     def _under_given_keys(cls, data: Any) -> Any:
-        preset = _LOSS_SCALE_PRESETS.get(str(data.get("preset")), {}) if isinstance(data, dict) else {}
+        preset = (
+            _LOSS_SCALE_PRESETS.get(str(data.get("preset")), {}) if isinstance(data, dict) else {}
+        )
         return {**preset, **data} if preset else data
 
     @model_validator(mode="after")
     def _ordered(self) -> LossScaleConfig:
         if not self.floor <= self.init <= self.cap:
-            raise ValueError(f"floor <= init <= cap does not hold: {self.floor}, {self.init}, {self.cap}")
+            raise ValueError(
+                f"floor <= init <= cap does not hold: {self.floor}, {self.init}, {self.cap}"
+            )
         return self
 
 
@@ -151,25 +194,35 @@ class Recipe(Strict):
 
     name: str = Field(min_length=1, description="what the recipe is called in plans and tags")
     description: str = Field(default="", description="one line for people")
-    ladder: list[Rung] = Field(min_length=1, description="rungs from best to last; the first that can run is taken")
+    ladder: list[Rung] = Field(
+        min_length=1, description="rungs from best to last; the first that can run is taken"
+    )
     fp8: Fp8Config = Field(default_factory=Fp8Config)
     layers: LayersConfig = Field(default_factory=LayersConfig)
     fallback: FallbackConfig = Field(default_factory=FallbackConfig)
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig)
     float32_matmul: Literal["highest", "high", "medium"] = Field(
-        default="high", description="torch.set_float32_matmul_precision; high allows TF32 on Ampere and later"
+        default="high",
+        description="torch.set_float32_matmul_precision; high allows TF32 on Ampere and later",
     )
 
     @model_validator(mode="after")
     def _scaling_is_computed(self) -> Recipe:
-        scaling, computed = self.fp8.scaling, {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder}
+        scaling, computed = (
+            self.fp8.scaling,
+            {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder},
+        )
         for backend, scalings in computed.items():
             if scalings and scaling not in scalings:
                 told = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
                 raise ValueError(f"{told}: take them out")
         if scaling != "delayed" and not any(computed.values()):
-            able = " or ".join(name for name, backend in BACKENDS.items() if scaling in backend.scalings)
-            raise ValueError(f"fp8.scaling {scaling} needs a {able} rung (torchao rungs go by fp8.dynamic)")
+            able = " or ".join(
+                name for name, backend in BACKENDS.items() if scaling in backend.scalings
+            )
+            raise ValueError(
+                f"fp8.scaling {scaling} needs a {able} rung (torchao rungs go by fp8.dynamic)"
+            )
         return self
 
     def fp8_multiple(self, backend: str) -> int:

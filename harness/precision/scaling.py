@@ -1,4 +1,6 @@
-"""Delayed scaling: Transformer Engine's rule for amax history, scale and the FP8 cast, and a model's state under it.
+"""Delayed scaling: Transformer Engine's rule for amax history, scale and the FP8 cast, as pure functions.
+
+The state of a whole model under it is `backends.slot_buffers.ScalingState`.
 
 A slot is one quantised tensor. Its state is a column of `history` [L, slots] (row 0 is staging: the running amax of
 the current window; the newest finished amax is row L-1) and an entry of `scale` [slots], both float32. A tensor x is
@@ -20,7 +22,6 @@ import torch
 from torch import Tensor
 
 from harness.core.facts import ROLES
-from harness.precision.recipe import Fp8Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ def update(
         )
     newest = history[0]
     if algo == "max":
-        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=0)  # fmax: a NaN is no amax
+        reference = history.nan_to_num(nan=0.0, posinf=torch.inf).amax(
+            dim=0
+        )  # fmax: a NaN is no amax
     elif algo == "most_recent":
         reference = newest
     else:
@@ -106,75 +109,14 @@ def roll(
     return history, scale.clamp_min(SMALLEST_SCALE), dropped
 
 
-class ScalingState:
-    """History and scale of many slots from one optimizer step to the next, one backend's worth of both.
-
-    history: float32 [L, slots], row 0 staging: casts raise it to their amax. scale: float32 [slots]. Both are only
-    written in place. In the window: peak and saturation float32 [slots], the largest amax and the largest
-    amax * scale / fp8_max under the scale in use; scrubbed, float32 0-d, how many infinite amaxes were dropped.
-    fp8_max: float32 [slots].
-    """
-
-    def __init__(self, config: Fp8Config, fp8_max: Tensor) -> None:
-        self.config, self.fp8_max = config, fp8_max
-        self.history = fp8_max.new_zeros(config.amax_history_len, len(fp8_max))
-        self.scale = torch.ones_like(fp8_max)
-        self.peak, self.saturation = torch.zeros_like(fp8_max), torch.zeros_like(fp8_max)
-        self.scrubbed = fp8_max.new_zeros(())
-        self._entry = (self.history, self.scale)
-
-    def begin_window(self) -> None:
-        """Drop what was staged since the last window, and remember what a skipped step must restore."""
-        for tensor in (self.peak, self.saturation, self.scrubbed):
-            tensor.zero_()
-        self.history[0].zero_()
-        self._entry = (self.history.clone(), self.scale.clone())
-
-    def staged(self) -> Tensor:
-        """The amaxes since the last roll, float32 [slots]; a copy."""
-        return self.history[0].clone()
-
-    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Under `roll: micro_batch` this micro-batch's amaxes set the scales of the next. reduce: MAX over ranks."""
-        if self.config.roll == "micro_batch":
-            self._roll(reduce(self.history[0].clone()))
-
-    def end_window(self, amax: Tensor, skip: Tensor) -> None:
-        """Roll `amax`, `staged` reduced over ranks, in unless micro-batches did.
-
-        skip: 0-d, positive for a skipped step: history and scale become bit-equal to what they were before the window.
-        """
-        if self.config.roll == "step":
-            self._roll(amax)
-        skipped = skip > 0
-        history, scale = self._entry
-        self.history.copy_(torch.where(skipped, history, self.history))
-        self.scale.copy_(torch.where(skipped, scale, self.scale))
-        self.history[0].zero_()
-
-    def known(self) -> Tensor:
-        """Of the window that ended, float32 [3, slots]: peak amax, the scale in use when it began, saturation."""
-        return torch.stack([self.peak, self._entry[1], self.saturation])
-
-    def _roll(self, amax: Tensor) -> None:
-        torch.maximum(self.peak, amax, out=self.peak)
-        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
-        self.history[0] = amax
-        config = self.config
-        history, scale, dropped = roll(
-            self.history, self.scale, self.fp8_max, config.margin, config.amax_compute_algo, config.scrub_inf
-        )
-        self.history.copy_(history)
-        self.scale.copy_(scale)
-        self.scrubbed += dropped
-
-
 def amax(x: Tensor) -> Tensor:
     """max|x| as float32 0-d, NaN ignored, Inf kept; 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     inf = float("inf")
-    if x.is_cuda:  # one pass and one reduction; on a CPU the norm is ten times slower than what follows
+    if (
+        x.is_cuda
+    ):  # one pass and one reduction; on a CPU the norm is ten times slower than what follows
         numbers = torch.nan_to_num(x.detach(), nan=0.0, posinf=inf, neginf=-inf)
         return torch.linalg.vector_norm(numbers, ord=inf, dtype=torch.float32)
     magnitude = x.detach().abs()
@@ -193,7 +135,11 @@ def quantize(x: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
     """
     spec = FORMATS[fmt]
     value = (x.detach().float() * scale).clamp_(-spec.max, spec.max)
-    exponent = (value.view(torch.int32) & _EXPONENT_MASK).view(torch.float32).clamp_min_(2.0**spec.min_exponent)
+    exponent = (
+        (value.view(torch.int32) & _EXPONENT_MASK)
+        .view(torch.float32)
+        .clamp_min_(2.0**spec.min_exponent)
+    )
     magic = exponent.mul_(1.5 * 2.0 ** (_FP32_MANTISSA_BITS - spec.mantissa_bits))
     return torch.copysign((value + magic).sub_(magic), value).to(torch.bfloat16)
 
@@ -233,10 +179,14 @@ def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt:
     exact = torch.where(finite, wide, 0.0).double()
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     # Of each value beside itself: what is lost of the small ones does not drown in the large ones.
-    own = torch.where(nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0)
+    own = torch.where(
+        nonzero, (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0), 0.0
+    )
     counts = ((scaled.abs() > FORMATS[fmt].max), nonzero, nonzero & (quantized == 0))
     sums = [count.sum(dim=-1).double() for count in counts]
-    return torch.stack([*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1)
+    return torch.stack(
+        [*sums, *(each.sum(dim=-1) for each in (exact.square(), error.square(), own))], dim=-1
+    )
 
 
 def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
@@ -262,7 +212,9 @@ def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor
     error = torch.where(finite, exact - quantized.double() / scale, 0.0)
     varying, lost = _varying(exact), _varying(error)
     told = varying > IN_BF16 * exact.square().sum(dim=0)
-    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (rows / count)
+    return torch.stack([torch.where(told, each, 0.0).sum() for each in (varying, lost)]) * (
+        rows / count
+    )
 
 
 def centred_rows(rows: int) -> tuple[int, int]:
@@ -338,7 +290,12 @@ class SampledStats:
         by_row: bool = False,
         measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
     ) -> None:
-        self.formats, self.by_row, self.measure, self.sampling = tuple(formats), by_row, measure, False
+        self.formats, self.by_row, self.measure, self.sampling = (
+            tuple(formats),
+            by_row,
+            measure,
+            False,
+        )
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, sample: bool) -> None:
@@ -347,7 +304,9 @@ class SampledStats:
         self.sums.zero_()
 
     @torch.no_grad()
-    def add(self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    def add(
+        self, slot: int, x: Tensor, scale: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         """What the cast of `x` does, in a sampled window only.
 
         scale: float32 0-d; None: dynamic, from `x` itself. dtype: what `x` is rounded to before the cast, if to any.

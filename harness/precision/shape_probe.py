@@ -61,19 +61,26 @@ class Bench:
     shape: (out, in) features. tokens: rows of the input. rung: None is bf16 under autocast.
     """
 
-    def __init__(self, shape: Shape, tokens: int, recipe: Recipe, rung: Rung | None, device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, tokens: int, recipe: Recipe, rung: Rung | None, device: torch.device
+    ) -> None:
         out, into = shape
         copies = max(1, min(_COPIES, _MOST_WEIGHTS // (out * into)))
-        self.model = nn.ModuleList(nn.Linear(into, out, bias=False, device=device) for _ in range(copies))
+        self.model = nn.ModuleList(
+            nn.Linear(into, out, bias=False, device=device) for _ in range(copies)
+        )
         self.backend: PrecisionBackend = AutocastBackend("bf16", device)
         if rung is not None:
             plan = make_plan(recipe, probe(), rung, [], self.model)
             self.backend = build_backend(plan, recipe, self.model, device)
         self.device = device
         self._inputs = [
-            torch.randn(tokens, into, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in self.model
+            torch.randn(tokens, into, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for _ in self.model
         ]
-        self._grads = [torch.randn(tokens, out, device=device, dtype=torch.bfloat16) for _ in self.model]
+        self._grads = [
+            torch.randn(tokens, out, device=device, dtype=torch.bfloat16) for _ in self.model
+        ]
 
     def window(self) -> tuple[Any, Any]:
         """Train one window; marks before its forward and after its backward, for `seconds`."""
@@ -93,14 +100,22 @@ class Bench:
     def seconds(self, marks: Sequence[tuple[Any, Any]]) -> float:
         """Median time of one layer in the windows that left `marks`."""
         if self.device.type == "cuda":
-            return statistics.median(start.elapsed_time(stop) / 1e3 for start, stop in marks) / len(self.model)
+            return statistics.median(start.elapsed_time(stop) / 1e3 for start, stop in marks) / len(
+                self.model
+            )
         return statistics.median(stop - start for start, stop in marks) / len(self.model)
 
 
-def contestants(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device) -> tuple[Bench, Bench]:
+def contestants(
+    shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device
+) -> tuple[Bench, Bench]:
     """Layers of that size in bf16 and on the FP8 `rung`. The recipe's `fp8` section counts, its `layers` do not."""
-    everything = recipe.model_copy(update={"layers": LayersConfig(exclude_if_present=[], min_features=1)})
-    return Bench(shape, tokens, everything, None, device), Bench(shape, tokens, everything, rung, device)
+    everything = recipe.model_copy(
+        update={"layers": LayersConfig(exclude_if_present=[], min_features=1)}
+    )
+    return Bench(shape, tokens, everything, None, device), Bench(
+        shape, tokens, everything, rung, device
+    )
 
 
 def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device) -> Times:
@@ -114,7 +129,10 @@ def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch
     marks = [[bench.window() for bench in benches] for _ in range(ROUNDS)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    bf16, fp8 = (bench.seconds(rounds) for bench, rounds in zip(benches, zip(*marks, strict=True), strict=True))
+    bf16, fp8 = (
+        bench.seconds(rounds)
+        for bench, rounds in zip(benches, zip(*marks, strict=True), strict=True)
+    )
     return Times(bf16, fp8)
 
 
@@ -137,7 +155,10 @@ def main(folder: Path) -> None:
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    times = [measure((out, into), request["tokens"], recipe, rung, device) for out, into in request["shapes"]]
+    times = [
+        measure((out, into), request["tokens"], recipe, rung, device)
+        for out, into in request["shapes"]
+    ]
     write_json(folder / "times.json", times)
 
 
@@ -169,7 +190,11 @@ def probe_layers(
         return plan
     shapes = sorted({(row.shape[0], row.shape[1]) for row in plan.layers if row.precision == "fp8"})
     if tier_of(facts)[0] is Tier.CPU or not shapes:
-        why = "this rung has no FP8" if not shapes else "it times GPU kernels, and this is an emulation on a CPU"
+        why = (
+            "this rung has no FP8"
+            if not shapes
+            else "it times GPU kernels, and this is an emulation on a CPU"
+        )
         return replace(plan, notes=(*plan.notes, f"layers.probe does nothing here: {why}"))
     if earlier and earlier.get("resolved") == plan.resolved:
         note = "layers.probe: not timed again, as chosen when this run began"
@@ -181,7 +206,9 @@ def probe_layers(
         ratios = [times[shape][1] / times[shape][0] if shape in times else 0.0 for shape in shapes]
     agreed = max_over_ranks(torch.tensor(ratios, dtype=torch.float32, device=device)).tolist()
     card = facts.card(device.index)
-    return keep_out(plan, recipe, slower(dict(zip(shapes, agreed, strict=True)), card, tokens), note)
+    return keep_out(
+        plan, recipe, slower(dict(zip(shapes, agreed, strict=True)), card, tokens), note
+    )
 
 
 def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape, str]:
@@ -203,13 +230,22 @@ def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str
     )
     if not any(row.precision == "fp8" for row in rows):
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
-        why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5])
-        raise NoFp8LayerError(Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix))
+        why = "; ".join(
+            f"{out}x{into}: {reason}" for (out, into), reason in list(reasons.items())[:5]
+        )
+        raise NoFp8LayerError(
+            Problem("FP8 makes no layer of this model faster", f"recipe {recipe.name}", why, fix)
+        )
     return replace(plan, layers=rows, notes=(*plan.notes, note))
 
 
 def times_of(
-    shapes: Sequence[Shape], tokens: int, recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device
+    shapes: Sequence[Shape],
+    tokens: int,
+    recipe: Recipe,
+    rung: Rung,
+    facts: MachineFacts,
+    device: torch.device,
 ) -> tuple[dict[Shape, Seconds], str]:
     """(bf16, FP8) seconds of each shape, as far as they can be had, from the cache or timed now; a note on both."""
     path = cache_file(recipe, rung, facts, device)
@@ -252,7 +288,9 @@ def _reasons_in(plan: Mapping[str, Any]) -> dict[Shape, str]:
     layers = plan.get("layers")
     for row in layers if isinstance(layers, list | tuple) else ():
         match row:
-            case {"reason": str(reason), "shape": [int(out), int(into)]} if reason.startswith(_SLOWER):
+            case {"reason": str(reason), "shape": [int(out), int(into)]} if reason.startswith(
+                _SLOWER
+            ):
                 found[out, into] = reason
     return found
 
@@ -272,7 +310,9 @@ def _read(path: Path) -> tuple[dict[str, Seconds], str]:
 
 def _write(path: Path, known: Mapping[str, Seconds]) -> str:
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:  # of its own: two runs may end their timing together
+        with tempfile.TemporaryDirectory(
+            dir=path.parent
+        ) as work:  # of its own: two runs may end their timing together
             write_json(Path(work) / path.name, known)
             (Path(work) / path.name).replace(path)
     except OSError as error:
@@ -295,7 +335,13 @@ def _time(
         write_json(Path(folder) / "request.json", request)
         command = [sys.executable, "-m", "harness.precision.shape_probe", folder]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_SECONDS, env=with_this_package())
+            subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                timeout=_LIMIT_SECONDS,
+                env=with_this_package(),
+            )
             times = json.loads((Path(folder) / "times.json").read_text())
         except (OSError, subprocess.SubprocessError) as error:
             detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()

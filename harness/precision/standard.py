@@ -54,7 +54,13 @@ class WrappedOptimizer(Optimizer):
     the telemetry; both may be changed between steps. outcome: of the last step, None before the first.
     """
 
-    def __init__(self, precision: Precision, optimizers: Sequence[Optimizer], max_grad_norm: float | None, tokens: int):
+    def __init__(
+        self,
+        precision: Precision,
+        optimizers: Sequence[Optimizer],
+        max_grad_norm: float | None,
+        tokens: int,
+    ):
         # Not Optimizer.__init__: whatever it would make is the inner optimizers'.
         self.optimizers, self.max_grad_norm, self.tokens = list(optimizers), max_grad_norm, tokens
         self.outcome: StepOutcome | None = None
@@ -82,7 +88,11 @@ class WrappedOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The inner state itself."""
-        return self.optimizers[0].state if len(self.optimizers) == 1 else ChainMap(*(o.state for o in self.optimizers))
+        return (
+            self.optimizers[0].state
+            if len(self.optimizers) == 1
+            else ChainMap(*(o.state for o in self.optimizers))
+        )
 
     @property
     def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -100,21 +110,32 @@ class WrappedOptimizer(Optimizer):
         parts = [state_dict] if len(self.optimizers) == 1 else state_dict.get("optimizers", ())
         if len(parts) != len(self.optimizers) or "optimizers" in parts[0]:
             what = f"the state is not of {len(self.optimizers)} optimizers"
-            raise misuse("load_state_dict()", what, fix="load what state_dict() of the same wrap() gave")
+            raise misuse(
+                "load_state_dict()", what, fix="load what state_dict() of the same wrap() gave"
+            )
         for optimizer, part in zip(self.optimizers, parts, strict=True):
             optimizer.load_state_dict(part)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the inner optimizer. Raises MisuseError where there are several."""
         if len(self.optimizers) > 1:
-            raise misuse("add_param_group()", f"it stands for {len(self.optimizers)}", fix="add it to one of them")
+            raise misuse(
+                "add_param_group()",
+                f"it stands for {len(self.optimizers)}",
+                fix="add it to one of them",
+            )
         self.optimizers[0].add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # The one thing that GradScaler.step asks an optimizer before it steps.
         why = "the loss scale of fp16 is the precision's own, and the loss would be scaled twice"
-        raise misuse("step()", "a GradScaler steps the wrapped optimizer", why, "loss.backward(); optimizer.step()")
+        raise misuse(
+            "step()",
+            "a GradScaler steps the wrapped optimizer",
+            why,
+            "loss.backward(); optimizer.step()",
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Hooks that are registered with it, and settings of the optimizer's own (train() and eval() of some).
@@ -135,7 +156,11 @@ class WrappedOptimizer(Optimizer):
 def unwrapped(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """One or several optimizers, those within wrapped ones in their place."""
     given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    return [one for each in given for one in (each.optimizers if isinstance(each, WrappedOptimizer) else [each])]
+    return [
+        one
+        for each in given
+        for one in (each.optimizers if isinstance(each, WrappedOptimizer) else [each])
+    ]
 
 
 def wrap_problems(optimizers: Sequence[object]) -> list[Problem]:
@@ -143,10 +168,14 @@ def wrap_problems(optimizers: Sequence[object]) -> list[Problem]:
     problems: list[Problem] = []
     for each in optimizers:
         if isinstance(each, WrappedOptimizer):
-            problems.append(Problem("the optimizer is wrapped already", "wrap()", fix="wrap it once"))
+            problems.append(
+                Problem("the optimizer is wrapped already", "wrap()", fix="wrap it once")
+            )
         elif isinstance(getattr(each, "optimizer", None), Optimizer):
             fix = "wrap torch's optimizer first, and give the result to the other library"
-            problems.append(Problem(f"{type(each).__name__} holds another optimizer", "wrap()", fix=fix))
+            problems.append(
+                Problem(f"{type(each).__name__} holds another optimizer", "wrap()", fix=fix)
+            )
     return problems
 
 
@@ -174,7 +203,9 @@ class TrueGradients:
             leaf.register_hook(self._hook)
             if before:
                 assert leaf._backward_hooks is not None
-                leaf._backward_hooks.update({key: hook for key, hook in before.items() if hook is not self._hook})
+                leaf._backward_hooks.update(
+                    {key: hook for key, hook in before.items() if hook is not self._hook}
+                )
         self._inverse = self._loss_scale.value.reciprocal()
 
     def forget(self) -> None:
@@ -210,7 +241,11 @@ class Standard:
         self._depth = 0
         self._thread = 0
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
-        own = [module for module in ready.model.modules() if next(module.parameters(), None) is not None]
+        own = [
+            module
+            for module in ready.model.modules()
+            if next(module.parameters(), None) is not None
+        ]
         self._own = WeakSet(own)
         for module in own:
             _drop_hooks_of_originals(module)
@@ -260,7 +295,12 @@ class Standard:
         elif not self._precision.busy:
             entered = self._precision.context()
             entered.__enter__()
-            self._entered, self._entrance, self._depth, self._thread = entered, module, 1, get_ident()
+            self._entered, self._entrance, self._depth, self._thread = (
+                entered,
+                module,
+                1,
+                get_ident(),
+            )
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
             if self._autocast[module] == self._autocast_now():
@@ -269,7 +309,12 @@ class Standard:
             enabled, dtype = self._autocast[module]
             entered = torch.autocast(self._ready.device.type, dtype=dtype, enabled=enabled)
             entered.__enter__()
-            self._entered, self._entrance, self._depth, self._thread = entered, module, 1, get_ident()
+            self._entered, self._entrance, self._depth, self._thread = (
+                entered,
+                module,
+                1,
+                get_ident(),
+            )
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self._ready.device.type
@@ -321,9 +366,15 @@ class Standard:
     def backward(self, losses: Sequence[Any], grad_tensors: Any, **options: Any) -> None:
         """`torch.autograd.backward` of losses that reach the model."""
         if len(losses) != 1 or not isinstance(losses[0], Tensor) or grad_tensors is not None:
-            what = "gradients are given" if grad_tensors is not None else f"{len(losses)} losses at once"
+            what = (
+                "gradients are given"
+                if grad_tensors is not None
+                else f"{len(losses)} losses at once"
+            )
             why = "the gate and the loss scale are those of one loss"
-            raise misuse("backward()", what, why, "add up to one loss, weighted, and call its backward()")
+            raise misuse(
+                "backward()", what, why, "add up to one loss, weighted, and call its backward()"
+            )
         self._precision.backward(losses[0], **options)
 
     @property
@@ -375,7 +426,9 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def _hook_all(modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., Any]) -> int:
+def _hook_all(
+    modules: Iterable[nn.Module], enter: Callable[..., None], leave: Callable[..., Any]
+) -> int:
     """Call `enter` before and `leave` after every call of the modules, also one that failed. Returns the hooks' key.
 
     torch gives every registration a key of its own, and torch.compile compiles a block again where the keys of its
@@ -428,7 +481,9 @@ def _watch_backward() -> None:
             return original(tensors, grad_tensors, *args, **kwargs)
         # Reentrant checkpoints compute backward within backward; on a GPU in a thread of autograd's.
         nested, standards = _in_autograd(), _standards.now()
-        if not standards or (nested and grad_tensors is not None and all(each.in_backward for each in standards)):
+        if not standards or (
+            nested and grad_tensors is not None and all(each.in_backward for each in standards)
+        ):
             return original(tensors, grad_tensors, *args, **kwargs)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reached = [each for each in standards if each.reached_by(losses)]
@@ -438,11 +493,21 @@ def _watch_backward() -> None:
         if within:
             what = "called by a hook within the backward() of the same model"
             why = "both are of one window, and the loss scale would be divided out of one gradient twice"
-            raise misuse("backward()", what, why, "add it to the loss before, or call it once that backward() is over")
+            raise misuse(
+                "backward()",
+                what,
+                why,
+                "add it to the loss before, or call it once that backward() is over",
+            )
         if nested and grad_tensors is not None:
             what = "a reentrant checkpoint is around all of the prepared model"
             why = "the loss does not show that it reaches the model, so nothing scales it or counts it for the window"
-            raise misuse("backward()", what, why, "checkpoint(..., use_reentrant=False), or checkpoint its blocks")
+            raise misuse(
+                "backward()",
+                what,
+                why,
+                "checkpoint(..., use_reentrant=False), or checkpoint its blocks",
+            )
         if len(reached) > 1:
             what = f"the loss reaches {len(reached)} prepared models"
             why = "whose window it belongs to, and whose loss scale it needs, is not to be seen"
@@ -451,7 +516,14 @@ def _watch_backward() -> None:
                 " or precision.backward(loss) of the one that does"
             )
             raise MisuseError(Problem(what, "backward()", why, fix))
-        options = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False)) | kwargs
+        options = (
+            dict(
+                zip(
+                    ("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False
+                )
+            )
+            | kwargs
+        )
         given = options.pop("grad_variables", None)
         return reached[0].backward(losses, grad_tensors if given is None else given, **options)
 

@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from harness.core.errors import some
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, UNREADABLE, StepFacts, jsonable
+from harness.core.facts import (
+    BAD_LABEL,
+    NO_LABEL,
+    NON_FINITE_INPUT,
+    UNREADABLE,
+    StepFacts,
+    jsonable,
+)
 from harness.replay.flight import Difference, same
 from harness.replay.origin import LOSS, Finding
 
@@ -37,7 +44,9 @@ class Sample:
     @property
     def bad(self) -> bool:
         """Whether this sample alone cannot be trained on."""
-        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)) or self.bad_data != 0
+        return (
+            not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)) or self.bad_data != 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +140,10 @@ def _cause(answer: Answer) -> tuple[str, str]:
     bad = answer.bad(here)
     if here.bad_data:
         what = " and ".join(text for bit, text in DATA.items() if here.bad_data & bit)
-        return "data", f"samples of this window have {what}: they were found before the model saw them"
+        return (
+            "data",
+            f"samples of this window have {what}: they were found before the model saw them",
+        )
     if not bad and not answer.was_bad:
         return "sound", "the step was well in the run, and is well here"
     if not bad:
@@ -139,7 +151,9 @@ def _cause(answer: Answer) -> tuple[str, str]:
             "the step was bad in the run and is well here: hardware, a race, another machine, or something that no "
             "checkpoint holds, such as a counter in the model"
         )
-    if again is not None and not (same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)):
+    if again is not None and not (
+        same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
+    ):
         return "not reproducible", (
             f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
             f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
@@ -162,7 +176,9 @@ def _advice(answer: Answer) -> str:
     place = f'"{finding.module}"' if finding is not None and finding.module else "the module named"
     match answer.cause:
         case "data":
-            return "mend the samples listed, or leave them out; until then their windows are skipped"
+            return (
+                "mend the samples listed, or leave them out; until then their windows are skipped"
+            )
         case "not reproducible":
             return (
                 "replay once more, here and on another machine: what differs each time is hardware or a race, what is "
@@ -177,9 +193,13 @@ def _advice(answer: Answer) -> str:
                 "(layers.exclude); or take a recipe with more range: bf16"
             )
         case "model or data" if few:
-            return f"look at the samples that are bad alone, and at what {place} does with such input"
+            return (
+                f"look at the samples that are bad alone, and at what {place} does with such input"
+            )
         case "model or data" if finding is not None:
-            return f"it is no single sample: look at the formula in {place}, its weights and train.lr"
+            return (
+                f"it is no single sample: look at the formula in {place}, its weights and train.lr"
+            )
         case "model or data":
             return "lower train.lr or lengthen train.warmup_steps; look at the samples listed first"
         case _:
@@ -208,7 +228,9 @@ def _jsonable(value: Any) -> Any:
 
 def lines(answer: Answer) -> list[str]:
     """The answer in words."""
-    ranks = [f"ranks: the run had {answer.ranks}; here their micro-batches run one after the other, rank by rank"]
+    ranks = [
+        f"ranks: the run had {answer.ranks}; here their micro-batches run one after the other, rank by rank"
+    ]
     return [
         *(ranks if answer.ranks > 1 else []),
         _bits(answer),
@@ -217,7 +239,11 @@ def lines(answer: Answer) -> list[str]:
         *_gradients(answer),
         *_samples(answer),
         *_float32(answer),
-        *(["anomaly mode:", *(f"  {line}" for line in answer.anomaly.splitlines())] if answer.anomaly else []),
+        *(
+            ["anomaly mode:", *(f"  {line}" for line in answer.anomaly.splitlines())]
+            if answer.anomaly
+            else []
+        ),
         f"verdict: {answer.cause}: {answer.why}",
         *([f"what to do: {answer.advice}"] if answer.advice else []),
     ]
@@ -244,12 +270,20 @@ def described(finding: Finding) -> str:
 
 
 def _bits(answer: Answer) -> str:
-    steps = f"steps {answer.base + 1} to {answer.step}" if answer.base + 1 < answer.step else f"step {answer.step}"
+    steps = (
+        f"steps {answer.base + 1} to {answer.step}"
+        if answer.base + 1 < answer.step
+        else f"step {answer.step}"
+    )
     if answer.difference is None:
         return f"bits: {steps} reproduced bit for bit (loss, gradient norm, loss scale)"
     found = answer.difference
     text = f"bits: step {found.step} differs: {found.metric} {found.here!r} here, {found.journal!r} in the journal"
-    return text + (f" (to be expected: {'; '.join(answer.setup_differences)})" if answer.setup_differences else "")
+    return text + (
+        f" (to be expected: {'; '.join(answer.setup_differences)})"
+        if answer.setup_differences
+        else ""
+    )
 
 
 def _figures(answer: Answer) -> list[str]:
@@ -260,28 +294,39 @@ def _figures(answer: Answer) -> list[str]:
     ]
     if here.over_limits:
         limits = here.limits
-        found.append(f"limits: loss {limits.loss:g}, gradient norm {limits.norm:g}; the step is over them")
+        found.append(
+            f"limits: loss {limits.loss:g}, gradient norm {limits.norm:g}; the step is over them"
+        )
     return found
 
 
 def _without_origin(answer: Answer) -> list[str]:
-    if not (math.isfinite(answer.here.loss) and math.isfinite(answer.here.grad_norm)) and not answer.here.bad_data:
+    if (
+        not (math.isfinite(answer.here.loss) and math.isfinite(answer.here.grad_norm))
+        and not answer.here.bad_data
+    ):
         return [
             "origin: no module's tensor is NaN or Inf, only their sum: the gradients below are too large for a norm"
         ]
-    return ["origin: no tensor is NaN or Inf"] if answer.was_bad and not answer.here.bad_data else []
+    return (
+        ["origin: no tensor is NaN or Inf"] if answer.was_bad and not answer.here.bad_data else []
+    )
 
 
 def _gradients(answer: Answer) -> list[str]:
     if bad := [each for each in answer.gradients if each.bad]:
         named = some([each.parameter for each in bad], SHOWN)
-        return [f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"]
+        return [
+            f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"
+        ]
     if not answer.bad(answer.here) or answer.here.bad_data:
         return []
     found = ["gradient norms, largest growth against the step before first:"]
     for each in answer.gradients[:SHOWN]:
         ratio = "" if math.isnan(each.growth) else f"  {each.growth:8.3g}x"
-        found.append(f"  {each.norm:10.4g}{ratio}  {each.parameter} (largest element {each.largest:.4g})")
+        found.append(
+            f"  {each.norm:10.4g}{ratio}  {each.parameter} (largest element {each.largest:.4g})"
+        )
     return found
 
 
@@ -292,8 +337,13 @@ def _samples(answer: Answer) -> list[str]:
         head = f"samples: {len(bad)} of {answer.window_size} are bad alone:"
         return [head, *(f"  {_sample(sample)}" for sample in bad[:SHOWN])]
     # What went over its limit in the window is what to look for in its samples.
-    by_norm = answer.here.grad_norm > answer.here.limits.norm and not answer.here.loss > answer.here.limits.loss
-    worst = sorted(answer.samples, key=lambda sample: -(sample.grad_norm if by_norm else sample.loss))[:SHOWN]
+    by_norm = (
+        answer.here.grad_norm > answer.here.limits.norm
+        and not answer.here.loss > answer.here.limits.loss
+    )
+    worst = sorted(
+        answer.samples, key=lambda sample: -(sample.grad_norm if by_norm else sample.loss)
+    )[:SHOWN]
     what = "gradient norms" if by_norm else "losses"
     head = f"samples: none is bad alone; largest {what} of {answer.window_size}:"
     return [head, *(f"  {_sample(sample)}" for sample in worst)]

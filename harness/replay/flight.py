@@ -111,7 +111,9 @@ class FlightRecorder:
         self._first = 0
         self._last = (0, 0)
 
-    def keep(self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
+    def keep(
+        self, facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger
+    ) -> bool:
         """Record the step of `facts`; True if it begins a streak of bad steps. Raises OSError.
 
         What stands from an earlier attempt at the same step is replaced.
@@ -147,7 +149,9 @@ class FlightRecorder:
         elif step - 1 != self._first:
             self._remove(step - 1)
         self._last = (step, attempt)
-        newest = sorted(read_records(self.folder.parent), key=lambda record: (record.attempt, record.step))
+        newest = sorted(
+            read_records(self.folder.parent), key=lambda record: (record.attempt, record.step)
+        )
         for record in newest[:-KEEP]:
             self._remove(record.step)
         return begins
@@ -182,7 +186,9 @@ def read_records(run_dir: Path) -> list[BadStep]:
     except OSError:
         return []
     found = (_read(run_dir / FOLDER / name / _RECORD) for name in names if _STEP.fullmatch(name))
-    return sorted((record for record in found if record is not None), key=lambda record: record.step)
+    return sorted(
+        (record for record in found if record is not None), key=lambda record: record.step
+    )
 
 
 def _read(path: Path) -> BadStep | None:
@@ -228,7 +234,11 @@ class Branches:
         self.ledger = load_ledger(folder)
         self.rollbacks = history.rollbacks
         self._figures = history.rows
-        done = [points for each in (history.series, history.abandoned) if (points := each.get("train/loss"))]
+        done = [
+            points
+            for each in (history.series, history.abandoned)
+            if (points := each.get("train/loss"))
+        ]
         self._last = max((int(points.steps[-1]) for points in done), default=0)
         self.changed = [event for event in history.events if event["code"] == "run.changed"]
         started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
@@ -236,7 +246,9 @@ class Branches:
 
     def _rows(self, step: int) -> dict[int, MetricsRow]:
         """The figures of `step`, by attempt."""
-        return {row.attempt: row for row in self._figures.of_step(step) if "train/loss" in row.values}
+        return {
+            row.attempt: row for row in self._figures.of_step(step) if "train/loss" in row.values
+        }
 
     def attempt_of(self, step: int) -> int:
         """The attempt in which `step` went bad, else the last one that ran it. Raises ConfigError if none did."""
@@ -255,13 +267,20 @@ class Branches:
         if step in self.records:
             return copy.deepcopy(self.records[step].incidents)
         attempt, now = self.attempt_of(step), self.ledger
-        later = {window for each in self.rollbacks if each.attempt >= attempt for window in each.passed_over}
+        later = {
+            window
+            for each in self.rollbacks
+            if each.attempt >= attempt
+            for window in each.passed_over
+        }
         back: list[int] = []
         for each in self.rollbacks:
             if each.attempt < attempt:
                 back = [*(min(earlier, each.to_step) for earlier in back), each.to_step]
         skipped = [window for window in now.skipped_windows if window not in later]
-        return RunLedger(attempt=attempt, skipped_windows=skipped, returned_to=back, hashes=list(now.hashes))
+        return RunLedger(
+            attempt=attempt, skipped_windows=skipped, returned_to=back, hashes=list(now.hashes)
+        )
 
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran: a resume may have changed it since."""
@@ -302,7 +321,11 @@ class Branches:
         for record in self.records.values():
             store = base_store(self.folder, record.step)
             found += [(each, record.attempt, store) for each in store.steps()]
-        usable = [(base, store) for base, of, store in found if base < step and self._shared(base, of, attempt)]
+        usable = [
+            (base, store)
+            for base, of, store in found
+            if base < step and self._shared(base, of, attempt)
+        ]
         while usable:
             best = nearest([base for base, _ in usable], step)
             yield from (each for each in usable if each[0] == best)
@@ -311,7 +334,9 @@ class Branches:
     def _shared(self, step: int, one: int, other: int) -> bool:
         """Whether attempts `one` and `other` have the state after `step` in common."""
         between = range(min(one, other), max(one, other))
-        return all(step <= rollback.to_step for rollback in self.rollbacks if rollback.attempt in between)
+        return all(
+            step <= rollback.to_step for rollback in self.rollbacks if rollback.attempt in between
+        )
 
 
 def same(a: float, b: float) -> bool:

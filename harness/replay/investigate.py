@@ -75,7 +75,11 @@ class Rerun:
     def samples(self, window: Window) -> list[int]:
         """Sample numbers in the order in which they are taken: rank 0's, then rank 1's, and so on."""
         rows = window.samples.reshape(-1, self.run.config.train.micro_batch)
-        return [int(sample) for rank in range(self.ranks) for sample in rows[rank :: self.ranks].reshape(-1)]
+        return [
+            int(sample)
+            for rank in range(self.ranks)
+            for sample in rows[rank :: self.ranks].reshape(-1)
+        ]
 
     def advance(self) -> StepFacts:
         """The run's own next step, judged at once; what the guard would do beside switches and limits is not done."""
@@ -89,7 +93,9 @@ class Rerun:
         window = next_window(self.run)
         return train_step(self.run, window, self.shares(window), limits).facts()
 
-    def watched(self, known: set[str] | None, limits: Limits | None = None) -> tuple[StepFacts, Origin]:
+    def watched(
+        self, known: set[str] | None, limits: Limits | None = None
+    ) -> tuple[StepFacts, Origin]:
         """`take`, as eager code with hooks on every module."""
         with eager(self.compiled), watch(self.model, known, lines=True) as origin:
             facts = self.take(limits)
@@ -113,7 +119,9 @@ class Rerun:
         one = one_sample(batch, row)
         try:
             with eager(self.compiled):  # another batch size would be compiled anew
-                return one, train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED).facts()
+                return one, train_step(
+                    self.run, window, [Share(rank, [one])], NEVER_APPLIED
+                ).facts()
         finally:
             self._put_back(*kept)
 
@@ -162,7 +170,9 @@ Builder = Callable[[RunConfig, str, RunLedger, int], Rerun]
 class Investigation:
     """One step on its way to an answer."""
 
-    def __init__(self, branches: Branches, step: int, config: RunConfig, build: Builder, say: Say) -> None:
+    def __init__(
+        self, branches: Branches, step: int, config: RunConfig, build: Builder, say: Say
+    ) -> None:
         self.folder, self.history, self.step, self.say = branches.folder, branches, step, say
         self.config, self.build = branches.config_of(step, config), build
         self.attempt = branches.attempt_of(step)
@@ -201,7 +211,9 @@ class Investigation:
         samples = self._samples(kept, window) if bad else []
         trace = self._anomaly(kept) if anomaly else ""
         run.close()
-        exact, exact_origin = self._in_float32(kept) if bad and not here.bad_data else (None, Origin())
+        exact, exact_origin = (
+            self._in_float32(kept) if bad and not here.bad_data else (None, Origin())
+        )
         return Answer(
             run=str(self.folder), step=step, base=base, attempt=self.attempt, window=here.window, codes=codes,
             was_bad=self.record is not None or _was_bad(row), here=here, again=again, in_float32=exact,
@@ -226,10 +238,14 @@ class Investigation:
             self.say(f"from the checkpoint of step {base}: {store.path(base)}")
             return base
         if self.history.started_from is not None:
-            what = f"no checkpoint before step {self.step} is left, and the run began from another's"
+            what = (
+                f"no checkpoint before step {self.step} is left, and the run began from another's"
+            )
             kept = ", ".join(map(str, sorted(self.history.records))) or "none"
             raise CheckpointError(
-                Problem(what, str(self.folder), fix=f"replay a later step, or one with a record: {kept}")
+                Problem(
+                    what, str(self.folder), fix=f"replay a later step, or one with a record: {kept}"
+                )
             )
         self.say("from the run's initial state, which its seed gives")
         return 0
@@ -244,7 +260,9 @@ class Investigation:
             self._compare(facts)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
-                self.say(f"step {facts.step}: re-run, {self.step - 1 - facts.step} more before step {self.step}")
+                self.say(
+                    f"step {facts.step}: re-run, {self.step - 1 - facts.step} more before step {self.step}"
+                )
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
         kept = self.run.keep()
@@ -268,7 +286,10 @@ class Investigation:
         for place, number in enumerate(order):
             sample, facts = self.run.alone(place, kept)
             first = None if own else number * data.tokens_per_sample
-            micro_batch, rank = place // self.config.train.micro_batch, place * self.world_size // len(order)
+            micro_batch, rank = (
+                place // self.config.train.micro_batch,
+                place * self.world_size // len(order),
+            )
             found.append(
                 Sample(
                     number,
@@ -352,9 +373,13 @@ def _was_bad(row: Mapping[str, float]) -> bool:
 def _text(sample: Batch, unit: str) -> str:
     """How a sample begins, if its tokens are bytes; else its names and shapes, and how its whole numbers begin."""
     if unit == _BYTES and sample["inputs"].min() >= 0 and sample["inputs"].max() < 256:
-        return bytes(sample["inputs"].reshape(-1)[:_TEXT].tolist()).decode(errors="backslashreplace")
+        return bytes(sample["inputs"].reshape(-1)[:_TEXT].tolist()).decode(
+            errors="backslashreplace"
+        )
     told = {
         name: "" if values.is_floating_point() else f" {values.reshape(-1)[:_TEXT].tolist()}"
         for name, values in sample.items()
     }
-    return ", ".join(f"{name} {list(sample[name].shape[1:])}{numbers}" for name, numbers in told.items())
+    return ", ".join(
+        f"{name} {list(sample[name].shape[1:])}{numbers}" for name, numbers in told.items()
+    )

@@ -36,7 +36,18 @@ LOSS = "<loss>"
 """In place of a module: what was computed from the model's output."""
 
 # Between a parameter and the operation that uses it: casts and views.
-_IN_BETWEEN = ("ToCopy", "T", "View", "UnsafeView", "Reshape", "Transpose", "Permute", "Alias", "Clone", "Expand")
+_IN_BETWEEN = (
+    "ToCopy",
+    "T",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Transpose",
+    "Permute",
+    "Alias",
+    "Clone",
+    "Expand",
+)
 _PASSED = {f"{name}Backward{number}" for name in _IN_BETWEEN for number in (0, 1)}
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -44,7 +55,9 @@ _OURS = str(Path(__file__).parent)
 # What these return is memory as it was, or a constant of the program's.
 _ALLOCATE = ("empty", "full")
 _WORST = 2
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<text>[^\n]*)'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,9 @@ class GraphWatch:
 
     def claim(self, outputs: Iterable[Tensor], module: str, first: int) -> None:
         """Operations behind `outputs` with numbers from `first` on that no child has claimed are `module`'s."""
-        waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None] + self._unclaimed
+        waiting = [
+            tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None
+        ] + self._unclaimed
         self._unclaimed = []
         seen: set[Any] = set()
         while waiting:
@@ -124,25 +139,45 @@ class GraphWatch:
     def _hook(self, node: Any, module: str) -> None:
         self._hooked.add(node)
 
-        def ran(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
+        def ran(
+            grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
+        ) -> None:
             if not self._caused:
                 self._judge(node, module, grad_inputs, grad_outputs)
 
         self._handles.append(node.register_hook(ran))
 
     def _judge(
-        self, node: Any, module: str, produced: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+        self,
+        node: Any,
+        module: str,
+        produced: tuple[Tensor | None, ...],
+        given: tuple[Tensor | None, ...],
     ) -> None:
-        came = next((gradient for gradient in given if gradient is not None and not _finite(gradient)), None)
+        came = next(
+            (gradient for gradient in given if gradient is not None and not _finite(gradient)), None
+        )
         if came is not None:
             # Whatever produced it was well: a hook changed it, or a sum over several uses overflowed.
             if not self._arrived:
                 self._arrived = True
                 name = self._parameters.get(id(getattr(node, "variable", None)), "")
-                what = "gradient of a parameter, as it arrived" if name else "gradient of its output, as it arrived"
-                self._tell(Spoiled(module, node.name(), what, came, (name,) if name else (), recorded(node)))
+                what = (
+                    "gradient of a parameter, as it arrived"
+                    if name
+                    else "gradient of its output, as it arrived"
+                )
+                self._tell(
+                    Spoiled(
+                        module, node.name(), what, came, (name,) if name else (), recorded(node)
+                    )
+                )
             return
-        bad = [place for place, gradient in enumerate(produced) if gradient is not None and not _finite(gradient)]
+        bad = [
+            place
+            for place, gradient in enumerate(produced)
+            if gradient is not None and not _finite(gradient)
+        ]
         if not bad:
             return
         self._caused = True
@@ -191,8 +226,12 @@ class FirstBad(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        watching = self.inside and self._found < _WORST and not any(word in name for word in _ALLOCATE)
-        clean = watching and not self._badness((args, kwargs))  # before the call, which may work in place
+        watching = (
+            self.inside and self._found < _WORST and not any(word in name for word in _ALLOCATE)
+        )
+        clean = watching and not self._badness(
+            (args, kwargs)
+        )  # before the call, which may work in place
         result = func(*args, **kwargs)
         if clean and (badness := self._badness(result)) > self._found:
             self._found = badness
@@ -294,7 +333,9 @@ class Origin:
 
 
 @contextmanager
-def watch(model: nn.Module, known: Collection[str] | None = None, lines: bool = False) -> Iterator[Origin]:
+def watch(
+    model: nn.Module, known: Collection[str] | None = None, lines: bool = False
+) -> Iterator[Origin]:
     """Watch every forward and backward of `model` inside of the block.
 
     known: `Origin.usual` of a step that was well: what is not finite there is not finite by intent. lines: find the
@@ -346,7 +387,11 @@ class _Call:
 class _Watcher:
     def __init__(self, model: nn.Module, known: frozenset[str] | None) -> None:
         self.origin = Origin()
-        self._model, self._known, self._compared = model, known or frozenset[str](), known is not None
+        self._model, self._known, self._compared = (
+            model,
+            known or frozenset[str](),
+            known is not None,
+        )
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self._graph = GraphWatch(self._parameters, self._on_backward)
@@ -359,7 +404,9 @@ class _Watcher:
             self._handles.append(module.register_forward_hook(self._leave))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(self._accumulated)
+                )
 
     def remove(self) -> None:
         self._graph.forget()
@@ -405,14 +452,24 @@ class _Watcher:
         new: list[tuple[str, Tensor]] = []
         for path, tensor in tensors(value, place):
             nan, inf = count_bad(tensor)
-            keys = {f"{self._names[module]}:{path}:{kind}" for kind, count in (("nan", nan), ("inf", inf)) if count}
+            keys = {
+                f"{self._names[module]}:{path}:{kind}"
+                for kind, count in (("nan", nan), ("inf", inf))
+                if count
+            }
             self.origin.usual |= keys
             if keys - self._known:
                 new.append((path, tensor))
         return new
 
-    def _forward_finding(self, module: nn.Module, call: _Call, path: str, tensor: Tensor) -> Finding:
-        own = [(self._parameters[id(p)], p) for p in module.parameters(recurse=False) if id(p) in self._parameters]
+    def _forward_finding(
+        self, module: nn.Module, call: _Call, path: str, tensor: Tensor
+    ) -> Finding:
+        own = [
+            (self._parameters[id(p)], p)
+            for p in module.parameters(recurse=False)
+            if id(p) in self._parameters
+        ]
         return self._finding(
             self._names[module],
             "forward",
@@ -432,7 +489,9 @@ class _Watcher:
             operation=spoiled.operation, parameters=spoiled.parameters, where=spoiled.where,
         )  # fmt: skip
 
-    def _finding(self, name: str, direction: str, what: str, tensor: Tensor, **rest: Any) -> Finding:
+    def _finding(
+        self, name: str, direction: str, what: str, tensor: Tensor, **rest: Any
+    ) -> Finding:
         nan, inf = count_bad(tensor)
         module = next((module for module, each in self._names.items() if each == name), None)
         return Finding(

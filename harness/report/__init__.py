@@ -28,4 +28,8 @@ def label(text: str) -> str:
 def short(path: Path) -> str:
     """Relative to the working folder where it lies below it."""
     absolute = path.absolute()
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+    return (
+        str(absolute.relative_to(Path.cwd()))
+        if absolute.is_relative_to(Path.cwd())
+        else str(absolute)
+    )

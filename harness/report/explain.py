@@ -104,7 +104,9 @@ class Catalogue:
             for kind in ("codes", "events", "symptoms")
             for title, fields in raw[kind].items()
         ]
-        return cls(tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw.get("said", {}))
+        return cls(
+            tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw["said"]
+        )
 
     def find(self, name: str) -> Entry:
         """The entry of a code or a symptom. Raises ConfigError with the near match."""
@@ -113,7 +115,11 @@ class Catalogue:
                 return entry
         known = [known for entry in self.entries for known in entry.names]
         hint = near_match(name, known)
-        fix = hint if hint.startswith("did") else "`harness explain` lists them; for a run, give its folder, runs/<run>"
+        fix = (
+            hint
+            if hint.startswith("did")
+            else "`harness explain` lists them; for a run, give its folder, runs/<run>"
+        )
         raise ConfigError(Problem(f'no code or symptom "{name}"', "harness explain", fix=fix))
 
     def search(self, question: str) -> list[Entry]:
@@ -123,7 +129,10 @@ class Catalogue:
         return [by_title[title] for title in found(question, words)]
 
     def _phrases(self, entry: Entry) -> list[str]:
-        return [*entry.names, *(phrase for name in entry.names for phrase in self.said.get(name, ()))]
+        return [
+            *entry.names,
+            *(phrase for name in entry.names for phrase in self.said.get(name, ())),
+        ]
 
     def ranked(self, codes: Iterable[str]) -> list[str]:
         """Those of `codes` that are alerts, each once, from the one that matters most to the least."""
@@ -167,7 +176,9 @@ class Streak:
     @property
     def steps(self) -> str:
         """`step 23`, `steps 23-27`."""
-        return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
+        return (
+            f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
+        )
 
     @property
     def times(self) -> str:
@@ -181,11 +192,15 @@ class Streak:
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Events in order, with neighbours of one code and attempt joined."""
     joined: list[Streak] = []
-    for (code, attempt), group in groupby(events, lambda event: (str(event["code"]), int(event.get("attempt", 1)))):
+    for (code, attempt), group in groupby(
+        events, lambda event: (str(event["code"]), int(event["attempt"]))
+    ):
         each = list(group)
         first, last = each[0], each[-1]
-        steps = int(first.get("step", 0)), int(last.get("step", 0))
-        joined.append(Streak(code, *steps, len(each), told(first), told(last), attempt, _windows(each)))
+        steps = int(first["step"]), int(last["step"])
+        joined.append(
+            Streak(code, *steps, len(each), told(first), told(last), attempt, _windows(each))
+        )
     return joined
 
 
@@ -220,14 +235,17 @@ def told(event: Mapping[str, Any]) -> str:
     moved = "; ".join(f"{', '.join(layers)} {where}" for layers, where in moves if layers)
     lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
     return clipped(
-        str(event.get("text") or event.get("reason") or moved or lowered or event.get("path") or ""), MAX_TOLD
+        str(
+            event.get("text") or event.get("reason") or moved or lowered or event.get("path") or ""
+        ),
+        MAX_TOLD,
     )
 
 
 def cause(history: RunHistory) -> str | None:
     """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
-    for attempt in sorted({int(event.get("attempt", 1)) for event in history.events}, reverse=True):
-        codes = [event["code"] for event in history.events if event.get("attempt", 1) == attempt]
+    for attempt in sorted({int(event["attempt"]) for event in history.events}, reverse=True):
+        codes = [event["code"] for event in history.events if event["attempt"] == attempt]
         if alerts := catalogue().ranked(codes):
             return alerts[0]
     return None
@@ -244,7 +262,9 @@ def learned_little(history: RunHistory) -> bool:
 
 def flights(run_dir: Path) -> list[int]:
     """Steps that the flight recorder kept, so that `harness replay` can run them again."""
-    found = {path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")}
+    found = {
+        path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")
+    }
     return sorted(int(step) for step in found if step.isdecimal())
 
 
@@ -253,7 +273,10 @@ def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     run = shlex.quote(short(history.run_dir))
     lines: list[tuple[str, str]] = []
     if code := cause(history):
-        lines += [("explain", f"{tool('harness')} explain {code}"), ("in order", f"{tool('harness')} explain {run}")]
+        lines += [
+            ("explain", f"{tool('harness')} explain {code}"),
+            ("in order", f"{tool('harness')} explain {run}"),
+        ]
     if learned_little(history):
         lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
     if kept := flights(history.run_dir):
@@ -281,12 +304,16 @@ def post_mortem(history: RunHistory) -> RenderableType:
         commands = [("go on" if good else "start again", go_on(history)), *commands]
     for label, text in lines:
         table.add_row(Text(label, style="bold"), Text(text))
-    return Group(Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands))
+    return Group(
+        Text("\nPost-mortem", style="bold"), table, *(command_line(*each) for each in commands)
+    )
 
 
 def command_line(label: str, command: str) -> Text:
     """One line however narrow the terminal, so that the command can be copied. Print it with crop=False."""
-    return Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
+    return (
+        Text(no_wrap=True, overflow="ignore").append(f"{label:<15}  ", style="bold").append(command)
+    )
 
 
 def go_on(history: RunHistory) -> str:
@@ -314,7 +341,9 @@ def go_on(history: RunHistory) -> str:
 
 def _good(run_dir: Path) -> Path | None:
     """The newest checkpoint that earned its mark and is still there; `--resume` verifies its hashes."""
-    folders = [run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")]
+    folders = [
+        run_dir / "checkpoints" / step_name(step) for step in read_marks(run_dir / "checkpoints")
+    ]
     return next((folder for folder in reversed(folders) if folder.is_dir()), None)
 
 
@@ -333,7 +362,9 @@ _HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Sym
 def command(
     subject: Annotated[
         list[str] | None,
-        typer.Argument(help="a code (loss.spike), a run folder, or what you see, in words [default: list all]"),
+        typer.Argument(
+            help="a code (loss.spike), a run folder, or what you see, in words [default: list all]"
+        ),
     ] = None,
 ) -> int:
     return explain(" ".join(subject) if subject else None, Screen())
@@ -359,7 +390,11 @@ def explain(subject: str | None, console: Screen) -> int:
 def _meant(subject: str) -> list[Entry]:
     """What a question in words is about; nothing for a name, or for what is spelt like one."""
     names = [name for entry in catalogue().entries for name in entry.names]
-    spelt_like_one = " " not in subject and re.search(r"[.-]", subject) and near_match(subject, names).startswith("did")
+    spelt_like_one = (
+        " " not in subject
+        and re.search(r"[.-]", subject)
+        and near_match(subject, names).startswith("did")
+    )
     if subject in names or spelt_like_one:
         return []
     return catalogue().search(subject)
@@ -402,7 +437,9 @@ def _list(console: Screen) -> None:
         for entry in known.entries:
             if entry.is_symptom == symptoms:
                 for name in entry.names:
-                    table.add_row(Text(name, style="bold"), Text(entry.title if symptoms else entry.line))
+                    table.add_row(
+                        Text(name, style="bold"), Text(entry.title if symptoms else entry.line)
+                    )
         console.print(Text(f"{heading}, each explained by: harness explain NAME"))
         console.print(table)
         console.print()
@@ -424,7 +461,9 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     history, known = RunHistory.read(run_dir), catalogue()
     events = distinct(history.events)
     console.print(
-        Text("What happened, each code where it first came up", style="bold") if events else Text("No events.")
+        Text("What happened, each code where it first came up", style="bold")
+        if events
+        else Text("No events.")
     )
     for each in events[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
@@ -453,12 +492,19 @@ def runbook() -> str:
     """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
     table = ["| code | healthy | what happens |", "|---|---|---|"]
-    table += [f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |" for code, healthy, what in known.ranking]
+    table += [
+        f"| [`{code}`](#{code.replace('.', '')}) | {healthy} | {what} |"
+        for code, healthy, what in known.ranking
+    ]
     parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
     for kind, heading in _HEADINGS.items():
         if heading:
             parts.append(f"## {heading}\n{known.page.get(kind, '')}".rstrip())
-        parts += [_section(entry, "###" if heading else "##") for entry in known.entries if entry.kind == kind]
+        parts += [
+            _section(entry, "###" if heading else "##")
+            for entry in known.entries
+            if entry.kind == kind
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -31,7 +31,11 @@ FORMATS = {
 LOWEST, HIGHEST = -40, 24
 MAX_COLUMNS = 400
 RANKS = (0.0, 0.1, 0.5, 0.9, 1.0)
-_FANS = (("amax", "amax, unscaled", True), ("saturation", "saturation", True), ("sqnr_db", "SQNR, dB", False))
+_FANS = (
+    ("amax", "amax, unscaled", True),
+    ("saturation", "saturation", True),
+    ("sqnr_db", "SQNR, dB", False),
+)
 
 
 @dataclass
@@ -62,14 +66,21 @@ def gather(found: SlotSteps) -> Gathered:
     firsts = found.steps[::each]
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
     fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
-    exponents = {(role, scaled): np.zeros(HIGHEST - LOWEST + 1, np.int64) for role in ROLES for scaled in (False, True)}
+    exponents = {
+        (role, scaled): np.zeros(HIGHEST - LOWEST + 1, np.int64)
+        for role in ROLES
+        for scaled in (False, True)
+    }
     places: list[npt.NDArray[np.int64]] = []
     of: tuple[str, ...] | None = None
     column = 0
     for step, names, values in found.read():
         if names is not of:
             of = names
-            places = [np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")]) for role in ROLES]
+            places = [
+                np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
+                for role in ROLES
+            ]
         place_of_step = int(np.searchsorted(found.steps, step))
         if place_of_step // each != column:
             _join(wide, fans, column)
@@ -78,7 +89,9 @@ def gather(found: SlotSteps) -> Gathered:
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
-                wide[row, place, :, place_of_step % each] = _quantiles(values[FIGURES.index(figure), at])
+                wide[row, place, :, place_of_step % each] = _quantiles(
+                    values[FIGURES.index(figure), at]
+                )
             amax, scale = values[0, at].astype(np.float64), values[1, at].astype(np.float64)
             for scaled, magnitudes in ((False, amax), (True, amax * scale)):
                 usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
@@ -86,7 +99,9 @@ def gather(found: SlotSteps) -> Gathered:
                 exponents[role, scaled] += np.bincount(bins, minlength=HIGHEST - LOWEST + 1)
     _join(wide, fans, column)
     by_name = {
-        (role, figure): fans[row, place] for row, role in enumerate(ROLES) for place, (figure, _, _) in enumerate(_FANS)
+        (role, figure): fans[row, place]
+        for row, role in enumerate(ROLES)
+        for place, (figure, _, _) in enumerate(_FANS)
     }
     return Gathered(firsts.astype(np.float64), by_name, exponents)
 
@@ -159,12 +174,20 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     """How large the largest values were, before and after scaling, against what the formats hold."""
     figure, grid = _grid(2, 1, 9.5, 7.4, share_x=True)
     edges = np.arange(LOWEST, HIGHEST + 1)
-    for row, (scaled, title) in enumerate(((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))):
+    for row, (scaled, title) in enumerate(
+        ((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))
+    ):
         axes = grid[row][0]
         for role in ROLES:
             counts = gathered.exponents[role, scaled]
             share = counts / max(1, int(counts.sum()))
-            axes.stairs(share, np.append(edges, HIGHEST + 1), color=ROLE_COLOURS[role], linewidth=1.6, label=role)
+            axes.stairs(
+                share,
+                np.append(edges, HIGHEST + 1),
+                color=ROLE_COLOURS[role],
+                linewidth=1.6,
+                label=role,
+            )
         top = max(0.02, *(float(patch.get_data().values.max()) for patch in axes.patches))
         axes.set_ylim(0, 1.55 * top)
         _ranges(axes, top)
@@ -186,7 +209,9 @@ def _ranges(axes: Axes, top: float) -> None:
     for place, (name, (least, normal, largest, colour)) in enumerate(FORMATS.items()):
         height = (1.14 + 0.13 * place) * top
         axes.plot([least, normal], [height, height], color=colour, linewidth=1.2)
-        axes.plot([normal, largest], [height, height], color=colour, linewidth=5, solid_capstyle="butt")
+        axes.plot(
+            [normal, largest], [height, height], color=colour, linewidth=5, solid_capstyle="butt"
+        )
         axes.text(largest + 0.3, height, name, color=colour, fontsize=8, va="center")
         axes.axvline(largest, color=colour, linewidth=0.8, linestyle=":")
 
@@ -206,13 +231,20 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     axes.step(steps, scale, where="post", color="#2c7fb8", linewidth=1.3, label="loss scale")
     if skipped.any():
         axes.plot(
-            steps[skipped], scale[skipped], "x", color="#cb181d", label="overflow: update skipped", linestyle="none"
+            steps[skipped],
+            scale[skipped],
+            "x",
+            color="#cb181d",
+            label="overflow: update skipped",
+            linestyle="none",
         )
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
     axes.set_title(
-        f"Loss scale of {label(history.run_dir.name)}: {skipped.sum()} updates skipped", loc="left", fontsize=10
+        f"Loss scale of {label(history.run_dir.name)}: {skipped.sum()} updates skipped",
+        loc="left",
+        fontsize=10,
     )
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
@@ -220,7 +252,9 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     return True
 
 
-def _grid(rows: int, columns: int, width: float, height: float, share_x: bool = False) -> tuple[Any, Any]:
+def _grid(
+    rows: int, columns: int, width: float, height: float, share_x: bool = False
+) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")

@@ -70,7 +70,9 @@ def sparkline(values: Sequence[float], bars: str = BARS) -> str:
     low, span = min(finite), max(finite) - min(finite)
     top = len(bars) - 1
     return "".join(
-        " " if not math.isfinite(value) else bars[round((value - low) / span * top) if span else top // 2]
+        " "
+        if not math.isfinite(value)
+        else bars[round((value - low) / span * top) if span else top // 2]
         for value in values
     )
 
@@ -89,10 +91,21 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
     source = f"checkpoint of step {step}" if histories else "the last steps"
     source += f" (cannot be read: {some(unread, MAX_NAMED)})" if unread else ""
     bars = BARS if (console.encoding or "").lower().startswith("utf") else ASCII_BARS
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", title=f"amax history: {source}, newest right")
+    table = Table(
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+        title=f"amax history: {source}, newest right",
+    )
     table.add_column("slot", no_wrap=True)
     # Figures keep their width on a narrow terminal; names and the history give way.
-    for heading, width in (("amax", 8), ("scale", 9), ("satur.", 6), ("underfl.", 8), ("SQNR dB", 7)):
+    for heading, width in (
+        ("amax", 8),
+        ("scale", 9),
+        ("satur.", 6),
+        ("underfl.", 8),
+        ("SQNR dB", 7),
+    ):
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
     listed = slots[:MOST_SLOTS]
@@ -101,7 +114,10 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
         last = [next(iter(newest[f"fp8_{column}/{slot}"].values()), None) for column in COLUMNS]
         amaxes = histories.get(bare(slot))
         values = amaxes.tolist() if amaxes is not None else tails[slot]
-        figures = [_figure(value, form) for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)]
+        figures = [
+            _figure(value, form)
+            for value, form in zip(last, ("3g", "4g", "3f", "2%", "1f"), strict=True)
+        ]
         table.add_row(Text(slot), *figures, sparkline(values[-SPARK:], bars))
     if len(slots) > MOST_SLOTS:
         table.add_row(f"and {len(slots) - MOST_SLOTS} more")
@@ -129,7 +145,11 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
             # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
-            return step, {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)}, unread
+            return (
+                step,
+                {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)},
+                unread,
+            )
         except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError):
             unread.append(checkpoint.name)
     return None, {}, unread
@@ -162,7 +182,11 @@ def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> Renderable
 
 def account(history: RunHistory) -> list[tuple[str, str]]:
     """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
-    lines = [("outcome", _outcome(history)), ("loss", _loss(history)), ("precision", _precision(history))]
+    lines = [
+        ("outcome", _outcome(history)),
+        ("loss", _loss(history)),
+        ("precision", _precision(history)),
+    ]
     try:
         trained = trained_on(history.run["data"], history.run["params"])
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -207,13 +231,17 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
 
 def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
     """The same of a data set of the user's own."""
-    fields = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items())
+    fields = ", ".join(
+        f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items()
+    )
     lines = [
         f"{data['source']}: {data['train_samples']:,} samples to train on, {data['val_samples']:,} to validate on, of "
         f"{fields}; {steps:,} steps are {epochs}"
     ]
     if left := data["unreadable"]:
-        lines.append(f"unreadable among the {len(data['looked_at'])} looked at: {some(left, MAX_NAMED)}")
+        lines.append(
+            f"unreadable among the {len(data['looked_at'])} looked at: {some(left, MAX_NAMED)}"
+        )
     return lines
 
 
@@ -230,8 +258,14 @@ def fp8_proof(history: RunHistory) -> str:
         return "none: dynamic scaling keeps no amax" if dynamic else ""
     silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
-    frozen = {bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]}
-    ends = {slot for slot in silent if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen}
+    frozen = {
+        bare(row["module"]) for row in history.plan.get("layers", ()) if "frozen" in row["reason"]
+    }
+    ends = {
+        slot
+        for slot in silent
+        if slot.endswith(".grad_output") and bare(slot.rpartition(".")[0]) in frozen
+    }
     others = [slot for slot in silent if slot not in ends]
     text += f"; none seen by: {some(others, MAX_NAMED)}" if others else ""
     text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}" if ends else ""
@@ -275,14 +309,20 @@ def _loss(history: RunHistory) -> str:
         kinds = (("validation", value), ("last training loss", last))
         return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
     if value is None:
-        return "no validation" + (f"; last training loss {last:.4f}{unit}" if last is not None else "")
+        return "no validation" + (
+            f"; last training loss {last:.4f}{unit}" if last is not None else ""
+        )
     accuracy = history.last("val/accuracy")
     hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
     if history.unit != BYTES:
         text = f"validation {value:.4f}{unit}{hits}"
         if not history.unigram_nats:
             return text
-        little = "; little more is learned than how often each token occurs" if learned_little(history) else ""
+        little = (
+            "; little more is learned than how often each token occurs"
+            if learned_little(history)
+            else ""
+        )
         ratio = value / history.unigram_nats
         return f"{text}; unigram entropy of the corpus {history.unigram_nats:.4f}, ratio {ratio:.3f}{little}"
     bits = value / math.log(2)
@@ -290,8 +330,14 @@ def _loss(history: RunHistory) -> str:
     unigram = history.unigram
     if not unigram:
         return text
-    little = "; little more is learned than how often each byte occurs" if learned_little(history) else ""
-    return f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
+    little = (
+        "; little more is learned than how often each byte occurs"
+        if learned_little(history)
+        else ""
+    )
+    return (
+        f"{text}; unigram entropy of the corpus {unigram:.4f}, ratio {bits / unigram:.3f}{little}"
+    )
 
 
 def _precision(history: RunHistory) -> str:
@@ -306,11 +352,18 @@ def _steps(history: RunHistory) -> str:
     found = counts(history)
     demoted = sorted({span[0] for span in history.demotions()})
     text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; rollbacks {found['rollbacks']}; "
-    return text + f"demotions {found['demotions']}" + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
+    return (
+        text
+        + f"demotions {found['demotions']}"
+        + (f" ({some(demoted, MAX_NAMED)})" if demoted else "")
+    )
 
 
 def _speed(history: RunHistory) -> str:
-    found = [history.points(f"train/{key}").figures for key in ("tokens_per_second", "mfu", "peak_memory_gib")]
+    found = [
+        history.points(f"train/{key}").figures
+        for key in ("tokens_per_second", "mfu", "peak_memory_gib")
+    ]
     rates, shares, sizes = (values[np.isfinite(values)] for values in found)
     counted = history.run["data"].get("counted", "tokens")
     told = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]

@@ -95,7 +95,9 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>Run {name}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections) + "\n</body></html>\n"
+        f"<title>Run {name}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(sections)
+        + "\n</body></html>\n"
     )
 
 
@@ -138,27 +140,47 @@ def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     if not events:
         return ["<h2>Events</h2>", "<p>None.</p>"]
     rows = [
-        (event["step"], event["attempt"], _moment(event.get("time")), event["code"], _details(event))
+        (
+            event["step"],
+            event["attempt"],
+            _moment(event.get("time")),
+            event["code"],
+            _details(event),
+        )
         for event in events[:MAX_EVENTS]
     ]
     count = len(events)
-    more = f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>" if count > MAX_EVENTS else ""
+    more = (
+        f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>"
+        if count > MAX_EVENTS
+        else ""
+    )
     return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows)]
 
 
 def _details(event: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in HEAD}
-    told = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items())
+    told = (
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in fields.items()
+    )
     return clipped(", ".join(told), MAX_TEXT)
 
 
 def _moment(seconds: float | None) -> str:
-    return "-" if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    return (
+        "-"
+        if seconds is None
+        else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    )
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
     return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}\n{body}\n</table></div>'
 
 
@@ -185,7 +207,9 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     steps, values = _finite(train)
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
     steps, values = _finite(history.points("val/loss"))
-    axes.plot(steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation")
+    axes.plot(
+        steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation"
+    )
     unigram = history.unigram
     if unigram:
         entropy = f"unigram entropy, {unigram:.2f} bits"
@@ -194,13 +218,21 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     skipped = applied.steps[applied.figures == 0]
     if len(skipped):
         marks = axes.get_xaxis_transform()
-        axes.plot(skipped, [0.02] * len(skipped), "x", color="#cb181d", transform=marks, label="update skipped")
+        axes.plot(
+            skipped,
+            [0.02] * len(skipped),
+            "x",
+            color="#cb181d",
+            transform=marks,
+            label="update skipped",
+        )
     _limits(axes, train, unigram)
     axes.set_xlabel("step")
     axes.set_ylabel("loss" if history.unit == "loss" else f"loss, {history.unit}")
     if history.unit == BYTES:
         bits = axes.secondary_yaxis(
-            "right", functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2)))
+            "right",
+            functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2))),
         )
         bits.set_ylabel("bits per byte")
     axes.set_title(f"Loss of {label(history.run_dir.name)}", loc="left", fontsize=11)
@@ -249,10 +281,18 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
         fontsize=10,
         pad=8,
     )
-    figure.legend(handles=_legend(demoted), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(
+        handles=_legend(demoted), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     ticks = np.arange(-OCTAVES, OCTAVES + 1)
     bar = figure.colorbar(
-        mesh, ax=axes, extend="both", pad=0.015, aspect=30, shrink=min(1.0, 5.0 / height), ticks=ticks
+        mesh,
+        ax=axes,
+        extend="both",
+        pad=0.015,
+        aspect=30,
+        shrink=min(1.0, 5.0 / height),
+        ticks=ticks,
     )
     bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
     bar.set_label("saturation ratio")
@@ -316,11 +356,15 @@ def _label_layers(axes: Axes, slots: list[str]) -> None:
         spans = _spans(re.sub(r"^(.*?\b\d+)\b.*$", r"\1", layer) for layer in layers)
     named = spans[:: math.ceil(len(spans) / MAX_LABELS)]
     axes.set_yticks(
-        [(first + after) / 2 for _, first, after in named], [label(name) for name, _, _ in named], fontsize=7
+        [(first + after) / 2 for _, first, after in named],
+        [label(name) for name, _, _ in named],
+        fontsize=7,
     )
     axes.tick_params(axis="y", length=0, pad=9)
     if len(spans) <= MAX_LABELS:
-        axes.hlines([first for _, first, _ in spans[1:]], *axes.get_xlim(), color="white", linewidth=1.2)
+        axes.hlines(
+            [first for _, first, _ in spans[1:]], *axes.get_xlim(), color="white", linewidth=1.2
+        )
 
 
 def _mark_roles(axes: Axes, slots: list[str]) -> None:
@@ -330,21 +374,32 @@ def _mark_roles(axes: Axes, slots: list[str]) -> None:
     beside = axes.get_yaxis_transform()
     for row, slot in enumerate(slots):
         colour = ROLE_COLOURS.get(split_slot(slot)[1], INK)
-        strip = Rectangle((-0.011, row), 0.008, 1, transform=beside, color=colour, linewidth=0, clip_on=False)
+        strip = Rectangle(
+            (-0.011, row), 0.008, 1, transform=beside, color=colour, linewidth=0, clip_on=False
+        )
         axes.add_patch(strip)
 
 
 def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: float) -> bool:
     from matplotlib.patches import Rectangle
 
-    rows = {bare(layer): (first, after) for layer, first, after in _spans(split_slot(slot)[0] for slot in slots)}
+    rows = {
+        bare(layer): (first, after)
+        for layer, first, after in _spans(split_slot(slot)[0] for slot in slots)
+    }
     marked = False
     for layer, since, until in history.demotions():
         if layer in rows:
             first, after = rows[layer]
             width = (end if until is None else until) - since
             box = Rectangle(
-                (since, first), width, after - first, fill=False, edgecolor=INK, hatch="////", linewidth=1.2
+                (since, first),
+                width,
+                after - first,
+                fill=False,
+                edgecolor=INK,
+                hatch="////",
+                linewidth=1.2,
             )
             axes.add_patch(box)
             marked = True

@@ -45,7 +45,8 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
     scores: dict[str, float] = {}
     for name, known in entries.items():
         score = sum(
-            weights[word] * max((like for each, like in likeness[word].items() if each in known), default=0.0)
+            weights[word]
+            * max((like for each, like in likeness[word].items() if each in known), default=0.0)
             for word in asked
         )
         # The very words of a phrase count more than the same words from several phrases.

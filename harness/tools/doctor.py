@@ -8,6 +8,7 @@ from harness.capability.cards import GIB, Tier, check_usable, tier_of
 from harness.capability.probe import MachineFacts, probe
 from harness.core.errors import ExitCode
 from harness.core.files import shipped
+from harness.core.memory import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,17 +60,22 @@ def _machine(console: Console, facts: MachineFacts) -> None:
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("python", facts.python), ("torch", _torch_text(facts))]
     rows += [
-        (f"gpu {index}", f"{device.name}, sm_{device.capability[0]}{device.capability[1]}, {_gib(device.memory_bytes)}")
+        (
+            f"gpu {index}",
+            f"{device.name}, sm_{device.capability[0]}{device.capability[1]}, {size_text(device.memory_bytes)}",
+        )
         for index, device in enumerate(facts.devices)
     ] or [("gpu", _no_gpu_text(facts))]
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
-    disk = _gib(facts.disk_free_bytes) + " free here"
+    disk = size_text(facts.disk_free_bytes) + " free here"
     if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
-    rows += [("memory", _gib(facts.memory_bytes)), ("disk", disk)]
+    rows += [("memory", size_text(facts.memory_bytes)), ("disk", disk)]
     for name, library in facts.libraries.items():
-        rows.append((name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}"))
+        rows.append(
+            (name, f"{library.version or ''} ok".strip() if library.ok else f"no: {library.reason}")
+        )
     missing = _deepspeed_needs(facts)
     launcher = "can start" if not missing else f"cannot start: {'; '.join(missing)}"
     return [*rows, ("deepspeed launcher", launcher)]
@@ -78,7 +84,9 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
 def _torch_text(facts: MachineFacts) -> str:
     if facts.torch_version is None:
         return f"none: {facts.torch_error or 'not installed'}"
-    return f"{facts.torch_version}, " + (f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build")
+    return f"{facts.torch_version}, " + (
+        f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "a CPU build"
+    )
 
 
 def _no_gpu_text(facts: MachineFacts) -> str:
@@ -120,7 +128,13 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
         for index, verdict in enumerate(verdicts):
             mark = "[green]taken[/]" if verdict.taken else "-"
             last = index == len(verdicts) - 1
-            table.add_row(name if index == 0 else "", verdict.rung, mark, escape(verdict.reason), end_section=last)
+            table.add_row(
+                name if index == 0 else "",
+                verdict.rung,
+                mark,
+                escape(verdict.reason),
+                end_section=last,
+            )
     console.print()
     console.print(table)
     return anything
@@ -131,8 +145,8 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
     if not _deepspeed_needs(facts):
         return f"deepspeed {command}"
     cards = len(facts.devices) if tier is not Tier.CPU else 1
-    return f"torchrun --standalone --nproc_per_node {cards} -- {command}" if cards > 1 else f"python {command}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+    return (
+        f"torchrun --standalone --nproc_per_node {cards} -- {command}"
+        if cards > 1
+        else f"python {command}"
+    )

@@ -35,7 +35,10 @@ def command(
     config: ConfigName = "quickstart",
     ranks: Annotated[int, typer.Option(min=1, help="processes that share the global batch")] = 1,
     calibration: Annotated[
-        Path | None, typer.Option(help="measurements of a card that `make proof` wrote [default: datasheet peaks]")
+        Path | None,
+        typer.Option(
+            help="measurements of a card that `make proof` wrote [default: datasheet peaks]"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
@@ -47,7 +50,10 @@ def command(
         problems += error.problems
     try:
         found = find_card(card)
-        measured = found, read_calibration(calibration, found) if calibration else uncalibrated(found)
+        measured = (
+            found,
+            read_calibration(calibration, found) if calibration else uncalibrated(found),
+        )
     except ConfigError as error:
         problems += error.problems
     if asked is None or measured is None:
@@ -86,8 +92,14 @@ def _say(made: Prediction, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    basis = "calibrated with measurements from such a card" if made.calibration.calibrated else "uncalibrated"
-    console.print(f"[bold]{escape(made.card.name)}, recipe {escape(made.recipe)}[/]", highlight=False)
+    basis = (
+        "calibrated with measurements from such a card"
+        if made.calibration.calibrated
+        else "uncalibrated"
+    )
+    console.print(
+        f"[bold]{escape(made.card.name)}, recipe {escape(made.recipe)}[/]", highlight=False
+    )
     text = f"A prediction ({basis}): the training step on fake tensors, and a roofline. Nothing ran on a GPU."
     console.print(text, highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -102,7 +114,10 @@ def _say(made: Prediction, console: Console) -> None:
 
 def _precision(made: Prediction) -> list[tuple[str, str]]:
     layers = made.trace.layers
-    fp8, linear = sum(layer.precision == "fp8" for layer in layers), sum(bool(layer.shape) for layer in layers)
+    fp8, linear = (
+        sum(layer.precision == "fp8" for layer in layers),
+        sum(bool(layer.shape) for layer in layers),
+    )
     counts = f", {fp8} of {linear} Linear layers in FP8" if fp8 else ""
     rows = [("precision", f"{made.taken}{counts}; {made.trace.parameters / 1e6:,.0f}M parameters")]
     for verdict in made.rungs:
@@ -143,8 +158,18 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
     rows = [("step", text)]
     if timing.sampled > 1.01 * timing.usual:
         rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
-    rows.append(("", f"{made.flops / 1e12:,.3g} TFLOP of matrix products" + (" on each rank" * (made.ranks > 1))))
-    device = ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in timing.by_purpose.items() if seconds > 5e-5)
+    rows.append(
+        (
+            "",
+            f"{made.flops / 1e12:,.3g} TFLOP of matrix products"
+            + (" on each rank" * (made.ranks > 1)),
+        )
+    )
+    device = ", ".join(
+        f"{name} {seconds * 1e3:,.1f}"
+        for name, seconds in timing.by_purpose.items()
+        if seconds > 5e-5
+    )
     return [*rows, ("", f"{device} ms")]
 
 
@@ -154,10 +179,19 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
         text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
     waits = Counter((wait.what, wait.where[0] if wait.where else "?") for wait in made.trace.waits)
     if not waits:
-        return [("host", f"{text}; the host never waits for the card within a step"), *_copies(made)]
+        return [
+            ("host", f"{text}; the host never waits for the card within a step"),
+            *_copies(made),
+        ]
     rows = [("host", text)]
     for (what, where), count in waits.most_common(_SHOWN_WAITS):
-        rows.append(("", f"waits for the card: {what} at {where}" + (f" ({count} times)" if count > 1 else "")))
+        rows.append(
+            (
+                "",
+                f"waits for the card: {what} at {where}"
+                + (f" ({count} times)" if count > 1 else ""),
+            )
+        )
     return [*rows, *_copies(made)]
 
 
@@ -165,7 +199,10 @@ def _copies(made: Prediction) -> list[tuple[str, str]]:
     from harness.estimate.prediction import pageable
 
     places = Counter(pageable(made.trace))
-    return [("", f"copies from pageable memory at {where}") for where, _ in places.most_common(_SHOWN_WAITS)]
+    return [
+        ("", f"copies from pageable memory at {where}")
+        for where, _ in places.most_common(_SHOWN_WAITS)
+    ]
 
 
 def _gib(size: int) -> str:

@@ -47,14 +47,22 @@ class Score:
     def as_json(self) -> dict[str, float | None]:
         """loss (nats per token), perplexity, accuracy; None for what is not finite."""
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
-        found = {"loss": self.loss, "perplexity": perplexity, "accuracy": sum(self.hits) / sum(self.counts)}
+        found = {
+            "loss": self.loss,
+            "perplexity": perplexity,
+            "accuracy": sum(self.hits) / sum(self.counts),
+        }
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def command(
     run: RunFolder,
-    data: Annotated[Path | None, typer.Option(help="text that the run has not seen [default: its validation]")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="at most [default: data.val_samples of the run]")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="text that the run has not seen [default: its validation]")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="at most [default: data.val_samples of the run]")
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
     ] = None,
@@ -73,7 +81,9 @@ def command(
     return int(ExitCode.DONE)
 
 
-def evaluate(restored: Restored, data: Path | None = None, samples: int | None = None) -> dict[str, Any]:
+def evaluate(
+    restored: Restored, data: Path | None = None, samples: int | None = None
+) -> dict[str, Any]:
     """What `harness eval --json` prints."""
     name, batches = _batches(restored, data, samples)
     ours = score(restored, batches, fp32=False)
@@ -107,20 +117,35 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
     if any(not _of_tokens(batch) for batch in batches):
         why = "there is no perplexity, and no next token"
-        raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, "see val/loss in its journal"))
+        raise ConfigError(
+            Problem(
+                "the run's data are no tokens", "harness eval", why, "see val/loss in its journal"
+            )
+        )
     made = Score([], [], [])
     with restored.computing(fp32):
         for batch in _portions(batches, restored.vocab_size):
             on = {name: each.to(restored.device) for name, each in batch.items()}
-            logits, targets = restored.logits(on["inputs"], on.get("segments")).float(), on["targets"]
+            logits, targets = (
+                restored.logits(on["inputs"], on.get("segments")).float(),
+                on["targets"],
+            )
             if logits.shape[:2] != targets.shape:
-                what = f"the model gives logits {list(logits.shape)} for targets {list(targets.shape)}"
+                what = (
+                    f"the model gives logits {list(logits.shape)} for targets {list(targets.shape)}"
+                )
                 fix = "have forward(inputs) return logits [batch, time, vocab]"
-                raise ConfigError(Problem(what, f"model.target {restored.config.model.target!r}", fix=fix))
-            each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
+                raise ConfigError(
+                    Problem(what, f"model.target {restored.config.model.target!r}", fix=fix)
+                )
+            each = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
+            )
             counted = targets != IGNORED
             hits = (logits.argmax(-1) == targets) & counted
-            rows = torch.stack([each.view_as(targets).double().sum(1), counted.sum(1), hits.sum(1)]).tolist()
+            rows = torch.stack(
+                [each.view_as(targets).double().sum(1), counted.sum(1), hits.sum(1)]
+            ).tolist()
             for loss, count, hit in zip(*rows, strict=True):
                 if count:
                     made.sums.append(loss)
@@ -133,7 +158,12 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
 def _of_tokens(batch: Batch) -> bool:
     inputs, targets = batch.get("inputs"), batch.get("targets")
-    if inputs is None or targets is None or inputs.is_floating_point() or targets.is_floating_point():
+    if (
+        inputs is None
+        or targets is None
+        or inputs.is_floating_point()
+        or targets.is_floating_point()
+    ):
         return False
     return inputs.ndim == 2 and inputs.shape == targets.shape
 
@@ -155,7 +185,12 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     if not math.isfinite(nats):
         return {"nats": None, "share": None, "half_width": None, "clear": None}
     share = nats / plain.loss if plain.loss else None
-    return {"nats": nats, "share": share, "half_width": half, "clear": None if half is None else abs(nats) > half}
+    return {
+        "nats": nats,
+        "share": share,
+        "half_width": half,
+        "clear": None if half is None else abs(nats) > half,
+    }
 
 
 def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
@@ -179,18 +214,28 @@ def _batches(restored: Restored, data: Path | None, samples: int | None) -> tupl
     # Every sample of it counts, whatever split a run would cut it into, and may be the only one.
     one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
-        source = build_data(_with_data(config, changed).model_copy(update=one), Path(scratch), worker)
+        source = build_data(
+            _with_data(config, changed).model_copy(update=one), Path(scratch), worker
+        )
         assert not isinstance(source, DatasetBatches)
-        if changed["tokenizer"] is None and source.facts()["kind"] != "tokens" and not of_bytes(restored):
+        if (
+            changed["tokenizer"] is None
+            and source.facts()["kind"] != "tokens"
+            and not of_bytes(restored)
+        ):
             why = "nobody said what its token ids mean, and bytes would be taken for them"
             fix = "give data of the same ids, or train with data.tokenizer"
-            raise ConfigError(Problem("the run was not trained on bytes", f"--data {data}", why, fix))
+            raise ConfigError(
+                Problem("the run was not trained on bytes", f"--data {data}", why, fix)
+            )
         total = source.n_samples + source.available
         chosen = np.arange(min(wanted, total), dtype=np.int64) * total // min(wanted, total)
         cut = int(np.searchsorted(chosen, source.n_samples))
         batches: list[Batch] = []
         for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
-            batches += [source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)]
+            batches += [
+                source.batch(split, numbers[at : at + rows]) for at in range(0, len(numbers), rows)
+            ]
         return source.name, batches
 
 

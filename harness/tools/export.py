@@ -89,7 +89,10 @@ def command(
     problems = _taken(out)
     if format is Format.hf and target not in BUILT_IN and not target.startswith(HF):
         fix = "use --format safetensors: the names of its own state_dict"
-        what, why = f"model.target {target!r} has no Hugging Face format", "transformers has no class for it"
+        what, why = (
+            f"model.target {target!r} has no Hugging Face format",
+            "transformers has no class for it",
+        )
         problems.append(Problem(what, "--format hf", why, fix))
     if problems:
         raise ConfigError(problems)
@@ -114,7 +117,12 @@ def command(
     tokenizer, told = _tokenizer(folder, config)
     stamp = _stamp(store, at, tensors.get("fp8", {}), meta)
     what = f"{what}, after step {at}"
-    card = model_card(RunHistory.read(folder), stamp, config, Contents(f"{what[0].upper()}{what[1:]}.", loads, told))
+    card = model_card(
+        RunHistory.read(folder),
+        stamp,
+        config,
+        Contents(f"{what[0].upper()}{what[1:]}.", loads, told),
+    )
     try:
         _write(out, write, card, tokenizer)
     except (OSError, SafetensorError) as error:
@@ -127,7 +135,9 @@ def _read_config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     if not path.is_file():
         why = "a loop of your own trained it, and only that loop knows its model"
-        raise ConfigError(Problem("the run has no config.yaml", str(folder), why, "save the model from that loop"))
+        raise ConfigError(
+            Problem("the run has no config.yaml", str(folder), why, "save the model from that loop")
+        )
     return validate(RunConfig, read_yaml(path), str(path))
 
 
@@ -138,7 +148,13 @@ def _taken(out: Path) -> list[Problem]:
     if not out.is_dir() or out.is_symlink():
         return [Problem("is there already, and no folder", f"--out {out}", fix="give a new folder")]
     if any(out.iterdir()):
-        return [Problem("is there already, and not empty", f"--out {out}", fix="give a new folder, or empty it")]
+        return [
+            Problem(
+                "is there already, and not empty",
+                f"--out {out}",
+                fix="give a new folder, or empty it",
+            )
+        ]
     return []
 
 
@@ -173,8 +189,14 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
 
 def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
     """Every key of the model's state_dict, but for frozen weights; tied ones are under each of their names."""
-    whole = state | {alias: state[name].clone() for alias, name in meta["tied"].items() if name in state}
-    frozen = f", without the {meta['frozen']['count']} frozen ones of its folder" if "frozen" in meta else ""
+    whole = state | {
+        alias: state[name].clone() for alias, name in meta["tied"].items() if name in state
+    }
+    frozen = (
+        f", without the {meta['frozen']['count']} frozen ones of its folder"
+        if "frozen" in meta
+        else ""
+    )
 
     def write(out: Path) -> None:
         _save(whole, out)
@@ -195,7 +217,9 @@ def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
     own = {name: tensor.shape for name, tensor in model.named_parameters()}
     if {name: tensor.shape for name, tensor in state.items()} != own:
         what = "the weights are not those of the model that config.yaml describes"
-        raise CheckpointError(Problem(what, "model.args", fix="put config.yaml back as the run wrote it"))
+        raise CheckpointError(
+            Problem(what, "model.args", fix="put config.yaml back as the run wrote it")
+        )
     settings = model.settings
     end = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("separator")
     described, weights = config_of(settings, config.data.context), to_llama(state, settings)
@@ -231,7 +255,10 @@ def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any])
     base = config.model.target.removeprefix(HF)
     if hasattr(model, "peft_config"):
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        what, loads = f"adapters of {_count(trained)} for {Path(base).name}", f"peft.AutoPeftModelForCausalLM.{_FROM}"
+        what, loads = (
+            f"adapters of {_count(trained)} for {Path(base).name}",
+            f"peft.AutoPeftModelForCausalLM.{_FROM}",
+        )
     else:
         what, loads = f"a {type(model).__name__} of {_count(state)}", _LOADS
     return what, loads, lambda out: model.save_pretrained(out)
@@ -252,7 +279,11 @@ def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) ->
 def _save(tensors: TensorDict, out: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / _WEIGHTS, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        out / _WEIGHTS,
+        {"format": "pt"},
+    )
 
 
 def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
@@ -318,7 +349,14 @@ class Contents:
 def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
     """README.md, in Markdown."""
     tags = ["hopper-harness", *([" ".join(history.plan["recipe"].split())] if history.plan else [])]
-    lines = ["---", "tags:", *(f"- {tag}" for tag in tags), "---", f"# {shown(history.run_dir.name)}", ""]
+    lines = [
+        "---",
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+        "---",
+        f"# {shown(history.run_dir.name)}",
+        "",
+    ]
     lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
     facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
     lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
@@ -340,18 +378,30 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
         if last < 0:
             yield title, "not measured"
         else:
-            yield title, f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}"
+            yield (
+                title,
+                f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}",
+            )
     back = [each for each in history.rollbacks if each.to_step <= step]
     windows = sum(len(each.passed_over) for each in back)
     yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"
-    yield "data", f"`{_last(data.get('source', 'not recorded'))}`, SHA-256 `{data.get('sha256', 'not recorded')}`"
+    yield (
+        "data",
+        f"`{_last(data.get('source', 'not recorded'))}`, SHA-256 `{data.get('sha256', 'not recorded')}`",
+    )
     yield "batch", f"{train.global_batch} samples of {config.data.context} tokens a step"
     yield "seed", str(train.seed)
-    args = {key: _last(value) if isinstance(value, str) else value for key, value in config.model.args.items()}
+    args = {
+        key: _last(value) if isinstance(value, str) else value
+        for key, value in config.model.args.items()
+    }
     kind, _, of = config.model.target.partition(":")
     yield "model", f"`{kind}:{_last(of)}`, args `{args}`"
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
-    yield "versions", ", ".join(f"{name} {version}" for name, version in sorted(stamp.versions.items()))
+    yield (
+        "versions",
+        ", ".join(f"{name} {version}" for name, version in sorted(stamp.versions.items())),
+    )
 
 
 def _last(path: object) -> str:
@@ -375,7 +425,13 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     yield from _table(("what", ""), rows)
     yield ""
     layers = (
-        (f"`{layer['module']}`", layer["precision"], ran[layer["module"]], layer["backend"], layer["reason"])
+        (
+            f"`{layer['module']}`",
+            layer["precision"],
+            ran[layer["module"]],
+            layer["backend"],
+            layer["reason"],
+        )
         for layer in plan["layers"]
     )
     yield from _table(("layer", "planned", f"ran in, at step {step}", "backend", "why"), layers)
@@ -402,7 +458,9 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
     began = read_mapping(history.run_dir / "started_from.json").get("path")
     if isinstance(began, str):
         source = Path(began)
-        yield shown(f"steps up to {source.name.rpartition('-')[2]}: another run, {source.parent.parent.name}")
+        yield shown(
+            f"steps up to {source.name.rpartition('-')[2]}: another run, {source.parent.parent.name}"
+        )
     found = history.stretches(step)
     others = {each.sha256 for each in found} - {"", history.plan["recipe_sha256"]}
     if len(found) < 2 and not others and not isinstance(began, str):
@@ -415,7 +473,12 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
 
 def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
     """Layers that the checkpoint has in BF16 and no event of this journal moved: another run, or lost rows, did."""
-    told = {bare(layer) for event in history.switches for layer in event["demote"] if event["step"] <= stamp.step}
+    told = {
+        bare(layer)
+        for event in history.switches
+        for layer in event["demote"]
+        if event["step"] <= stamp.step
+    }
     return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in told})
 
 
@@ -429,7 +492,11 @@ def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _elsewhere(history: RunHistory) -> list[str]:
     """The rungs of the run's earlier starts, if they were others: it may have been stopped and gone on elsewhere."""
-    tags = (row.get("tags", {}) for row in read_rows(history.run_dir / JOURNAL, metrics=False) if row["kind"] == "run")
+    tags = (
+        row.get("tags", {})
+        for row in read_rows(history.run_dir / JOURNAL, metrics=False)
+        if row["kind"] == "run"
+    )
     starts = [
         shown(f"{each['precision.resolved']} on {each.get('tier', '?')}")
         for each in tags

@@ -29,7 +29,9 @@ REPORT = "replay.json"
 def command(
     run: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="the step to run again")],
-    anomaly: Annotated[bool, typer.Option("--anomaly", help="add autograd's own search for NaN")] = False,
+    anomaly: Annotated[
+        bool, typer.Option("--anomaly", help="add autograd's own search for NaN")
+    ] = False,
 ) -> int:
     return replay(run, step, anomaly)
 
@@ -72,15 +74,32 @@ def _refuse_foreign_scale(branches: Branches, step: int) -> None:
     _, engine = branches.ranks_of(step)
     own = engine in ENGINES and ENGINES[engine].owns_loss_scale
     if own and str(read_plan(branches.folder).get("resolved", "")).endswith(":fp16"):
-        what, fix = "DeepSpeed's fp16 cannot be replayed", "start the run with torchrun, or with a bf16 or FP8 recipe"
+        what, fix = (
+            "DeepSpeed's fp16 cannot be replayed",
+            "start the run with torchrun, or with a bf16 or FP8 recipe",
+        )
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
 def rebuild(
-    folder: Path, scratch: Path, worker: Worker, config: RunConfig, recipe_name: str, ledger: RunLedger, ranks: int
+    folder: Path,
+    scratch: Path,
+    worker: Worker,
+    config: RunConfig,
+    recipe_name: str,
+    ledger: RunLedger,
+    ranks: int,
 ) -> Rerun:
     """The run of `folder` at its initial state. Whatever it writes goes to a new folder in `scratch`."""
-    from harness.build import build_data, build_plan, build_run, build_task, open_store, open_telemetry, surroundings
+    from harness.build import (
+        build_data,
+        build_plan,
+        build_run,
+        build_task,
+        open_store,
+        open_telemetry,
+        surroundings,
+    )
     from harness.precision.recipe import load_recipe
     from harness.replay.investigate import Rerun
     from harness.run_folder import read_plan
@@ -92,7 +111,9 @@ def rebuild(
     record = "corpus.json" if config.data.target is None else "target.json"
     if not (folder / "data" / record).is_file():
         fix = "restore the data folder from another copy of this run"
-        raise DataError(Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix))
+        raise DataError(
+            Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix)
+        )
     data = build_data(config, folder, worker)
     quiet = Console(config.train.steps, stream=io.StringIO())
     telemetry = open_telemetry(config, scratch, worker, quiet, ledger.attempt)
@@ -104,6 +125,8 @@ def rebuild(
     config = config.model_copy(update=spare)
     store = open_store(scratch, worker)
     task, _ = build_task(config, plan, model, data)
-    run = build_run(config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task)
+    run = build_run(
+        config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task
+    )
     run.keep_flight = None
     return Rerun(run, model, ranks, plan.resolved, surroundings(config, worker, run.engine))

@@ -90,7 +90,9 @@ class Restored:
         if found.shape[1] == 1 < inputs.shape[1]:  # nanoGPT gives all of them beside a loss alone
             found = self._called(inputs, inputs, **more)
         if found.shape[1] != inputs.shape[1]:
-            raise self._no_logits(f"forward(inputs) gives them for {found.shape[1]} of {inputs.shape[1]} places")
+            raise self._no_logits(
+                f"forward(inputs) gives them for {found.shape[1]} of {inputs.shape[1]} places"
+            )
         return found
 
     def _called(self, *inputs: Tensor, **more: Tensor) -> Tensor:
@@ -106,7 +108,10 @@ class Restored:
         return found
 
     def _no_logits(self, why: str) -> ConfigError:
-        what, fix = "the model gives no logits [batch, time, vocab]", "have forward(inputs) return them"
+        what, fix = (
+            "the model gives no logits [batch, time, vocab]",
+            "have forward(inputs) return them",
+        )
         return ConfigError(Problem(what, f"model.target {self.config.model.target!r}", why, fix))
 
 
@@ -131,7 +136,9 @@ def restore(run: Path, step: int | None = None) -> Restored:
     recipe, planned = load_recipe(config.recipe), read_plan(folder)
     worker = join_worker(config, "python")
     plan, model = build_plan(config, recipe, worker, planned)
-    precision = build_backend(plan, recipe, model, worker.device, build_loss_scale(plan, recipe, worker.device))
+    precision = build_backend(
+        plan, recipe, model, worker.device, build_loss_scale(plan, recipe, worker.device)
+    )
     tensors, meta = store.load(found, parts=("model", "fp8"))
     try:
         ModelPart(model).load_state_dict(tensors["model"], meta["parts"]["model"])
@@ -142,7 +149,14 @@ def restore(run: Path, step: int | None = None) -> Restored:
         what, where = "does not fit the run's model", str(store.path(found))
         raise CheckpointError(Problem(what, where, f"{type(error).__name__}: {error}")) from error
     return Restored(
-        folder, config, worker, plan, planned.get("resolved", plan.resolved), model.eval(), precision, found
+        folder,
+        config,
+        worker,
+        plan,
+        planned.get("resolved", plan.resolved),
+        model.eval(),
+        precision,
+        found,
     )
 
 
@@ -154,9 +168,13 @@ def _read(run: Path) -> tuple[Path, RunConfig]:
     folder = require_run(run)
     if not (folder / "config.yaml").is_file():
         why = "a loop of your own trained it, and only that loop knows its model"
-        raise ConfigError(Problem("the run has no config.yaml", str(folder), why, "use the model in that loop"))
+        raise ConfigError(
+            Problem("the run has no config.yaml", str(folder), why, "use the model in that loop")
+        )
     # One process stands for all ranks, whatever engine the run was told to take, and what is eager needs no compiler.
-    return folder, load_config(str(folder / "config.yaml"), ["engine.name=auto", "engine.compile=none"])
+    return folder, load_config(
+        str(folder / "config.yaml"), ["engine.name=auto", "engine.compile=none"]
+    )
 
 
 def choose(store: Store, step: int | None) -> int:
@@ -170,11 +188,16 @@ def choose(store: Store, step: int | None) -> int:
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
         if store.damaged:
             damaged = some(sorted(store.damaged), _SHOWN)
-            say(f"passed over, for they do not verify: steps {damaged}; this is step {newest}", sys.stderr)
+            say(
+                f"passed over, for they do not verify: steps {damaged}; this is step {newest}",
+                sys.stderr,
+            )
         return newest
     if step not in (steps := store.steps()):
         fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
-        raise CheckpointError(Problem(f"there is no checkpoint of step {step}", str(store.root), fix=fix))
+        raise CheckpointError(
+            Problem(f"there is no checkpoint of step {step}", str(store.root), fix=fix)
+        )
     return step
 
 

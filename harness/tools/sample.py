@@ -36,15 +36,26 @@ def command(
     run: RunFolder,
     text: Annotated[str, typer.Argument(help="the prompt")],
     tokens: Annotated[int, typer.Option(min=1, help="tokens to write at most")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="choose among this many likeliest tokens; 0: all")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the same seed writes the same text")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: always the likeliest token")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="choose among this many likeliest tokens; 0: all")
+    ] = 50,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="the same seed writes the same text")
+    ] = 0,
     step: Annotated[
         int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
     ] = None,
-    precision: Annotated[Choice, typer.Option(help="run: as the run computes; fp32: without any of that")] = Choice.run,
+    precision: Annotated[
+        Choice, typer.Option(help="run: as the run computes; fp32: without any of that")
+    ] = Choice.run,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or a folder with one [default: the run's; bytes without one]")
+        Path | None,
+        typer.Option(
+            help="tokenizer.json, or a folder with one [default: the run's; bytes without one]"
+        ),
     ] = None,
 ) -> int:
     """Print the prompt and what comes after it; nothing is written into the run.
@@ -57,10 +68,18 @@ def command(
     codec, end = codec_of(restored, tokenizer)
     ids = codec.encode([text])[0].tolist()
     if not ids:
-        raise ConfigError(Problem("the prompt has no token", "TEXT", fix="give a word to begin with"))
-    written = write_on(restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, end)
+        raise ConfigError(
+            Problem("the prompt has no token", "TEXT", fix="give a word to begin with")
+        )
+    written = write_on(
+        restored, ids, tokens, temperature, top_k, seed, precision is Choice.fp32, end
+    )
     name = "fp32" if precision is Choice.fp32 else restored.name
-    drawn = f"temperature {temperature:g}, top-k {top_k}, seed {seed}" if temperature else "the likeliest tokens"
+    drawn = (
+        f"temperature {temperature:g}, top-k {top_k}, seed {seed}"
+        if temperature
+        else "the likeliest tokens"
+    )
     say(f"{short(restored.folder)} at step {restored.step}, {name}, {drawn}", sys.stderr)
     say(codec.decode([*ids, *written]))
     return int(ExitCode.DONE)
@@ -87,11 +106,18 @@ def codec_of(restored: Restored, tokenizer: Path | None) -> tuple[Encoder, int |
             fix = "if these are token ids: --tokenizer PATH, the one that made them"
             raise ConfigError(Problem(what, str(restored.folder), why, fix))
         why = "the run trained on token ids, and nobody said what they mean"
-        raise ConfigError(Problem("the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"))
+        raise ConfigError(
+            Problem(
+                "the prompt cannot be turned into tokens", str(data), why, "give --tokenizer PATH"
+            )
+        )
     made = Tokenizer(own if tokenizer is None else tokenizer)
     known = info.get("tokenizer")
     if known and made.vocabulary.tokenizer != known:
-        what, fix = "is not the tokenizer that the run's data were made with", "leave it out, or give that one"
+        what, fix = (
+            "is not the tokenizer that the run's data were made with",
+            "leave it out, or give that one",
+        )
         raise ConfigError(Problem(what, f"--tokenizer {tokenizer}", fix=fix))
     return made, made.vocabulary.separator
 
@@ -104,7 +130,9 @@ def of_bytes(restored: Restored) -> bool:
     data, config = restored.folder / "data", restored.config.data
     folders = [data / str(number) for number in range(len(config.mixture))] or [data]
     sources = [read_mapping(folder / "corpus.json", MAX_LARGE) for folder in folders]
-    return config.target is None and not any(each.get("tokenizer") or each.get("kind") == "tokens" for each in sources)
+    return config.target is None and not any(
+        each.get("tokenizer") or each.get("kind") == "tokens" for each in sources
+    )
 
 
 def write_on(
@@ -126,7 +154,9 @@ def write_on(
     vocab_size = restored.vocab_size
     if vocab_size is not None and max(ids) >= vocab_size:
         what = f"token {max(ids)} of the prompt is outside of the model's {vocab_size}"
-        raise ConfigError(Problem(what, "TEXT", fix="give the tokenizer that the model was trained with"))
+        raise ConfigError(
+            Problem(what, "TEXT", fix="give the tokenizer that the model was trained with")
+        )
     context = restored.config.data.context
     generator = torch.Generator().manual_seed(seed)
     sequence = list(ids)
@@ -134,8 +164,13 @@ def write_on(
         for _ in range(count):
             logits = _after(restored, sequence[-context:], context).float().cpu()
             if not bool(torch.isfinite(logits).all()):
-                what, fix = "the model's logits are not finite", "see harness explain, or take an earlier --step"
-                raise MisuseError(Problem(what, f"{restored.folder} at step {restored.step}", fix=fix))
+                what, fix = (
+                    "the model's logits are not finite",
+                    "see harness explain, or take an earlier --step",
+                )
+                raise MisuseError(
+                    Problem(what, f"{restored.folder} at step {restored.step}", fix=fix)
+                )
             chosen = choose(logits, temperature, top_k, generator)
             if chosen == end:
                 break

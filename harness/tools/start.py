@@ -1,4 +1,7 @@
-"""`harness train`: what a start is asked for, every problem of it found before torch is loaded."""
+"""`harness train`: its arguments. Every problem in them, the config and the recipe is found before torch is loaded.
+
+The job itself is in train.py, which loads torch.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,24 @@ if TYPE_CHECKING:
     from harness.precision.recipe import Recipe
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="config overrides, key.path=value")]
-RecipeName = Annotated[str | None, typer.Option(help="precision recipe, name or path [default: the config's]")]
+RecipeName = Annotated[
+    str | None, typer.Option(help="precision recipe, name or path [default: the config's]")
+]
 ConfigName = Annotated[str, typer.Option(help="run config, name or path")]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asked for, validated. resume: "auto", "never" or the path of a checkpoint. accepted: keys
-    that a resume may change.
+    """What the command line asks for, validated.
+
+    config: of the run, overrides applied.
+    recipe: the precision recipe.
+    config_name: name or path of the config, part of the name of a run that is given none.
+    name: of the run; None: <config>-<recipe>.
+    resume: "auto", "never" or the path of a checkpoint.
+    strict: fail unless the recipe's first rung can run.
+    launcher: "python", "torchrun" or "deepspeed".
+    accepted: keys that this resume may change.
     """
 
     config: RunConfig
@@ -41,8 +54,12 @@ def command(
     recipe: RecipeName = None,
     config: ConfigName = "quickstart",
     name: Annotated[str | None, typer.Option(help="run name [default: <config>-<recipe>]")] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint to start from")] = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")] = False,
+    resume: Annotated[
+        str, typer.Option(help="auto, never, or the path of a checkpoint to start from")
+    ] = "auto",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")
+    ] = False,
     accept_changed: Annotated[
         str,
         typer.Option(
@@ -50,46 +67,64 @@ def command(
             help="what may differ in this resume: config keys, recipe; checkpoint: the newest is gone",
         ),
     ] = "",
-    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+    local_rank: Annotated[
+        int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
+    ] = None,
 ) -> int:
-    """Train on this rank; its exit code."""
+    """Train on this rank; returns its exit code."""
+    # Until the run can save, a signal ends this process and leaves nothing behind.
     stop_while_starting()
-    resolved, policy = read_policies(config, overrides, recipe)
+
+    # Complain about the input at once. The imports that load torch come after that.
+    run_config, precision_recipe = read_policies(config, overrides, recipe)
     accepted = tuple(key.strip() for key in accept_changed.split(",") if key.strip())
     if accepted:
         from harness.run_folder import check_accepted
 
-        check_accepted(accepted, resolved.model_dump(mode="json"))
+        check_accepted(accepted, run_config.model_dump(mode="json"))
+    launcher = _launcher(local_rank is not None)
+
     from harness.tools.train import train
 
-    launcher = _launcher(local_rank is not None)
-    return train(Request(resolved, policy, config, name, resume, strict, launcher, accepted))
+    return train(
+        Request(run_config, precision_recipe, config, name, resume, strict, launcher, accepted)
+    )
 
 
-def read_policies(config: str, overrides: list[str] | None, recipe: str | None) -> tuple[RunConfig, Recipe]:
-    """The resolved config, and the recipe given or the one that it names. Raises ConfigError with every problem of
-    both.
+def read_policies(
+    config: str, overrides: list[str] | None, recipe: str | None
+) -> tuple[RunConfig, Recipe]:
+    """The config, overrides applied, and the recipe: `recipe`, or the one that the config names.
+
+    Raises ConfigError with every problem of both.
     """
     from harness.core.config import load_config
     from harness.precision.recipe import load_recipe
 
     problems: list[Problem] = []
-    resolved = policy = None
+    run_config = precision_recipe = None
     try:
-        resolved = load_config(config, overrides or [], recipe)
+        run_config = load_config(config, overrides or [], recipe)
     except ConfigError as error:
         problems += error.problems
+
+    # A config that cannot be read names no recipe, but one that was given can be checked all the same.
+    recipe_name = recipe
+    if not recipe_name and run_config is not None:
+        recipe_name = run_config.recipe
     try:
-        name = recipe or (resolved.recipe if resolved else None)
-        policy = load_recipe(name) if name else None
+        if recipe_name:
+            precision_recipe = load_recipe(recipe_name)
     except ConfigError as error:
         problems += error.problems
-    if resolved is None or policy is None:
+
+    if run_config is None or precision_recipe is None:
         raise ConfigError(problems)
-    return resolved, policy
+    return run_config, precision_recipe
 
 
 def _launcher(has_local_rank: bool) -> str:
+    """Which launcher started this process. DeepSpeed's passes --local_rank, or sets CROSS_RANK."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
     return "deepspeed" if has_local_rank or "CROSS_RANK" in os.environ else "python"

@@ -10,8 +10,15 @@ import typer
 from harness.core.config import TrackingConfig, load_config
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tracking.journal import JOURNAL, Position, finished_size, read_rows, require_run
-from harness.tracking.shipper import SET_ASIDE, portion, sync
+from harness.tracking.journal import (
+    JOURNAL,
+    SET_ASIDE,
+    Position,
+    finished_size,
+    read_rows,
+    require_run,
+)
+from harness.tracking.shipper import portion, sync
 from harness.tracking.store import choose_for_sync
 
 PATIENCE = 60.0
@@ -22,13 +29,18 @@ def command(
     run: RunFolder,
     elsewhere: Annotated[
         bool,
-        typer.Option("--elsewhere", help="deliver to where MLFLOW_TRACKING_URI says, not to the store of the run"),
+        typer.Option(
+            "--elsewhere",
+            help="deliver to where MLFLOW_TRACKING_URI says, not to the store of the run",
+        ),
     ] = False,
 ) -> int:
     config = require_run(run) / "config.yaml"
     choice = choose_for_sync(config.parent, elsewhere)
     # A loop of one's own has no config: the journal names its experiment.
-    experiment = load_config(str(config)).tracking.experiment if config.exists() else _experiment(run)
+    experiment = (
+        load_config(str(config)).tracking.experiment if config.exists() else _experiment(run)
+    )
     done = sync(run, experiment, PATIENCE, choice, say)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")

@@ -41,7 +41,9 @@ def _verify(folder: Path) -> ExitCode:
             say(f"{store.path(step)}: {'; '.join(map(str, problems))}")
             continue
         known = [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
-        titles = ["good"] * (step in good) + [f"lowest {metric}" for metric, at in lowest.items() if at == step]
+        titles = ["good"] * (step in good) + [
+            f"lowest {metric}" for metric, at in lowest.items() if at == step
+        ]
         say(f"{store.path(step)}: ok{', '.join(['', *titles, *known])}")
     say(f"{folder}: {len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):

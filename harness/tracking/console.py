@@ -59,7 +59,9 @@ class Console:
         else:
             self._rich.width = PLAIN_WIDTH
 
-    def step(self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int) -> None:
+    def step(
+        self, facts: StepFacts, fp8_layers: int, fp8_total: int, skipped: int, rollbacks: int
+    ) -> None:
         """Report one step. fp8_layers of fp8_total ran in FP8; rollbacks so far.
 
         skipped: updates of the steps that count, as in the summary.
@@ -109,7 +111,9 @@ class Console:
         if self.unit == "nats per byte":
             bits = loss / math.log(2)
             self._validation = f"{bits:.3f} b/B"
-            self.say(f"validation after step {step}: {loss:.4f} nats = {bits:.4f} bits per byte{hits}")
+            self.say(
+                f"validation after step {step}: {loss:.4f} nats = {bits:.4f} bits per byte{hits}"
+            )
             return
         unit = "" if self.unit == "loss" else f" {self.unit}"
         self._validation = f"{loss:.3f}"
@@ -166,7 +170,9 @@ class _Forgiving:
             try:
                 return self._stream.write(text)
             except UnicodeEncodeError as error:
-                return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+                return self._stream.write(
+                    text.encode(error.encoding, "replace").decode(error.encoding)
+                )
             except (OSError, ValueError) as error:
                 self._lost = not _is_full(error)
         return len(text)
@@ -212,7 +218,10 @@ def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
         auto_refresh=False,
         expand=True,
     )
-    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-") | {"mfu": "", "memory": ""}
+    blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-") | {
+        "mfu": "",
+        "memory": "",
+    }
     task = progress.add_task("", total=total, now=blank)
     progress.start()
     return task, progress

@@ -55,7 +55,12 @@ class _Group:
     place in `Figures._told`."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.number, self.steps, self.attempts, self.told = array("q"), array("q"), array("q"), array("q")
+        self.number, self.steps, self.attempts, self.told = (
+            array("q"),
+            array("q"),
+            array("q"),
+            array("q"),
+        )
         self.columns = {name: array("d") for name in names}
 
     def replaced(self, first: First) -> npt.NDArray[np.bool_]:
@@ -85,7 +90,9 @@ class Figures:
         group.number.append(self._count)
         group.steps.append(row.step)
         group.attempts.append(row.attempt)
-        group.told.append(self._told.setdefault((row.total, row.ranks, row.engine), len(self._told)))
+        group.told.append(
+            self._told.setdefault((row.total, row.ranks, row.engine), len(self._told))
+        )
         for column, value in zip(group.columns.values(), row.values.values(), strict=True):
             column.append(value)
         self._count += 1
@@ -130,7 +137,9 @@ class Figures:
 
     def points(self, name: str, first: First, replaced: bool) -> Points:
         """Of the steps that count, or with `replaced` of those that a later attempt did again."""
-        parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]] = []
+        parts: list[
+            tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]
+        ] = []
         for group in self._with.get(name, ()):
             wanted = group.replaced(first) == replaced
             columns = (group.number, group.steps, group.columns[name])

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import clipped, shown
-from harness.core.facts import ROLES
+from harness.core.facts import ROLES, SLOT_ROWS
 from harness.core.files import MAX_LARGE, read_mapping
-from harness.core.metrics import SLOT_ROWS
 from harness.tracking.figures import Figures, MetricsRow, Points, SeriesOf
 from harness.tracking.journal import JOURNAL, read_rows, require_run
 from harness.tracking.slot_file import SlotSteps, rewritten
@@ -93,10 +92,15 @@ class RunHistory:
         started = False
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
-                if started:  # a start that says nothing of where it goes on begins with its first figures
+                if (
+                    started
+                ):  # a start that says nothing of where it goes on begins with its first figures
                     begun.append(_stretch(max(row["step"] - 1, 0), run))
                     started = False
-                ranks, engine = str(run["tags"].get("ranks"))[:_DIGITS], str(run["tags"].get("engine", ""))
+                ranks, engine = (
+                    str(run["tags"].get("ranks"))[:_DIGITS],
+                    str(run["tags"].get("engine", "")),
+                )
                 total = run["params"].get("train.steps")
                 total = total if type(total) is int else None
                 told = (total, int(ranks) if ranks.isdecimal() else None, engine)
@@ -200,7 +204,9 @@ class RunHistory:
     def rollbacks(self) -> list[Returned]:
         """One for each attempt that ended in a rollback, in order; told twice, the last counts."""
         told = {
-            event["attempt"]: Returned(event["attempt"], event["to_step"], tuple(event.get("passed_over", ())))
+            event["attempt"]: Returned(
+                event["attempt"], event["to_step"], tuple(event.get("passed_over", ()))
+            )
             for event in self.events
             if event["code"] == "guard.rollback" and "to_step" in event
         }
@@ -223,7 +229,9 @@ class RunHistory:
             names = list(self.slot_steps.names)
         else:
             names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
-        order = {bare(layer["module"]): place for place, layer in enumerate(self.plan.get("layers", ()))}
+        order = {
+            bare(layer["module"]): place for place, layer in enumerate(self.plan.get("layers", ()))
+        }
         return sorted(names, key=lambda name: _slot_key(name, order))
 
     def expected_slots(self) -> set[str]:
@@ -254,23 +262,40 @@ class RunHistory:
         """Those of `slots` (bare names) whose amax never was over 0."""
         if self.slot_steps is None:
             prefix = "fp8_amax/"
-            named = {bare(name.removeprefix(prefix)): name for name in self.series if name.startswith(prefix)}
-            heard = {slot for slot, name in named.items() if any(value > 0 for value in self.series[name].values())}
+            named = {
+                bare(name.removeprefix(prefix)): name
+                for name in self.series
+                if name.startswith(prefix)
+            }
+            heard = {
+                slot
+                for slot, name in named.items()
+                if any(value > 0 for value in self.series[name].values())
+            }
         else:
             heard = {bare(slot) for slot in self.slot_steps.heard()}
         return [slot for slot in slots if slot not in heard]
 
-    def newest(self, slots: Sequence[str], count: int) -> tuple[Mapping[str, Series], dict[str, list[float]]]:
+    def newest(
+        self, slots: Sequence[str], count: int
+    ) -> tuple[Mapping[str, Series], dict[str, list[float]]]:
         """({`fp8_<figure>/<slot>`: its last measured value at its step}, {slot: its last `count` amaxes})."""
         if self.slot_steps is not None:
             return self.slot_steps.newest(slots, count)
         names = [f"{metric.key}/{slot}" for metric in SLOT_ROWS.values() for slot in slots]
         last: dict[str, Series] = {}
         for name in names:
-            measured = {step: value for step, value in self.series.get(name, {}).items() if not math.isnan(value)}
+            measured = {
+                step: value
+                for step, value in self.series.get(name, {}).items()
+                if not math.isnan(value)
+            }
             last[name] = {max(measured): measured[max(measured)]} if measured else {}
         amaxes = {slot: self.series.get(f"fp8_amax/{slot}", {}) for slot in slots}
-        return last, {slot: [values[step] for step in sorted(values)[-count:]] for slot, values in amaxes.items()}
+        return last, {
+            slot: [values[step] for step in sorted(values)[-count:]]
+            for slot, values in amaxes.items()
+        }
 
     def matrix(
         self, metric: str, slots: Sequence[str], columns: int | None = None
@@ -313,9 +338,15 @@ def split_slot(slot: str) -> tuple[str, str]:
 def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
     layer, role = split_slot(slot)
     natural = [
-        (0, int(part), "") if part.isdecimal() and len(part) < MAX_TEXT else (1, 0, part) for part in layer.split(".")
+        (0, int(part), "") if part.isdecimal() and len(part) < MAX_TEXT else (1, 0, part)
+        for part in layer.split(".")
     ]
-    return order.get(bare(layer), len(order)), natural, ROLES.index(role) if role in ROLES else len(ROLES), role
+    return (
+        order.get(bare(layer), len(order)),
+        natural,
+        ROLES.index(role) if role in ROLES else len(ROLES),
+        role,
+    )
 
 
 def _fit(value: Any, depth: int = 0) -> Any:
@@ -352,7 +383,11 @@ def _read_plan(path: Path) -> dict[str, Any]:
         return {}
     texts = {key: str(plan.get(key, "?")) for key in ("recipe", "recipe_sha256", "tier")}
     whole = {"kind": "", "reason": "", "shape": []}
-    described = [whole | layer for layer in layers if isinstance(layer, dict) and _has_texts(layer, _OF_A_LAYER)]
+    described = [
+        whole | layer
+        for layer in layers
+        if isinstance(layer, dict) and _has_texts(layer, _OF_A_LAYER)
+    ]
     return (
         plan
         | texts
@@ -363,7 +398,9 @@ def _read_plan(path: Path) -> dict[str, Any]:
                 if _has_texts(layer, ("kind", "reason")) and isinstance(layer["shape"], list)
             ],
             "rungs": [
-                {"taken": False} | rung for rung in rungs if isinstance(rung, dict) and _has_texts(rung, _OF_A_RUNG)
+                {"taken": False} | rung
+                for rung in rungs
+                if isinstance(rung, dict) and _has_texts(rung, _OF_A_RUNG)
             ],
             "notes": [str(note) for note in notes],
         }

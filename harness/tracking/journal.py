@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,11 @@ def _elapsed() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+JOURNAL = "journal.jsonl"
+POSITION = "shipper.json"
+SET_ASIDE = "journal.damaged"
+CHUNK = 256 * 1024
+"""Bytes of a journal that are delivered at once."""
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SPELLED = (b'NaN"', b'Infinity"')
 TAIL = 64 * 1024
@@ -71,7 +76,9 @@ def encode(row: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(row, allow_nan=False, default=_plain)
     except ValueError:
-        text = json.dumps(_spelled(row), allow_nan=False, default=lambda value: _spelled(_plain(value)))
+        text = json.dumps(
+            _spelled(row), allow_nan=False, default=lambda value: _spelled(_plain(value))
+        )
     return text.encode() + b"\n"
 
 
@@ -90,7 +97,9 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return row if _is_row(row) else None
 
 
-def read_rows(path: Path, end: int | None = None, metrics: bool = True, since: int = 0) -> Iterator[dict[str, Any]]:
+def read_rows(
+    path: Path, end: int | None = None, metrics: bool = True, since: int = 0
+) -> Iterator[dict[str, Any]]:
     """Rows of a journal in order, up to byte `end`. metrics: else their rows, nearly all of a file, are left unread.
     since: of metrics rows of earlier steps only kind, step, attempt and time are read, and given.
 
@@ -122,7 +131,9 @@ def _head(line: bytes, since: int) -> dict[str, Any] | None:
 def _is_row(row: Mapping[str, Any]) -> bool:
     """Whether readers can rely on the row's head; what some other program wrote is passed over."""
     kind = row.get("kind")
-    if not isinstance(kind, str) or not all(_is_count(row[name]) for name in ("step", "attempt") if name in row):
+    if not isinstance(kind, str) or not all(
+        _is_count(row[name]) for name in ("step", "attempt") if name in row
+    ):
         return False
     head = _HEADS.get(kind, {})
     if kind == "checkpoint" and row.get("state") == "saved":
@@ -133,16 +144,59 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         isinstance(row.get("time", 0.0), float | int)
         and 0 <= row.get("time", 0.0) < _LAST_TIME
         and all(isinstance(row.get(name), of) for name, of in head.items())
-        and (kind not in ("run", "tags") or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS))
+        and (
+            kind not in ("run", "tags")
+            or all(isinstance(row.get(name, {}), dict) for name in _MAPPINGS)
+        )
         and (
             set(map(type, metrics.values())) <= {float}
-            or all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in metrics.values())
+            or all(
+                isinstance(value, float) or _is_count(value, -(1 << 63))
+                for value in metrics.values()
+            )
         )
     )
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and least <= value < 1 << 63
+
+
+def rows_after(
+    journal: Path, offset: int, end: int | None = None
+) -> tuple[list[tuple[dict[str, Any], int]], int, list[bytes]]:
+    """Finished rows from byte `offset` on, about CHUNK bytes of them or those up to `end`, for delivery.
+
+    Returns (rows, each with the offset behind it; the offset behind all lines read; lines that are no rows).
+    """
+    if not journal.exists():
+        return [], offset, []
+    with journal.open("rb") as file:
+        file.seek(offset)
+        data = file.read(CHUNK if end is None else end - offset)
+        if end is None and len(data) == CHUNK:
+            data += file.readline()
+    rows: list[tuple[dict[str, Any], int]] = []
+    strange: list[bytes] = []
+    for line in data.split(b"\n")[:-1]:
+        offset += len(line) + 1
+        row = decode(line)
+        if row is not None and "time" in row:
+            rows.append((row, offset))
+        else:
+            strange.append(line)
+    return rows, offset, strange
+
+
+def set_aside(run_dir: Path, lines: Sequence[bytes]) -> int:
+    """Keep lines that are no rows in the file SET_ASIDE, each once however often they are given; how many it has."""
+    path = run_dir / SET_ASIDE
+    earlier = path.read_bytes().splitlines() if path.exists() else []
+    there = set(earlier)
+    new = [line for line in lines if line not in there]
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in new)
+    return len(earlier) + len(new)
 
 
 def finished_size(path: Path) -> int:
@@ -184,10 +238,6 @@ def _restored(value: Any) -> Any:
     return value
 
 
-JOURNAL = "journal.jsonl"
-POSITION = "shipper.json"
-
-
 @dataclass
 class Position:
     """run_id: MLflow's, None until it exists. offset: journal bytes delivered. key: finds a run created just before a
@@ -205,7 +255,13 @@ class Position:
         """The stored position; the beginning if there is none, it is damaged, or the journal does not reach it."""
         try:
             stored = read_json(run_dir / POSITION)
-            position = cls(stored["run_id"], stored["offset"], stored["key"], stored["experiment_id"], stored["store"])
+            position = cls(
+                stored["run_id"],
+                stored["offset"],
+                stored["key"],
+                stored["experiment_id"],
+                stored["store"],
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
         ids = (position.run_id, position.experiment_id, position.store)
@@ -241,7 +297,10 @@ def delivered(run_dir: Path) -> bool:
 
 def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
     """MLFLOW_TRACKING_URI where it is set, else an SQLite file in `folder` (default: the working folder)."""
-    return environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
+    return (
+        environment.get("MLFLOW_TRACKING_URI")
+        or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
+    )
 
 
 def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
@@ -250,7 +309,9 @@ def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None =
     In such an address a ? begins settings and a % a character's number, whatever the library's version makes of them.
     """
     here = str((folder or Path.cwd()).resolve())
-    found = [] if environment.get("MLFLOW_TRACKING_URI") else [each for each in "?%" if each in here]
+    found = (
+        [] if environment.get("MLFLOW_TRACKING_URI") else [each for each in "?%" if each in here]
+    )
     if not found:
         return ""
     return f"its path has a {' and a '.join(found)}, which means something else in the address of a database"
@@ -278,7 +339,9 @@ def require_run(run_dir: Path) -> Path:
         return run_dir.resolve()
     if inside := runs_in(run_dir):
         fix = f"name one of them: {some(inside, 3)}"
-        raise ConfigError(Problem(f"a folder of {len(inside)} runs, not a run", str(run_dir), fix=fix))
+        raise ConfigError(
+            Problem(f"a folder of {len(inside)} runs, not a run", str(run_dir), fix=fix)
+        )
     runs = [path.name for path in runs_in(run_dir.absolute().parent)]
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
@@ -314,7 +377,9 @@ class Journal:
         except OSError as error:
             raise ConfigError(
                 Problem(
-                    f"the journal cannot be opened: {error}", str(path), fix="check that the run folder is writable"
+                    f"the journal cannot be opened: {error}",
+                    str(path),
+                    fix="check that the run folder is writable",
                 )
             ) from error
         self._standing = StandingRows()
@@ -326,7 +391,13 @@ class Journal:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of `metrics` for `step`; values keep full precision, NaN and infinities included."""
         values = {name: float(value) for name, value in metrics.items()}
-        row = {"kind": "metrics", "step": int(step), "attempt": self.attempt, "time": self._now(), "metrics": values}
+        row = {
+            "kind": "metrics",
+            "step": int(step),
+            "attempt": self.attempt,
+            "time": self._now(),
+            "metrics": values,
+        }
         seen = self._standing.metrics(self.attempt, int(step), values)
         if seen.same:
             return
@@ -341,7 +412,13 @@ class Journal:
         """One row for something that happened at `step`. `code` is a stable name such as `precision.demote`."""
         if self._standing.event(self.attempt, int(step), code):
             return
-        head = {"kind": "event", "step": int(step), "attempt": self.attempt, "time": self._now(), "code": code}
+        head = {
+            "kind": "event",
+            "step": int(step),
+            "attempt": self.attempt,
+            "time": self._now(),
+            "code": code,
+        }
         self._write(head | {name: value for name, value in fields.items() if name not in head})
 
     def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
@@ -382,7 +459,10 @@ class Journal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -405,7 +485,12 @@ class Journal:
                 "late": self._late,
                 "failed_syncs": self._failed_syncs,
             }
-            head = {"kind": "event", "step": row.get("step", 0), "attempt": self.attempt, "time": self._now()}
+            head = {
+                "kind": "event",
+                "step": row.get("step", 0),
+                "attempt": self.attempt,
+                "time": self._now(),
+            }
             if self._append(encode(head | trouble)):
                 self._told, self._late, self._failed_syncs = self._lost, 0, 0
 

@@ -1,14 +1,9 @@
-"""Rows of the journal into an MLflow run. Only the shipper's process imports this module, and with it mlflow.
+"""From the journal to an MLflow run: metrics, tags, params and artifacts, and the view of charts that shows them.
 
-Every row carries the journal's own timestamp, so MLflow's SQL store recognises a row that is sent again and drops it:
-delivery is at least once, the result exactly once.
+A metric keeps its name (as far as MLflow's rules allow), its step and the journal's own timestamp. By these MLflow's
+SQL store recognises a row that is sent again, and drops it: delivery is at least once, the result exactly once.
 
-Checkpoints are MLflow models of type "checkpoint", kept outside of MLflow: to be found by metric, tag or step.
-
-    mlflow.set_experiment("hopper-harness")
-    mlflow.search_logged_models(filter_string="metrics.`checkpoint/train_loss` < 2 AND tags.good = 'true'")
-
-Their tags say where the files are and whether they may be gone back to; the files themselves stay in the run folder.
+Only the shipper's process imports this module, and with it mlflow.
 """
 
 from __future__ import annotations
@@ -21,114 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param, Run, RunTag
-from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
+from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from harness.core.files import step_name
+from harness.core.facts import ROLES, SLOT_ROWS
 from harness.core.screen import say
-from harness.tracking.journal import JOURNAL, Position, read_rows
-from harness.tracking.mlflow_page import Description, arrange, data_input
+from harness.tracking.journal import JOURNAL, SET_ASIDE, Position, read_rows, rows_after, set_aside
+from harness.tracking.mlflow_machine import MachineWatch
+from harness.tracking.mlflow_models import CheckpointModels
+from harness.tracking.mlflow_page import VIEW, Description, data_input
 from harness.tracking.retry import Retry
-
-# A server from before MLflow 3 knows no models of this kind; waiting would not teach it.
-_UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
-
-
-class CheckpointModels:
-    """The checkpoints of one MLflow run. Sending a row twice changes nothing."""
-
-    def __init__(self, client: MlflowClient, run: Run, retry: Retry) -> None:
-        self._client, self._retry = client, retry
-        self._run = run.info
-        self._ids: dict[int, str] = {}
-        self._linked: set[str] = set()
-        self._unknown = False
-
-    def note(self, row: Mapping[str, Any], milliseconds: int) -> None:
-        """Carry out one "checkpoint" row of the journal. Raises what mlflow raises."""
-        if self._unknown:
-            return
-        try:
-            self._note(row, milliseconds)
-        except MlflowException as error:
-            if error.error_code not in _UNKNOWN_THERE:
-                raise
-            self._unknown = True
-            say(f"checkpoints: the server has no external models ({error.error_code}), passed over")
-
-    def _note(self, row: Mapping[str, Any], milliseconds: int) -> None:
-        step, state = int(row["step"]), str(row["state"])
-        if state == "saved":
-            model = self._retry(lambda: self._find(step) or self._create(step))
-            self._retry(self._client.finalize_logged_model, model, LoggedModelStatus.READY)
-            tags = {"path": row["path"], "step": step, "attempt": row["attempt"], "state": "saved", "good": "false"}
-            self._retry(self._client.set_logged_model_tags, model, {name: str(each) for name, each in tags.items()})
-            metrics = [
-                Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
-                for name, value in row["metrics"].items()
-            ]
-            self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
-            self._retry(self._link, model, step)
-        elif model := self._retry(self._find, step):
-            tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
-            self._retry(self._client.set_logged_model_tags, model, tags)
-
-    def _create(self, step: int) -> str:
-        model = self._client.create_logged_model(
-            self._run.experiment_id,
-            name=step_name(step),
-            source_run_id=self._run.run_id,
-            tags={MLFLOW_MODEL_IS_EXTERNAL: "true"},
-            model_type="checkpoint",
-        )
-        self._ids[step] = model.model_id
-        return model.model_id
-
-    def _link(self, model: str, step: int) -> None:
-        """Name the model on the run's page, among its outputs. Stores refuse to be told of one twice."""
-        if model not in self._linked:
-            outputs = self._client.get_run(self._run.run_id).outputs
-            self._linked.update(each.model_id for each in (outputs.model_outputs if outputs else ()))
-        if model not in self._linked:
-            self._client.log_outputs(self._run.run_id, [LoggedModelOutput(model, step)])
-            self._linked.add(model)
-
-    def _find(self, step: int) -> str | None:
-        if step not in self._ids:
-            mine = f"name = '{step_name(step)}' AND source_run_id = '{self._run.run_id}'"
-            found = self._client.search_logged_models([self._run.experiment_id], filter_string=mine, max_results=1)
-            if not found:
-                return None
-            self._ids[step] = found[0].model_id
-        return self._ids[step]
-
-
-class MachineWatch:
-    """Load and memory of this machine and its GPUs into the run, by MLflow's own collector: `system/...`.
-
-    Raises ImportError without psutil (GPUs: nvidia-ml-py), and what mlflow raises.
-    """
-
-    def __init__(self, uri: str, run_id: str, seconds: float) -> None:
-        self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
-        # A number of seconds, whatever its annotation says; the environment's wins, as everywhere in MLflow.
-        if not MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get():
-            self._monitor.sampling_interval = seconds
-        self._monitor.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it goes on; it gives up for good when it cannot reach the server."""
-        thread = self._monitor._process
-        return thread is not None and thread.is_alive()
-
-    def finish(self) -> None:
-        """End it; what was measured is delivered."""
-        self._monitor.finish()
-
 
 MAX_METRICS = 1000
 MAX_ENTRIES = 100
@@ -140,6 +37,67 @@ KEY_TAG = "harness.key"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 NEVER_WORKS = (FileNotFoundError, PermissionError, NotADirectoryError)
 
+KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+# Sections of charts in order, each with its figures.
+_SECTIONS: Mapping[str, Sequence[str]] = {
+    "train": ("loss", "grad_norm", "lr", "tokens_per_second"),
+    "val": ("loss",),
+    "guard": ("demoted_layers", "skipped", "rollbacks"),
+    **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ROLES},
+}
+# Sections that are closed at first: the series of single slots, `fp8_amax/<slot>` and so on.
+_FOLDED = tuple(metric.key for metric in SLOT_ROWS.values())
+
+
+def arrange_charts(client: MlflowClient, experiment_id: str) -> None:
+    """Make the experiment one of training, unless somebody chose a kind, with a saved view that has loss first.
+
+    MLflow's own pages sort sections by name, which puts FP8 before loss.
+    """
+    tags = client.get_experiment(experiment_id).tags
+    if not tags.get(KIND):
+        client.set_experiment_tag(experiment_id, KIND, TRAINING)
+    view = json.dumps(_view(), separators=(",", ":"))
+    if tags.get(_VIEW_TAG) != view:
+        client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
+
+
+def _view() -> dict[str, Any]:
+    """The view as MLflow's page keeps it. An amax spans powers of two: its chart has a log axis."""
+    sections = [_section(name, display=True) for name in _SECTIONS]
+    sections += [_section(name, display=False) for name in _FOLDED]
+    charts: list[dict[str, Any]] = []
+    for name, figures in _SECTIONS.items():
+        for figure in figures:
+            chart = {
+                "type": "LINE",
+                "uuid": f"{VIEW}-{name}/{figure}",
+                "metricKey": f"{name}/{figure}",
+                "metricSectionId": f"{VIEW}-{name}",
+                "deleted": False,
+                "isGenerated": True,
+            }
+            if figure == "amax_max":
+                chart["scaleType"] = "log"
+            charts.append(chart)
+    return {
+        "compareRunSections": sections,
+        "compareRunCharts": charts,
+        "isAccordionReordered": True,
+    }
+
+
+def _section(name: str, display: bool) -> dict[str, Any]:
+    return {
+        "uuid": f"{VIEW}-{name}",
+        "name": name,
+        "display": display,
+        "isReordered": True,
+        "isGenerated": True,
+        "deleted": False,
+    }
+
 
 def metric_name(name: str) -> str:
     """`name` under MLflow's rules: ASCII letters, digits, `_ - . : /` and space, no empty or dotted path parts."""
@@ -148,15 +106,22 @@ def metric_name(name: str) -> str:
 
 
 class Sink:
-    """One run in an MLflow store: found again by id, else by key, else created. `position` is kept up to date.
+    """One run's journal, carried to its run in an MLflow store, which is found by id, else by key, else created.
 
-    Requests that fail for the moment are repeated one by one. Raises what mlflow raises where that does not help; the
-    caller goes on with a new one. store: the address of the store without secrets; what another one has counts for
-    nothing here.
+    position: how far the store has the journal; kept up to date, in memory and on disk.
+    retry: repeats single requests that fail for the moment. Where that does not help, what mlflow raises is raised: the
+    caller goes on with a new Sink.
+    store: the address of the store without secrets. What another store has of the journal is sent again.
     """
 
     def __init__(
-        self, uri: str, run_dir: Path, experiment: str, position: Position, retry: Retry, store: str | None = None
+        self,
+        uri: str,
+        run_dir: Path,
+        experiment: str,
+        position: Position,
+        retry: Retry,
+        store: str | None = None,
     ) -> None:
         self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
@@ -172,7 +137,7 @@ class Sink:
             position.save(run_dir)
         self._run_id: str = run.info.run_id
         self._status: str = run.info.status
-        self._retry(arrange, self._client, run.info.experiment_id)
+        self._retry(arrange_charts, self._client, run.info.experiment_id)
         if position.experiment_id != run.info.experiment_id:
             position.experiment_id = run.info.experiment_id
             position.save(run_dir)
@@ -186,12 +151,40 @@ class Sink:
             for row in read_rows(run_dir / JOURNAL, position.offset, metrics=False):
                 self._count(row)
                 self._description.take(row)
-            # Whoever sent these may have ended before the tags told of them.
+            # The process that sent these events may have ended before it sent the tags.
             self._news = True
 
+    def carry(self) -> str | None:
+        """Send the next rows of the journal, about `journal.CHUNK` bytes, and move the position behind them.
+
+        Returns the kind of the last row, empty if none of the lines was a row; None if there is nothing new.
+        """
+        rows, offset, strange = rows_after(self._run_dir / JOURNAL, self._position.offset)
+        if offset == self._position.offset:
+            return None
+        for sent in self.deliver([row for row, _ in rows]):
+            # Lines that are no rows are set aside first: whoever goes on behind them never sees them.
+            if sent < len(rows) and not strange:
+                self._move_to(rows[sent - 1][1])
+        if strange:
+            count = set_aside(self._run_dir, strange)
+            path = self._run_dir / SET_ASIDE
+            say(
+                f"{len(strange)} lines of the journal are no rows of a run and are set aside in {path}"
+            )
+            self._tag({"rows.set_aside": count})
+        self._move_to(offset)
+        return rows[-1][0]["kind"] if rows else ""
+
+    def _move_to(self, offset: int) -> None:
+        self._position.offset = offset
+        self._position.save(self._run_dir)
+
     def deliver(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-        """Send `rows` in order, and say after each batch how many of them the store has. If this raises, make a new
-        Sink and send the rest.
+        """Send `rows` in order, and yield after each batch how many of them the store has.
+
+        A metrics row becomes one Metric for each of its figures; rows of other kinds go by `_note`, events by tags. If
+        this raises, make a new Sink and send the rest.
         """
         metrics: list[Metric] = []
         for number, row in enumerate(rows):
@@ -201,7 +194,10 @@ class Sink:
                 continue
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
-                added = [Metric(metric_name(name), value, stamp, row["step"]) for name, value in row["metrics"].items()]
+                added = [
+                    Metric(metric_name(name), value, stamp, row["step"])
+                    for name, value in row["metrics"].items()
+                ]
                 if metrics and len(metrics) + len(added) > MAX_METRICS:
                     self._send(metrics)
                     metrics = []
@@ -211,7 +207,7 @@ class Sink:
             self._send(metrics)
             metrics = []
             self._note(row)
-            # The last row counts as sent when the tags that tell of it are.
+            # The last row counts as sent once the tags about it are.
             if number + 1 < len(rows):
                 yield number + 1
         self._send(metrics)
@@ -220,21 +216,17 @@ class Sink:
             self.rest()
         yield len(rows)
 
-    def set_aside(self, rows: int) -> None:
-        """Tell that so many rows of the journal are not here, as they are none."""
-        self._tag({"rows.set_aside": rows})
-
     def rest(self) -> None:
         """Nothing waits to be sent: bring the description up to date."""
         self._retry(self._description.write)
 
     def resumed(self) -> None:
-        """A trainer is there, whatever the shipper of the one before it has said last."""
+        """A trainer runs, whatever status an earlier shipper set last."""
         if self._status != "RUNNING":
             self._retry(self._client.update_run, self._run_id, status="RUNNING")
 
     def watch_machine(self, seconds: float) -> MachineWatch:
-        """Begin to tell how busy this machine is."""
+        """Begin to send how busy this machine is."""
         return MachineWatch(self._uri, self._run_id, seconds)
 
     def lost(self) -> None:
@@ -258,10 +250,12 @@ class Sink:
             number = found.experiment_id
             if found.lifecycle_stage != "active":
                 self._client.restore_experiment(number)
-        created = self._client.search_runs([number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1)
+        created = self._client.search_runs(
+            [number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1
+        )
         if created:
             return created[0]
-        # The journal's time here too: what is delivered late has not started after its end.
+        # The journal's time here too: else a run that is delivered late would start after its end.
         first = next(read_rows(self._run_dir / JOURNAL), None)
         return self._client.create_run(
             number,
@@ -281,7 +275,9 @@ class Sink:
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))
             if row.get("data"):
-                self._retry(self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])])
+                self._retry(
+                    self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])]
+                )
         elif row["kind"] == "tags":
             self._tag(row.get("tags", {}))
         elif row["kind"] == "artifact":
@@ -290,7 +286,9 @@ class Sink:
             self._models.note(row, _milliseconds(row))
         elif row["kind"] == "end":
             status = STATUS.get(row["status"], "FAILED")
-            self._retry(self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row))
+            self._retry(
+                self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row)
+            )
 
     def _tag(self, tags: Mapping[str, Any]) -> None:
         entries = [RunTag(metric_name(name), str(value)[:MAX_TAG]) for name, value in tags.items()]
@@ -299,10 +297,12 @@ class Sink:
             self._retry(self._client.log_batch, self._run_id, tags=batch, synchronous=True)
 
     def _set_params(self, params: Mapping[str, Any]) -> None:
-        standing = self._retry(self._client.get_run, self._run_id).data.params
-        entries = [Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()]
-        # Params cannot be changed: a resume with other values leaves the first ones and tells by the tags.
-        entries = [entry for entry in entries if entry.key not in standing]
+        earlier = self._retry(self._client.get_run, self._run_id).data.params
+        entries = [
+            Param(metric_name(name), str(value)[:MAX_PARAM]) for name, value in params.items()
+        ]
+        # Params cannot be changed: a resume with other values leaves the first ones; the tags have the new ones.
+        entries = [entry for entry in entries if entry.key not in earlier]
         for first in range(0, len(entries), MAX_ENTRIES):
             batch = entries[first : first + MAX_ENTRIES]
             self._retry(self._client.log_batch, self._run_id, params=batch, synchronous=True)
@@ -311,14 +311,19 @@ class Sink:
         root = self._run_dir.resolve()
         path = (root / relative).resolve()
         if not path.is_relative_to(root) or not path.is_file():
-            say(f"artifact {relative}: no such file in {root}, passed over")
+            say(f"artifact {relative}: no such file in {root}, skipped")
             return
         folder = path.relative_to(root).parent.as_posix()
         try:
-            self._retry(self._client.log_artifact, self._run_id, str(path), None if folder == "." else folder)
+            self._retry(
+                self._client.log_artifact,
+                self._run_id,
+                str(path),
+                None if folder == "." else folder,
+            )
         except NEVER_WORKS as error:
             # An artifact root of another machine; to wait for it would hold back everything behind it.
-            say(f"artifact {relative}: {error}, passed over")
+            say(f"artifact {relative}: {error}, skipped")
 
     def _tag_events(self) -> None:
         if not self._news:
@@ -333,7 +338,7 @@ class Sink:
         self._news = False
 
     def _count(self, row: Mapping[str, Any]) -> None:
-        """Take events and attempt from a row."""
+        """Take a row's event and attempt into the tags."""
         if row.get("attempt", 0) > self._attempt:
             self._attempt, self._news = row["attempt"], True
         if row["kind"] == "event":
@@ -343,8 +348,14 @@ class Sink:
 
 
 def _event_line(row: Mapping[str, Any]) -> str:
-    details = {name: value for name, value in row.items() if name not in {"kind", "step", "attempt", "time", "code"}}
-    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[:400]
+    details = {
+        name: value
+        for name, value in row.items()
+        if name not in {"kind", "step", "attempt", "time", "code"}
+    }
+    return f"step {row['step']} {row['code']} {json.dumps(details, default=str) if details else ''}".strip()[
+        :400
+    ]
 
 
 def _milliseconds(row: Mapping[str, Any]) -> int:

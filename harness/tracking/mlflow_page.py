@@ -1,8 +1,7 @@
-"""What a run's pages in MLflow open on: the experiment's kind and view of charts, a description, the data.
+"""The description and the data on a run's page in MLflow.
 
-MLflow's pages sort sections by name, so that FP8 comes before loss. What a store can say against that is a saved view
-of the experiment, which the description links to. The description also tells what ran where and why, and the newest
-events as they happen. A description that somebody else wrote, or changed, is left alone.
+The description links to the experiment's view of charts, says what ran where and why, and lists the newest events as
+they happen. A description that somebody else wrote, or changed, is left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +20,12 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_RUN_NOTE
 from harness.core.errors import some
 from harness.core.files import MAX_LARGE, read_mapping
 
-KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
 VIEW = "harness"
-_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+"""The experiment's saved view of charts (`mlflow.arrange_charts`), which the description links to."""
 _NOTE_HASH = "harness.note"
 MAX_NOTE = 7900
 _EVENTS = 15
 _HEAD = ("kind", "step", "attempt", "time", "code")
-_SECTIONS: Mapping[str, Sequence[str]] = {
-    "train": ("loss", "grad_norm", "lr", "tokens_per_second"),
-    "val": ("loss",),
-    "guard": ("demoted_layers", "skipped", "rollbacks"),
-    **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ("input", "weight", "grad_output")},
-}
-_FOLDED = tuple(
-    f"fp8_{figure}"
-    for figure in ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
-)
-
-
-def arrange(client: MlflowClient, experiment_id: str) -> None:
-    """The experiment is one of training, unless somebody said otherwise, and has a view with loss first."""
-    standing = client.get_experiment(experiment_id).tags
-    if not standing.get(KIND):
-        client.set_experiment_tag(experiment_id, KIND, TRAINING)
-    view = json.dumps(_view(), separators=(",", ":"))
-    if standing.get(_VIEW_TAG) != view:
-        client.set_experiment_tag(experiment_id, _VIEW_TAG, view)
-
-
-def _view() -> dict[str, Any]:
-    def section(name: str, **more: bool) -> dict[str, Any]:
-        shown = {"display": True, "isReordered": True, "isGenerated": True, "deleted": False}
-        return {"uuid": f"{VIEW}-{name}", "name": name} | shown | more
-
-    charts = [
-        {
-            "type": "LINE",
-            "uuid": f"{VIEW}-{name}/{figure}",
-            "metricKey": f"{name}/{figure}",
-            "metricSectionId": f"{VIEW}-{name}",
-            "deleted": False,
-            "isGenerated": True,
-        }
-        | ({"scaleType": "log"} if figure == "amax_max" else {})
-        for name, figures in _SECTIONS.items()
-        for figure in figures
-    ]
-    sections = [*map(section, _SECTIONS), *(section(name, display=False) for name in _FOLDED)]
-    return {"compareRunSections": sections, "compareRunCharts": charts, "isAccordionReordered": True}
 
 
 def data_input(data: Mapping[str, Any]) -> DatasetInput:
@@ -78,16 +34,27 @@ def data_input(data: Mapping[str, Any]) -> DatasetInput:
     told = json.dumps(data, sort_keys=True, default=str)
     digest = str(data.get("sha256") or hashlib.sha256(told.encode()).hexdigest())[:36]
     name = (Path(source).name or "data")[:500]
-    profile = {key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000}
-    dataset = Dataset(name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str))
+    profile = {
+        key: value for key, value in data.items() if key != "source" and len(str(value)) < 1000
+    }
+    dataset = Dataset(
+        name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str)
+    )
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])
 
 
 class Description:
     """The run's description, kept up to date with the journal."""
 
-    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path) -> None:
-        self._client, self._run_id, self._experiment_id, self._run_dir = client, run_id, experiment_id, run_dir
+    def __init__(
+        self, client: MlflowClient, run_id: str, experiment_id: str, run_dir: Path
+    ) -> None:
+        self._client, self._run_id, self._experiment_id, self._run_dir = (
+            client,
+            run_id,
+            experiment_id,
+            run_dir,
+        )
         self._about: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
         self._counts: Counter[str] = Counter()
@@ -129,9 +96,19 @@ class Description:
             ("why", self._reasons()),
             ("effective precision", tags.get("precision.effective", "told at the end")),
             ("data", _listed(self._about["data"])),
-            ("where", _listed(where | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags})),
+            (
+                "where",
+                _listed(
+                    where
+                    | {key: tags[key] for key in ("ranks", "engine", "git.commit") if key in tags}
+                ),
+            ),
             ("outcome", self._outcome()),
-            ("events", ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items())) or "none"),
+            (
+                "events",
+                ", ".join(f"{code} x {count}" for code, count in sorted(self._counts.items()))
+                or "none",
+            ),
         ]
         lines = [
             f"**{tags.get('precision.requested', '?')}** on {tier}: ran as **{resolved}**. "
@@ -181,7 +158,9 @@ def _details(event: Mapping[str, Any]) -> str:
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {}))
+    return ", ".join(
+        f"{name} {value}" for name, value in facts.items() if value not in (None, "", [], {})
+    )
 
 
 def _cell(text: object) -> str:

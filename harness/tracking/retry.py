@@ -127,8 +127,13 @@ class Retry:
                 if not (passing(_last.status, _last.asked) or cut_off(error)):
                     raise
                 failures += 1
-                wait = pause(failures, asked_pause(_last.retry_after, datetime.now(UTC)), random.random())
-                if self.seconds is not None and time.monotonic() + wait > self._success + self.seconds:
+                wait = pause(
+                    failures, asked_pause(_last.retry_after, datetime.now(UTC)), random.random()
+                )
+                if (
+                    self.seconds is not None
+                    and time.monotonic() + wait > self._success + self.seconds
+                ):
                     raise
                 self.said(error, failures)
                 time.sleep(wait)

@@ -1,9 +1,9 @@
-"""Delivery of the journal to MLflow from a process of its own, so that no training step ever waits for a server.
+"""The process that delivers the journal to MLflow, so that no training step ever waits for a server.
 
-The trainer calls `start` once and `drain` at its end; `sync` delivers later what could not be delivered in time. The
-process follows the journal from the offset in `shipper.json`, repeats each request that fails until it succeeds, and
-survives the signals that end the trainer, but never by more than `GRACE` seconds. Where to deliver is in its
-environment: everybody on the machine can read command lines.
+The trainer calls `start` once and `drain` at its end; `sync` delivers later what could not be delivered in time. What
+is sent, and how far, is `mlflow.Sink`'s; here is the process around it. It calls `Sink.carry` until the run has ended,
+makes a new Sink after an error, and survives the signals that end the trainer, but never by more than `GRACE` seconds.
+Where to deliver is in its environment: everybody on the machine can read command lines.
 """
 
 from __future__ import annotations
@@ -18,26 +18,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from harness.core.errors import shown
 from harness.core.files import with_this_package
 from harness.core.secrets import scrubbed
-from harness.tracking.journal import JOURNAL, Position, decode, delivered, finished_size, require_run, tracking_uri
+from harness.tracking.journal import (
+    CHUNK,
+    JOURNAL,
+    Position,
+    delivered,
+    finished_size,
+    require_run,
+    rows_after,
+    tracking_uri,
+)
 from harness.tracking.store import URI, Choice, Store, choose
 
 if TYPE_CHECKING:
-    from harness.tracking.mlflow import MachineWatch, Sink
+    from harness.tracking.mlflow import Sink
+    from harness.tracking.mlflow_machine import MachineWatch
 
 GRACE = 30.0
 POLL = 0.5
 LONGEST_BACKOFF = 10.0
-SET_ASIDE = "journal.damaged"
-CHUNK = 256 * 1024
 PROGRESS = 10.0
 """Seconds between two lines about how far a `sync` is."""
 NICENESS = 10
@@ -88,7 +96,12 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     choice.store.save(run_dir)
     with _log(run_dir) as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment(choice)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=_environment(choice),
         )
     return ShipperHandle(run_dir, process, choice)
 
@@ -116,7 +129,9 @@ def sync(
         # An empty line is the end of a process that met no error.
         with open(receiving, encoding="utf-8", errors="replace") as errors:
             if error := errors.readline().strip():
-                said(f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success")
+                said(
+                    f"! {choice.store.uri}: {error}; trying again, until {patience:g} s have passed without success"
+                )
 
     reader = threading.Thread(target=report_first_error, name="first-error", daemon=True)
     with _log(run_dir) as log:
@@ -152,7 +167,11 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str],
             return process.wait(PROGRESS)
         except subprocess.TimeoutExpired:
             pass
-        offset, size, now = Position.load(run_dir).offset, finished_size(run_dir / JOURNAL), time.monotonic()
+        offset, size, now = (
+            Position.load(run_dir).offset,
+            finished_size(run_dir / JOURNAL),
+            time.monotonic(),
+        )
         if first is None or offset < first:
             first, began = offset, now
         if offset == last:
@@ -173,7 +192,9 @@ def portion(offset: int, size: int) -> str:
 @contextmanager
 def _log(run_dir: Path) -> Iterator[BinaryIO]:
     """The shipper's log, for its owner alone: what libraries write there is not all ours."""
-    with open(run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+    with open(
+        run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
+    ) as log:
         with suppress(OSError):  # one that somebody else owns
             os.fchmod(log.fileno(), 0o600)
         yield log
@@ -184,7 +205,14 @@ def _environment(choice: Choice) -> dict[str, str]:
 
 
 def _command(run_dir: Path, experiment: str) -> list[str]:
-    return [sys.executable, "-m", "harness.tracking.shipper", str(run_dir.resolve()), "--experiment", experiment]
+    return [
+        sys.executable,
+        "-m",
+        "harness.tracking.shipper",
+        str(run_dir.resolve()),
+        "--experiment",
+        experiment,
+    ]
 
 
 @dataclass
@@ -249,18 +277,9 @@ class _Follower:
                         sink.resumed()
                 if not (gone or ended):
                     self._watch_machine(sink)
-                rows, offset, strange = _read(self.run_dir / JOURNAL, position.offset)
-                if offset != position.offset:
-                    for sent in sink.deliver([row for row, _ in rows]):
-                        # Lines that are no rows are set aside first: whoever goes on behind them never sees them.
-                        if sent < len(rows) and not strange:
-                            position.offset = rows[sent - 1][1]
-                            position.save(self.run_dir)
-                    if strange:
-                        sink.set_aside(self._set_aside(strange))
-                    position.offset = offset
-                    position.save(self.run_dir)
-                    ended = offset > self.born and bool(rows) and rows[-1][0]["kind"] == "end"
+                last = sink.carry()
+                if last is not None:
+                    ended = position.offset > self.born and last == "end"
                     backoff, success = POLL, time.monotonic()
                     continue
                 sink.rest()
@@ -296,19 +315,8 @@ class _Follower:
         """Whether what was delivered ends with our trainer's end: another shipper may have come that far."""
         if offset <= self.born:
             return False
-        rows, *_ = _read(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
+        rows, *_ = rows_after(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
         return bool(rows) and rows[-1][0]["kind"] == "end"
-
-    def _set_aside(self, lines: Sequence[bytes]) -> int:
-        """Keep lines that are no rows, and say so; how many are kept by now. Sent again, they are kept once."""
-        path = self.run_dir / SET_ASIDE
-        known = path.read_bytes().splitlines() if path.exists() else []
-        there = set(known)
-        new = [line for line in lines if line not in there]
-        with path.open("ab") as file:
-            file.writelines(line + b"\n" for line in new)
-        _say(f"{len(lines)} lines of the journal are no rows of a run and are set aside in {path}")
-        return len(known) + len(new)
 
     def _connect(self, position: Position) -> Sink:
         from harness.tracking.mlflow import Sink
@@ -332,31 +340,6 @@ class _Follower:
         with open(self.first_error, "w", encoding="utf-8") as reader:
             reader.write(f"{_cause(error)}\n")
         self.first_error = None
-
-
-def _read(
-    journal: Path, offset: int, end: int | None = None
-) -> tuple[list[tuple[dict[str, Any], int]], int, list[bytes]]:
-    """Finished rows from `offset` on, about CHUNK bytes of them or those up to `end`, the offset behind them, and the
-    lines among them that are no rows that MLflow could be told of.
-    """
-    if not journal.exists():
-        return [], offset, []
-    with journal.open("rb") as file:
-        file.seek(offset)
-        data = file.read(CHUNK if end is None else end - offset)
-        if end is None and len(data) == CHUNK:
-            data += file.readline()
-    rows: list[tuple[dict[str, Any], int]] = []
-    strange: list[bytes] = []
-    for line in data.split(b"\n")[:-1]:
-        offset += len(line) + 1
-        row = decode(line)
-        if row is not None and "time" in row:
-            rows.append((row, offset))
-        else:
-            strange.append(line)
-    return rows, offset, strange
 
 
 def _described(error: BaseException) -> str:
@@ -415,11 +398,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Deliver a run's journal to MLflow.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--experiment", required=True)
-    parser.add_argument("--pid", type=int, help="the trainer to follow, our parent; without it: deliver once and end")
-    parser.add_argument("--from", dest="born", type=int, default=0, help="journal bytes older than the trainer")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds without success before giving up")
-    parser.add_argument("--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none")
-    parser.add_argument("--first-error", type=int, help="file descriptor that takes the first error")
+    parser.add_argument(
+        "--pid",
+        type=int,
+        help="the trainer to follow, our parent; without it: deliver once and end",
+    )
+    parser.add_argument(
+        "--from", dest="born", type=int, default=0, help="journal bytes older than the trainer"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds without success before giving up"
+    )
+    parser.add_argument(
+        "--system-seconds", type=float, default=0.0, help="between figures of the machine; 0: none"
+    )
+    parser.add_argument(
+        "--first-error", type=int, help="file descriptor that takes the first error"
+    )
     options = parser.parse_args()
     os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
     follower = _Follower(

@@ -3,7 +3,7 @@
 `fp8_telemetry.bin` is written while the run trains: one frame a step, by one `os.write` on an O_APPEND descriptor, so
 that a kill -9 loses no finished step. A frame is a header (magic, bytes of the payload, attempt, step) and a zlib
 payload with its checksum: the slots' names as JSON where they are new, else float32 [figures, slots] in the order of
-`core.metrics.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
+`core.facts.SLOT_ROWS`, byte planes apart, which compresses better. Steps that a rollback threw away and steps that a
 resume repeated stand in the file too; readers pass over them.
 """
 
@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.facts import SlotStats
+from harness.core.facts import SLOT_ROWS, SlotStats
 from harness.core.files import atomic_file, parse_json
-from harness.core.metrics import SLOT_ROWS
 
 SLOT_FILE = "fp8_telemetry.bin"
 PARQUET = "fp8_telemetry.parquet"
@@ -42,11 +41,6 @@ _MAX_PAYLOAD = 256 << 20
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
 Floats = npt.NDArray[np.float32]
-
-
-def stacked(slots: SlotStats) -> Floats:
-    """float32 [figures, slots] in the order of FIGURES."""
-    return np.stack([np.asarray(getattr(slots, name), dtype=np.float32) for name in FIGURES])
 
 
 class SlotFile:
@@ -71,8 +65,7 @@ class SlotFile:
             if slots.names is not self._names and slots.names != self._names:
                 self._append(_NAMES, attempt, step, json.dumps(slots.names).encode())
             self._names = slots.names
-            values = stacked(slots)
-            planes = values.view(np.uint8).reshape(len(FIGURES), -1, 4).transpose(0, 2, 1)
+            planes = slots.stacked().view(np.uint8).reshape(len(FIGURES), -1, 4).transpose(0, 2, 1)
             self._append(_STATS, attempt, step, planes.tobytes())
         except OSError as error:
             self.lost += 1
@@ -135,7 +128,11 @@ def _frames(path: Path) -> Iterator[Frame]:
         while at + _HEADER.size <= end:
             file.seek(at)
             magic, size, attempt, step = _HEADER.unpack(file.read(_HEADER.size))
-            if magic not in (_NAMES, _STATS) or size > _MAX_PAYLOAD or at + _HEADER.size + size > end:
+            if (
+                magic not in (_NAMES, _STATS)
+                or size > _MAX_PAYLOAD
+                or at + _HEADER.size + size > end
+            ):
                 return
             yield Frame(magic, at, size, attempt, step)
             at += _HEADER.size + size
@@ -160,13 +157,19 @@ class SlotSteps:
                     self._named.append(self._names_in(file, frame))
                 elif self._named:
                     values = (frame.attempt, frame.step, frame.at, frame.size, len(self._named) - 1)
-                    for column, value in zip((attempts, steps, at, sizes, which), values, strict=True):
+                    for column, value in zip(
+                        (attempts, steps, at, sizes, which), values, strict=True
+                    ):
                         column.append(value)
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
-        kept = _kept(np.array(attempts), np.array(steps), begins, None if before is None else before[1])
+        kept = _kept(
+            np.array(attempts), np.array(steps), begins, None if before is None else before[1]
+        )
         self.steps: npt.NDArray[np.int64] = np.array(steps)[kept]
         """Steps that count, in order."""
-        self._at, self._sizes, self._which = (np.array(column)[kept] for column in (at, sizes, which))
+        self._at, self._sizes, self._which = (
+            np.array(column)[kept] for column in (at, sizes, which)
+        )
         self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
 
     def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
@@ -189,7 +192,9 @@ class SlotSteps:
             return None
         return found if len(found.steps) else None
 
-    def read(self, first: int = 0, back: bool = False) -> Iterator[tuple[int, tuple[str, ...], Floats]]:
+    def read(
+        self, first: int = 0, back: bool = False
+    ) -> Iterator[tuple[int, tuple[str, ...], Floats]]:
         """(step, slots, float32 [figures, slots]) from step `first` on, or `back` from the last one.
 
         A frame that is damaged is passed over.
@@ -204,7 +209,11 @@ class SlotSteps:
                     continue
                 if names and len(payload) == size:
                     planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
-                    yield step, names, np.ascontiguousarray(planes.transpose(0, 2, 1)).view(np.float32)[..., 0]
+                    yield (
+                        step,
+                        names,
+                        np.ascontiguousarray(planes.transpose(0, 2, 1)).view(np.float32)[..., 0],
+                    )
 
     def heard(self) -> list[str]:
         """Slots whose amax ever was over 0."""
@@ -215,7 +224,9 @@ class SlotSteps:
             found |= {names[place] for place in np.flatnonzero(values[0] > 0)}
         return [name for name in self.names if name in found]
 
-    def newest(self, slots: Sequence[str], count: int) -> tuple[dict[str, dict[int, float]], dict[str, list[float]]]:
+    def newest(
+        self, slots: Sequence[str], count: int
+    ) -> tuple[dict[str, dict[int, float]], dict[str, list[float]]]:
         """({`fp8_<figure>/<slot>`: {step: its last measured value}}, {slot: its last `count` amaxes})."""
         keys = [metric.key for metric in SLOT_ROWS.values()]
         last: dict[str, dict[int, float]] = {f"{key}/{slot}": {} for key in keys for slot in slots}
@@ -244,7 +255,9 @@ class SlotSteps:
         for step, names, figures in self.read():
             if names is not of:
                 of = names
-                chosen = np.array([place for place, name in enumerate(names) if name in rows], np.int64)
+                chosen = np.array(
+                    [place for place, name in enumerate(names) if name in rows], np.int64
+                )
                 targets = np.array([rows[names[place]] for place in chosen], np.int64)
             column = values[:, int(np.searchsorted(self.steps, step)) // each]
             column[targets] = np.fmax(column[targets], figures[which, chosen])
@@ -252,7 +265,10 @@ class SlotSteps:
 
 
 def _kept(
-    attempts: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], begins: Mapping[int, int], end: int | None
+    attempts: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    begins: Mapping[int, int],
+    end: int | None,
 ) -> npt.NDArray[np.int64]:
     """Places of the frames that count, by step: of each step before `end` the last that no rollback threw away."""
     replaced_from = rewritten(begins)
@@ -270,7 +286,10 @@ def _kept(
 def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
     """From the first step of each attempt: of an attempt the step from which on later ones did its steps again."""
     attempts = sorted(begins)
-    firsts = [*reversed([*accumulate((begins[attempt] for attempt in reversed(attempts)), min)]), math.inf]
+    firsts = [
+        *reversed([*accumulate((begins[attempt] for attempt in reversed(attempts)), min)]),
+        math.inf,
+    ]
     return lambda attempt: firsts[bisect_right(attempts, attempt)]
 
 
@@ -331,9 +350,13 @@ def _blocks(found: SlotSteps) -> Iterator[tuple[tuple[str, ...], Block]]:
 
 
 def _table(arrow: Any, schema: Any, names: Sequence[str], block: Block) -> Any:
-    layers, roles = zip(*((layer, role) for layer, _, role in (name.rpartition(".") for name in names)), strict=True)
+    layers, roles = zip(
+        *((layer, role) for layer, _, role in (name.rpartition(".") for name in names)), strict=True
+    )
     values = np.stack([figures for _, figures in block])
-    arrays: dict[str, Any] = {"step": np.repeat(np.array([step for step, _ in block], np.int64), len(names))}
+    arrays: dict[str, Any] = {
+        "step": np.repeat(np.array([step for step, _ in block], np.int64), len(names))
+    }
     for name, words in (("layer", layers), ("role", roles)):
         known = tuple(dict.fromkeys(words))
         places = {word: place for place, word in enumerate(known)}

@@ -1,9 +1,10 @@
-"""Which FP8 figures become series: quantiles over layers for each role always, single slots as a policy picks them.
+"""Which FP8 figures become series, and their names.
 
-A tracker's page dies at some thousand series, and a model of 32 layers has as many slots. Up to `tracking.fp8_series`
-slots all have series of their own. Beyond, these have: those whose names match `tracking.fp8_slots`, those of layers
-that left FP8, and those that were beyond a limit of the recipe's fallback once; a slot that was picked stays. Nothing
-is lost by it: the file of `slot_file` has every slot of every step.
+Each role has quantiles over its layers in any model. Single slots have series as a policy picks them: a tracker's page
+dies at some thousand series, and a model of 32 layers has that many. Up to `tracking.fp8_series` slots all have series
+of their own. In a larger model these have them: slots whose names match `tracking.fp8_slots`, slots of layers that left
+FP8, and slots that were beyond a limit of the recipe's fallback once; a slot that was picked stays. Nothing is lost:
+the file of `slot_file` has every slot of every step.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.config import TrackingConfig
 from harness.core.errors import some
-from harness.core.facts import ROLES, SAMPLED, SlotStats, StepFacts
-from harness.core.metrics import SLOT_ROWS, role_row
+from harness.core.facts import ROLES, SAMPLED, SLOT_ROWS, SlotStats, StepFacts
+from harness.core.metrics import ROLE_QUANTILES
 from harness.tracking.journal import JOURNAL, read_rows
-from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps, stacked
+from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, SlotSteps
 
 MAX_PICKED = 6
-"""Slots that are picked for each of two reasons; asked for by pattern there may be `tracking.fp8_series` more."""
+"""The most slots that are picked for each of two reasons; patterns may add `tracking.fp8_series` more."""
 PICKED = "fp8.picked"
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
 _SAMPLED = np.array([SLOT_ROWS[name].often == SAMPLED for name in FIGURES])[:, None]
 _WORST = (("saturation", False), ("underflow", False), ("sqnr_db", True))
-Told = dict[str, Any]
+_RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+Event = dict[str, Any]
 """An event's code and fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """When a slot is worth a series: its saturation over that of its role, more clipped or underflow, less SQNR (dB).
+    """Thresholds beyond which a slot gets a series of its own.
 
-    saturation, underflow, even_db: for each role, in the order of ROLES; NaN: not judged. warmup_steps: applied steps
-    at the start that are not judged.
+    saturation, underflow, even_db: one for each role, in the order of ROLES; NaN: not judged.
+    clipped: the largest share.
+    sqnr_db, even_db, centred_db: the least, dB.
+    warmup_steps: applied steps at the start that are not judged.
     """
 
     saturation: tuple[float, ...]
@@ -55,7 +58,9 @@ class SlotLimits:
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
         role = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
-        limits, underflow, even = (np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db))
+        limits, underflow, even = (
+            np.array(each)[role] for each in (self.saturation, self.underflow, self.even_db)
+        )
         with np.errstate(invalid="ignore"):
             bad = (
                 (slots.saturation > limits)
@@ -70,22 +75,71 @@ class SlotLimits:
         return sorted(np.flatnonzero(bad).tolist(), key=lambda place: (-over[place], place))
 
 
+def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dict[str, float]:
+    """`fp8_<figure>/<slot>`, such as `fp8_amax/blocks.03.mlp.down.input`, for every figure that was measured.
+
+    chosen: the slots to give; None: all.
+    """
+    found: dict[str, float] = {}
+    for field_name, metric in SLOT_ROWS.items():
+        values = getattr(slots, field_name).tolist()
+        for slot, value in zip(slots.names, values, strict=True):
+            if not math.isnan(value) and (chosen is None or slot in chosen):
+                found[f"{metric.key}/{slot}"] = value
+    return found
+
+
+def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -> dict[str, float]:
+    """`fp8/<role>/<figure>_<quantile>` over the layers.
+
+    now: float32 [figures, slots] of this step, in the order of SLOT_ROWS.
+    low, high: the least and largest of every step since the last such row; "min" and "max" are of them.
+
+    A quantile is the value of a slot (the nearest rank), so that an infinite amax does not make the others unreadable.
+    """
+    found: dict[str, float] = {}
+    for role in ROLES:
+        columns = _columns_of(role, names)
+        ordered = np.sort(now[:, columns], axis=1)  # NaN last
+        measured = (~np.isnan(ordered)).sum(axis=1)
+        for row, figure in enumerate(SLOT_ROWS):
+            values: dict[str, float] = {}
+            if measured[row]:
+                last = int(measured[row]) - 1
+                values = {
+                    name: float(ordered[row, round(rank * last)]) for name, rank in _RANKS.items()
+                }
+            lows, highs = (
+                column[~np.isnan(column)] for column in (low[row, columns], high[row, columns])
+            )
+            if lows.size:
+                values["min"] = float(lows.min())
+            if highs.size:
+                values["max"] = float(highs.max())
+            for quantile in ROLE_QUANTILES[figure]:
+                if quantile in values:
+                    found[f"fp8/{role}/{figure}_{quantile}"] = values[quantile]
+    return found
+
+
+def _columns_of(role: str, names: Sequence[str]) -> list[int]:
+    return [column for column, name in enumerate(names) if name.endswith(f".{role}")]
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a step's FP8 figures goes into its row.
+    """What telemetry writes down of a step's FP8 figures.
 
-    with_slots: series of single slots, of those in `picked`, or of all where it is None. figures: of the roles.
-    events: of what was picked, and of what was not for want of room. worst: tags that changed. slots: with what was
-    last sampled since the row before, where the step itself was not; step: its number where told after its row.
+    figures: for the step's row, by the names of their series.
+    events: about slots that were picked, and about slots that had no room.
+    worst: tags that changed, each with the worst slots of a role.
+    step: the step that the figures are of.
     """
 
-    with_slots: bool = False
-    picked: Collection[str] | None = None
-    figures: dict[str, float] = field(default_factory=dict)
-    events: Sequence[Told] = ()
-    worst: Mapping[str, str] = field(default_factory=dict)
-    step: int = 0
-    slots: SlotStats | None = None
+    step: int
+    figures: dict[str, float] = field(default_factory=dict[str, float])
+    events: Sequence[Event] = ()
+    worst: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class SlotSeries:
@@ -94,15 +148,19 @@ class SlotSeries:
     folder: the run's; None keeps nothing. limits: None: no slot is picked for being beyond them.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path | None, limits: SlotLimits | None = None) -> None:
+    def __init__(
+        self, config: TrackingConfig, folder: Path | None, limits: SlotLimits | None = None
+    ) -> None:
         self.config, self.limits = config, limits
         self.file = None if folder is None else SlotFile(folder / SLOT_FILE)
         self._journal = None if folder is None else folder / JOURNAL
         self._names: tuple[str, ...] = ()
+        # Slots that have series: asked for by pattern, and picked, with the reason.
         self._asked: dict[str, None] = {}
         self._picked: dict[str, str] = {}
         self._full: set[str] = set()
         self._next: tuple[int, int] | None = None
+        # Since the last row: extremes, and each figure's last measured value.
         self._low: Floats = np.zeros((len(FIGURES), 0), np.float32)
         self._high: Floats = self._low
         self._newest: Floats = self._low
@@ -110,43 +168,49 @@ class SlotSeries:
         self._worst: dict[str, str] = {}
 
     def take(self, attempt: int, facts: StepFacts) -> Kept:
-        """One step, in order. Its figures are in the file, and what is told of them in the row is returned."""
+        """Take the FP8 figures of one step, in order: all go into the file, and some into the step's row."""
         slots = facts.slots
         if slots is None:
-            return Kept()
-        events: list[Told] = []
+            return Kept(facts.step)
+
+        # The first step of a process, one after a rollback, or one with other slots.
+        events: list[Event] = []
         if self._next != (attempt, facts.step) or slots.names != self._names:
             events += self._begin(attempt, facts.step, slots.names)
         self._next = attempt, facts.step + 1
+
+        # The file has every figure of every slot.
         if self.file is not None:
             self.file.add(attempt, facts.step, slots)
-        self._note(stacked(slots))
-        fresh = self._pick(facts, slots, events)
+
+        self._note(slots.stacked())
+        picked = self._pick(facts, slots, events)
         if facts.step % self.config.fp8_every == 0:
             return self._row(facts.step, slots, events)
         self._last = facts, attempt
-        if fresh:  # what it was picked for must be seen
-            return Kept(True, fresh, events=events)
-        return Kept(events=events)
 
-    def rest(self, attempt: int) -> Kept:
-        """Of the last step, if its figures are not in its row: a run's end."""
+        # Between two rows only slots that were picked in this step: it must be seen what they were picked for.
+        return Kept(facts.step, slot_figures(slots, picked) if picked else {}, events)
+
+    def rest(self, attempt: int) -> Kept | None:
+        """The figures of the last step at the end of a run; None if they are in its row already."""
         if self._last is None or self._last[1] != attempt:
-            return Kept()
+            return None
         facts, slots = self._last[0], self._last[0].slots
         assert slots is not None
-        return replace(self._row(facts.step, slots, []), step=facts.step)
+        return self._row(facts.step, slots, [])
 
-    def _row(self, step: int, slots: SlotStats, events: list[Told]) -> Kept:
+    def _row(self, step: int, slots: SlotStats, events: list[Event]) -> Kept:
+        """A row with the quantiles of the roles and the series of single slots; the next row begins anew."""
         low, high, newest = self._low, self._high, self._newest
-        figures = role_row(self._names, newest, low, high)
         self._forget()
         chosen = None if self._all else {*self._asked, *self._picked}
-        told = replace(slots, **dict(zip(FIGURES, newest, strict=True)))
-        return Kept(True, chosen, figures, events, self._changed(step, low, high), slots=told)
+        slots = replace(slots, **dict(zip(SLOT_ROWS, newest, strict=True)))
+        figures = slot_figures(slots, chosen) | role_figures(self._names, newest, low, high)
+        return Kept(step, figures, events, self._worst_now(step, low, high))
 
     def _note(self, now: Floats) -> None:
-        """One more step since the row before. Samples come at steps of their own, and are told by the next row."""
+        """One more step since the last row. Figures that are sampled in other steps than rows wait for the next row."""
         self._low, self._high = np.fmin(self._low, now), np.fmax(self._high, now)
         self._newest = np.where(np.isnan(now) & _SAMPLED, self._newest, now)
 
@@ -159,12 +223,14 @@ class SlotSeries:
         self._high = self._newest = self._low
         self._last = None
 
-    def _begin(self, attempt: int, step: int, names: tuple[str, ...]) -> Iterator[Told]:
-        """The first step of a process, after a rollback, or of other slots: take up what stands of this stretch."""
+    def _begin(self, attempt: int, step: int, names: tuple[str, ...]) -> Iterator[Event]:
+        """Choose the slots anew, and read the steps since the last row, if this step continues an earlier process."""
         first = self._next is None
         self._names = names
         self._forget()
-        asked = [name for name in names if any(fnmatchcase(name, each) for each in self.config.fp8_slots)]
+        asked = [
+            name for name in names if any(fnmatchcase(name, each) for each in self.config.fp8_slots)
+        ]
         self._asked = dict.fromkeys(asked[: self.config.fp8_series])
         if first:
             yield from self._patterns(names, asked)
@@ -173,36 +239,45 @@ class SlotSeries:
         if self.file is None or since == step - 1:
             return
         try:
-            standing = SlotSteps(self.file.path, before=(attempt, step))
+            written = SlotSteps(self.file.path, before=(attempt, step))
         except (OSError, ValueError):
             return
-        for _, then, values in standing.read(since + 1):
-            if then == names:
+        for _, names_then, values in written.read(since + 1):
+            if names_then == names:
                 self._note(values)
 
-    def _patterns(self, names: Sequence[str], asked: Sequence[str]) -> Iterator[Told]:
+    def _patterns(self, names: Sequence[str], asked: Sequence[str]) -> Iterator[Event]:
         for pattern in self.config.fp8_slots:
             if not any(fnmatchcase(name, pattern) for name in names):
                 text = f"tracking.fp8_slots: {pattern!r} matches no FP8 slot"
                 yield {"code": "fp8.unmatched", "pattern": pattern, "text": text}
         if len(asked) > self.config.fp8_series:
             rest = asked[self.config.fp8_series :]
-            yield _not_picked(rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series")
+            yield _not_picked(
+                rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series"
+            )
 
     def _picked_before(self, attempt: int, step: int) -> Iterator[tuple[str, str]]:
-        """Slots and why: a run that goes on has the same series as one that was never stopped."""
+        """Slots that the journal says were picked, and why: a resumed run has the series of one that never stopped."""
         if self._all or self._journal is None:
             return
         try:
             for row in read_rows(self._journal, metrics=False):
-                known = row["kind"] == "event" and row["code"] == PICKED and isinstance(row.get("slots"), list)
-                if known and (row["attempt"] < attempt or row["step"] < step):
-                    yield from ((name, str(row.get("why"))) for name in row["slots"] if name in self._names)
+                if (
+                    row["kind"] != "event"
+                    or row["code"] != PICKED
+                    or not isinstance(row.get("slots"), list)
+                ):
+                    continue
+                if row["attempt"] < attempt or row["step"] < step:
+                    yield from (
+                        (name, str(row.get("why"))) for name in row["slots"] if name in self._names
+                    )
         except OSError:
             return
 
-    def _pick(self, facts: StepFacts, slots: SlotStats, events: list[Told]) -> list[str]:
-        """What is picked in this step."""
+    def _pick(self, facts: StepFacts, slots: SlotStats, events: list[Event]) -> list[str]:
+        """The slots that are picked in this step, each once in a run; adds their events."""
         if self._all:
             return []
         fresh: list[str] = []
@@ -213,7 +288,7 @@ class SlotSeries:
             self._picked |= dict.fromkeys(taken, why)
             fresh += taken
             if taken:
-                events.append({"code": "fp8.picked", "slots": taken, "why": why})
+                events.append({"code": PICKED, "slots": taken, "why": why})
             if left_out and why not in self._full:
                 self._full.add(why)
                 events.append(_not_picked(left_out, why, f"{MAX_PICKED} at most"))
@@ -227,29 +302,33 @@ class SlotSeries:
         if limits is not None and facts.applied and facts.applied_steps > limits.warmup_steps:
             yield NEAR, [slots.names[place] for place in limits.beyond(slots)]
 
-    def _changed(self, step: int, low: Floats, high: Floats) -> dict[str, str]:
-        """Tags of the roles whose worst slot is another than before."""
+    def _worst_now(self, step: int, low: Floats, high: Floats) -> dict[str, str]:
+        """Tags of the roles whose worst slots are others than in the last tag."""
         changed: dict[str, str] = {}
         for role in ROLES:
-            of_role = [place for place, name in enumerate(self._names) if name.endswith(f".{role}")]
-            worst = dict(self._worst_of(role, of_role, low, high))
+            worst = dict(self._worst_of(role, _columns_of(role, self._names), low, high))
             who = ", ".join(worst[key][0] for key in sorted(worst))
             if worst and self._worst.get(role) != who:
                 self._worst[role] = who
-                told = "; ".join(f"{figure} {value:.3g}: {name}" for figure, (name, value) in worst.items())
-                changed[f"fp8.worst.{role}"] = f"{told} (step {step})"
+                text = "; ".join(
+                    f"{figure} {value:.3g}: {name}" for figure, (name, value) in worst.items()
+                )
+                changed[f"fp8.worst.{role}"] = f"{text} (step {step})"
         return changed
 
     def _worst_of(
-        self, role: str, places: Sequence[int], low: Floats, high: Floats
+        self, role: str, columns: Sequence[int], low: Floats, high: Floats
     ) -> Iterator[tuple[str, tuple[str, float]]]:
+        """(figure, (layer, value)) of the worst layer by each figure that was measured."""
         for figure, least in _WORST:
-            values: npt.NDArray[np.float32] = (low if least else high)[FIGURES.index(figure), places]
+            values: Floats = (low if least else high)[FIGURES.index(figure), columns]
             if not np.isnan(values).all():
                 at = int(np.nanargmin(values) if least else np.nanargmax(values))
-                yield figure, (self._names[places[at]].removesuffix(f".{role}"), float(values[at]))
+                yield figure, (self._names[columns[at]].removesuffix(f".{role}"), float(values[at]))
 
 
-def _not_picked(names: Sequence[str], why: str, bound: str) -> Told:
-    text = f"{len(names)} FP8 slots get no series of their own ({bound}; {why}): {some(names, _NAMED)}"
+def _not_picked(names: Sequence[str], why: str, bound: str) -> Event:
+    text = (
+        f"{len(names)} FP8 slots get no series of their own ({bound}; {why}): {some(names, _NAMED)}"
+    )
     return {"code": "fp8.not_picked", "slots": list(names), "why": why, "text": text}

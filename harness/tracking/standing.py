@@ -64,7 +64,9 @@ class StandingRows:
 
     latest: float = 0.0
     attempt: int = 0
-    _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(default_factory=lambda: defaultdict(list))
+    _metrics: dict[tuple[int, int, tuple[str, ...]], list[Metrics]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _events: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
     _reported: bool = False
     _differs: bool = False
@@ -102,7 +104,10 @@ class StandingRows:
         assert name is not None
         self._differs = True
         report, self._reported = not self._reported, True
-        return Seen(mismatch={"metric": name, "before": standing[-1][name], "now": values[name]}, report=report)
+        return Seen(
+            mismatch={"metric": name, "before": standing[-1][name], "now": values[name]},
+            report=report,
+        )
 
     def event(self, attempt: int, step: int, code: str) -> bool:
         """True if this event already stands; each standing one is crossed off once.

@@ -15,7 +15,11 @@ from harness.tracking.journal import Position, misplaced, tracking_uri
 
 STORE = "store.json"
 URI = "MLFLOW_TRACKING_URI"
-_USERNAME, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+_USERNAME, _PASSWORD, _TOKEN = (
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
 _LONGEST = 4000
 
 
@@ -46,7 +50,10 @@ class Store:
         if not isinstance(uri, str) or not 0 < len(uri) <= _LONGEST or not uri.isprintable():
             return None
         known = {URI, _USERNAME, _PASSWORD, _TOKEN}
-        return cls(Address.of(uri).bare, tuple(sorted(known & set(map(str, needs)))) if isinstance(needs, list) else ())
+        return cls(
+            Address.of(uri).bare,
+            tuple(sorted(known & set(map(str, needs)))) if isinstance(needs, list) else (),
+        )
 
     def save(self, run_dir: Path) -> None:
         """Write it, atomically."""
@@ -91,7 +98,9 @@ class Choice:
         if address.settings:
             return f"MLflow's client cannot use an address with settings (?...): set {_TOKEN} for a token"
         if address.userinfo and ":" not in address.userinfo:
-            return f"MLflow's client does not send a token that stands before the host: set {_TOKEN}"
+            return (
+                f"MLflow's client does not send a token that stands before the host: set {_TOKEN}"
+            )
         return ""
 
     @property
@@ -99,7 +108,9 @@ class Choice:
         """Where figures go, in a line without secrets."""
         line = f"figures go to MLflow at {self.store.uri}"
         if self.was:
-            line += f" from now on, and the run's earlier ones too; until now they went to {self.was}"
+            line += (
+                f" from now on, and the run's earlier ones too; until now they went to {self.was}"
+            )
         if self.unsent:
             line += f"; {self.unsent}"
         missing = self.store.missing() if self.uri == self.store.uri else []
@@ -120,7 +131,9 @@ def choose(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Choice
     return Choice(uri, store, known.uri if moved and known is not None else "")
 
 
-def choose_for_sync(run_dir: Path, elsewhere: bool, environment: Mapping[str, str] = os.environ) -> Choice:
+def choose_for_sync(
+    run_dir: Path, elsewhere: bool, environment: Mapping[str, str] = os.environ
+) -> Choice:
     """Where `harness sync` delivers: to the store of the run. Raises ConfigError if the environment names another one
     and `elsewhere` does not allow it, if credentials are missing, or if the store is not known."""
     known, given = Store.load(run_dir), environment.get(URI)
@@ -129,22 +142,32 @@ def choose_for_sync(run_dir: Path, elsewhere: bool, environment: Mapping[str, st
     if elsewhere or known is None:
         if not given and not elsewhere and Position.load(run_dir).run_id is not None:
             what = f"the run has been delivered, but {STORE}, which knows where, is gone or damaged"
-            raise ConfigError(Problem(what, str(run_dir), fix=f"set {URI} as it was in the run; {allow}"))
+            raise ConfigError(
+                Problem(what, str(run_dir), fix=f"set {URI} as it was in the run; {allow}")
+            )
         if why := misplaced(environment):
             fix = f"call it from another folder, or set {URI}"
-            raise ConfigError(Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix))
+            raise ConfigError(
+                Problem("MLflow's database would not be in this folder", str(Path.cwd()), why, fix)
+            )
         moved = known.uri if known is not None and known.uri != here.uri else ""
         return Choice(_absolute(tracking_uri(environment)), here, moved)
     if given and here.uri != known.uri:
         what = f"the run's figures are in {known.uri}, and {URI} names {here.uri}"
-        raise ConfigError(Problem(what, str(run_dir), fix=f"unset {URI}, or set it to the former; {allow}"))
+        raise ConfigError(
+            Problem(what, str(run_dir), fix=f"unset {URI}, or set it to the former; {allow}")
+        )
     if given and here.uri.startswith("http") and Address.of(given).settings:
         why = Choice(given, here).unsent
-        raise ConfigError(Problem(f"{URI} has settings (?...)", here.uri, why, f"set {URI}={here.uri}"))
+        raise ConfigError(
+            Problem(f"{URI} has settings (?...)", here.uri, why, f"set {URI}={here.uri}")
+        )
     if given:
         return Choice(_absolute(given), here)
     if missing := known.missing(environment):
         what = f"{known.uri} was reached with credentials, which a run does not keep"
-        fix = f"set {' and '.join(missing)}" + (f" (or {URI} with them)" if URI not in missing else "")
+        fix = f"set {' and '.join(missing)}" + (
+            f" (or {URI} with them)" if URI not in missing else ""
+        )
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
     return Choice(known.uri, known)

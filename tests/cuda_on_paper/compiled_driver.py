@@ -96,7 +96,9 @@ def compiler_on_paper(card: Card) -> Iterator[None]:
         L2_cache_size=50 * 2**20,
         gcnArchName="",
     )
-    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0), stream_id=0, device_index=0, device_type=1)
+    stream = SimpleNamespace(
+        cuda_stream=0, device=torch.device("cuda", 0), stream_id=0, device_index=0, device_type=1
+    )
     answers: list[tuple[Any, str, Any]] = [
         (torch._C, "_cuda_getDevice", lambda: 0),
         (torch._C, "_cuda_setDevice", lambda _: None),
@@ -119,8 +121,15 @@ def compiler_on_paper(card: Card) -> Iterator[None]:
         (CudaInterface, "get_raw_stream", staticmethod(lambda *_: 0)),
         (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 10 * major + minor)),
     ]
-    options: dict[str, Any] = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
-    both: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    options: dict[str, Any] = {
+        "fx_graph_cache": False,
+        "compile_threads": 1,
+        "joint_graph_constant_folding": False,
+    }
+    both: dict[str, Any] = {
+        "enable_autograd_cache": False,
+        "force_non_lazy_backward_lowering": True,
+    }
     with ExitStack() as stack, inductor.patch(**options), functorch.patch(**both):
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer, create=True))
@@ -137,7 +146,12 @@ def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[str]:
         def call(_: Any) -> Any:
             raise Stop
 
-        nothing = {"__file__": __file__, "key": "none", "runner": None, "recursively_apply_fns": lambda *_: None}
+        nothing = {
+            "__file__": __file__,
+            "key": "none",
+            "runner": None,
+            "recursively_apply_fns": lambda *_: None,
+        }
         return SimpleNamespace(call=call, **nothing)
 
     torch._dynamo.reset()
@@ -151,16 +165,23 @@ def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[str]:
 
 def launches(code: str) -> list[str]:
     """What `call` launches, in order."""
-    patterns = r"^\s+(?:\w+ = )?(triton_\w+)\.run\(", r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\("
+    patterns = (
+        r"^\s+(?:\w+ = )?(triton_\w+)\.run\(",
+        r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\(",
+    )
     body = code[code.index("def call(") :]
-    found = [(m.start(), m[1]) for pattern in patterns for m in re.finditer(pattern, body, re.MULTILINE)]
+    found = [
+        (m.start(), m[1]) for pattern in patterns for m in re.finditer(pattern, body, re.MULTILINE)
+    ]
     return [name for _, name in sorted(found)]
 
 
 def noted_in_place(code: str) -> int:
     """Calls of torchao's note whose first argument is what a GEMM wrote, and not a copy of it."""
     products = set(re.findall(r"extern_kernels\._scaled_mm\(.*out=(\w+)\)", code))
-    noted = re.findall(r"torchao_note\.default\((?:reinterpret_tensor\()?(\w+)", code[code.index("def call(") :])
+    noted = re.findall(
+        r"torchao_note\.default\((?:reinterpret_tensor\()?(\w+)", code[code.index("def call(") :]
+    )
     return sum(name in products for name in noted)
 
 
@@ -170,15 +191,23 @@ def main(rung: str, kernel: str = "") -> dict[str, Any]:
     card = find_card("H100")
     backend_name, _, precision = rung.partition(":")
     recipe = Recipe.model_validate(
-        {"name": "paper", "ladder": [{"backend": backend_name, "precision": precision, "tiers": ["HOPPER"]}]}
+        {
+            "name": "paper",
+            "ladder": [{"backend": backend_name, "precision": precision, "tiers": ["HOPPER"]}],
+        }
     )
     with on_paper(card), compiler_on_paper(card):
         gpu = torch.device("cuda", 0)
         with gpu:
             model = build(vocab=256, dim=DIM, layers=1, heads=HEADS, ffn=FFN)
-        backend = build_backend(make_plan(recipe, probe(), recipe.ladder[0], [], model), recipe, model, gpu)
+        backend = build_backend(
+            make_plan(recipe, probe(), recipe.ladder[0], [], model), recipe, model, gpu
+        )
         backend.begin_window(sample=False)
-        inputs = torch.empty(1, TOKENS, DIM, device=gpu, requires_grad=True), rotary(TOKENS, DIM // HEADS, gpu)
+        inputs = (
+            torch.empty(1, TOKENS, DIM, device=gpu, requires_grad=True),
+            rotary(TOKENS, DIM // HEADS, gpu),
+        )
         with backend.context():
             forward, backward = codes_of(next(iter(model.blocks)), *inputs)
     return {

@@ -29,7 +29,13 @@ def _measured(name: str, argument: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", str(DRIVER), name, argument]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_BOUND_SECONDS, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_BOUND_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])

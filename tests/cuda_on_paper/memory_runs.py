@@ -32,8 +32,24 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], int, int, int, str]] = {
     "fp16, deep": ("fp16_scaler", "autocast:fp16", _DEEP, 1, 2, 64, "adamw"),
     "native, weights": ("fp8_hybrid", "native:fp8", _WIDE, 1, 2, 64, "adamw"),
     "native, activations": ("fp8_hybrid", "native:fp8", _DEEP, 4, 1, 256, "adamw"),
-    "bf16, recomputed": ("bf16", "autocast:bf16", _DEEP | {"recompute": "block"}, 4, 2, 256, "adamw"),
-    "native, in chunks": ("fp8_hybrid", "native:fp8", _DEEP | {"recompute": "mlp", "loss_chunk": 64}, 4, 1, 256, "sgd"),
+    "bf16, recomputed": (
+        "bf16",
+        "autocast:bf16",
+        _DEEP | {"recompute": "block"},
+        4,
+        2,
+        256,
+        "adamw",
+    ),
+    "native, in chunks": (
+        "fp8_hybrid",
+        "native:fp8",
+        _DEEP | {"recompute": "mlp", "loss_chunk": 64},
+        4,
+        1,
+        256,
+        "sgd",
+    ),
     "torchao, activations": ("fp8_dynamic", "torchao:fp8", _WIDE, 4, 1, 128, "sgd"),
 }
 
@@ -41,7 +57,9 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], int, int, int, str]] = {
 def measure(argument: str) -> dict[str, Any]:
     """{run: bytes at the peak} for every run in RUNS. argument: "fake" or "real"."""
     torch.set_num_threads(1)
-    os.environ["PATH"] = ""  # no compiler: the fused CPU kernel reads addresses, which fakes have not
+    os.environ["PATH"] = (
+        ""  # no compiler: the fused CPU kernel reads addresses, which fakes have not
+    )
     return {name: _peak(name, argument == "fake") for name in RUNS}
 
 
@@ -53,10 +71,15 @@ def _peak(name: str, fake: bool) -> dict[str, float]:
     recorder = Recorder("cpu")
     found: dict[str, float] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
-        profiler = torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU])
+        profiler = torch.profiler.profile(
+            profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        )
         with nullcontext() if fake else profiler:
             device, facts = torch.device("cpu"), MachineFacts()
-            with recorder, built(config, recipe, facts, device, rung_of(rung), batches, recorder) as made:
+            with (
+                recorder,
+                built(config, recipe, facts, device, rung_of(rung), batches, recorder) as made,
+            ):
                 for number in (1, 2, 3):
                     made.step(number, str(number))
                 found["recorded"] = recorder.peak
@@ -72,7 +95,9 @@ def _allocated(profiler: torch.profiler.profile) -> int:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    sizes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    sizes = [
+        (event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"
+    ]
     live = peak = 0
     for _, size in sorted(sizes, key=lambda item: item[0]):
         live += size

@@ -24,7 +24,9 @@ class Mixture(nn.Module):
         self.embed = nn.Embedding(VOCAB, DIM)
         self.router = nn.Linear(DIM, EXPERTS, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, DIM, bias=False))
+            nn.Sequential(
+                nn.Linear(DIM, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, DIM, bias=False)
+            )
             for _ in range(EXPERTS)
         )
         self.head = nn.Linear(DIM, VOCAB, bias=False)
@@ -41,7 +43,9 @@ class Mixture(nn.Module):
         for number, expert in enumerate(self.experts):
             rows, places = torch.where(chosen == number)
             if rows.numel():
-                out = out.index_add(0, rows, (expert(x[rows]) * weights[rows, places, None]).to(x.dtype))
+                out = out.index_add(
+                    0, rows, (expert(x[rows]) * weights[rows, places, None]).to(x.dtype)
+                )
         return out
 
     def one_hot(self, x: Tensor, shares: Tensor) -> Tensor:
@@ -70,7 +74,9 @@ class Mixture(nn.Module):
         counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
         parts = x[order // CHOSEN].split(counts)
         made = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        return torch.zeros_like(x).index_add(0, order // CHOSEN, (made * weights.flatten()[order, None]).to(x.dtype))
+        return torch.zeros_like(x).index_add(
+            0, order // CHOSEN, (made * weights.flatten()[order, None]).to(x.dtype)
+        )
 
     def switch(self, x: Tensor, shares: Tensor) -> Tensor:
         weights, chosen = shares.max(-1)

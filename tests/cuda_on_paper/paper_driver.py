@@ -75,7 +75,9 @@ def seen(made: PaperRun) -> dict[str, Any]:
         "rung": made.plan.rung.name,
         "fp8_layers": len(made.plan.fp8_layers()),
         "waits": [[wait.what, *wait.where[:2]] for wait in recorder.waits],
-        "pageable": sorted({t.where[0] for t in recorder.transfers if t.direction == "cpu->cuda" and not t.pinned}),
+        "pageable": sorted(
+            {t.where[0] for t in recorder.transfers if t.direction == "cpu->cuda" and not t.pinned}
+        ),
         "pinned": sum(t.pinned for t in recorder.transfers),
         "kernels": dict(kernels),
         "attention": sorted({op.name for op in recorder.ops if op.attention}),
@@ -104,7 +106,11 @@ def scene_waits(_: str) -> dict[str, Any]:
     """Steps of every rung that runs on one process: first, usual, sampled, measured; after demotion and promotion."""
     cases = {
         "native": ("H100", load_recipe("fp8_hybrid"), "native:fp8"),
-        "native, rolled in micro-batches": ("H100", changed("fp8_hybrid", roll="micro_batch"), "native:fp8"),
+        "native, rolled in micro-batches": (
+            "H100",
+            changed("fp8_hybrid", roll="micro_batch"),
+            "native:fp8",
+        ),
         "native, e4m3": ("L40S", changed("fp8_hybrid", format="e4m3"), "native:fp8"),
         "torchao, tensorwise": ("H100", load_recipe("fp8_dynamic"), "torchao:fp8"),
         "torchao, rowwise": ("H100", changed("fp8_dynamic", dynamic="rowwise"), "torchao:fp8"),
@@ -175,20 +181,26 @@ class Operands(Recorder):
                     "left": [list(left.shape), list(left.stride()), str(left.dtype)],
                     "right": [list(right.shape), list(right.stride()), str(right.dtype)],
                     "scales": [
-                        [list(scale.shape), str(scale.dtype), scale.device.type, place(scale)] for scale in scales
+                        [list(scale.shape), str(scale.dtype), scale.device.type, place(scale)]
+                        for scale in scales
                     ],
                     "fast": bool(given.get("use_fast_accum", False)),
                 }
             )
         if self.phase in ("forward", "backward") and len(self.ops) > before:
             given = [*args, *(kwargs or {}).values()]
-            if any(isinstance(t, torch.Tensor) and id(t.untyped_storage()) in self.masters for t in given):
+            if any(
+                isinstance(t, torch.Tensor) and id(t.untyped_storage()) in self.masters
+                for t in given
+            ):
                 self.reads[f"{self.step} {self.micro}"] += 1
         return out
 
 
 @contextmanager
-def watched(config: RunConfig, recipe: Recipe, card: str, rung: str, batches: int) -> Iterator[PaperRun]:
+def watched(
+    config: RunConfig, recipe: Recipe, card: str, rung: str, batches: int
+) -> Iterator[PaperRun]:
     """As `on_card`, with `Operands` for a recorder."""
     from harness.estimate.trace import on_paper
 
@@ -229,12 +241,20 @@ def scene_cards(_: str) -> dict[str, Any]:
         for name in ("fp8_hybrid", "auto", "bf16"):
             taken = resolve(load_recipe(name), facts_of(find_card(card), others=False))[0]
             found[f"{card} {name}"] = taken.name if taken else None
-    for card, rung in (("T4", "autocast:fp16"), ("H100", "autocast:bf16"), ("H100", "autocast:fp32")):
+    for card, rung in (
+        ("T4", "autocast:fp16"),
+        ("H100", "autocast:bf16"),
+        ("H100", "autocast:fp32"),
+    ):
         recipe = load_recipe("auto")
         with on_card(config_of(), recipe, find_card(card), rung_of(rung), 1) as made:
             made.step(2, "usual")
             found[f"{card} {rung}"] = seen(made)
-    config, recipe, rung = config_of(train={"global_batch": 10}), load_recipe("fp8_hybrid"), rung_of("native:fp8")
+    config, recipe, rung = (
+        config_of(train={"global_batch": 10}),
+        load_recipe("fp8_hybrid"),
+        rung_of("native:fp8"),
+    )
     made_up = trace(config, recipe, find_card("H100"), rung)
     found["five micro-batches, three traced"] = sum(op.kernels for op in made_up.steps["usual"])
     with on_card(config, recipe, find_card("H100"), rung, 5) as made:
@@ -248,13 +268,20 @@ def per_linear(recipe: Recipe, rung: str, tokens: int, width: int) -> dict[str, 
     """Kernels of one FP8 Linear, forward and backward, without what the model around it does."""
     counts: dict[str, list[Op]] = {}
     for layers in (1, 2):
-        config = config_of({"width": width, "layers": layers}, "planted_models:linears", data={"context": tokens})
+        config = config_of(
+            {"width": width, "layers": layers}, "planted_models:linears", data={"context": tokens}
+        )
         with on_card(config, recipe, find_card("H100"), rung_of(rung), 1) as made:
             made.step(2, "warm")
             made.step(3, "usual")
             counts[str(layers)] = [op for op in made.recorder.ops if op.step == "usual"]
     return {
-        phase: sum(sign * op.kernels for key, sign in (("2", 1), ("1", -1)) for op in counts[key] if op.phase == phase)
+        phase: sum(
+            sign * op.kernels
+            for key, sign in (("2", 1), ("1", -1))
+            for op in counts[key]
+            if op.phase == phase
+        )
         for phase in ("forward", "backward", "update", "step")
     }
 

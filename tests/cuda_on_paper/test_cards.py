@@ -30,7 +30,9 @@ def test_the_rung_is_the_cards(scene: Scene, card: str, recipe: str, rung: str) 
         ("H100 autocast:fp32", "_scaled_dot_product_efficient_attention"),
     ],
 )
-def test_grouped_queries_never_fall_to_plain_mathematics(scene: Scene, run: str, kernel: str) -> None:
+def test_grouped_queries_never_fall_to_plain_mathematics(
+    scene: Scene, run: str, kernel: str
+) -> None:
     """The model has twice as many query heads as key heads. No fused kernel: the scores of all pairs are kept."""
     assert scene("cards")[run]["attention"] == [kernel, f"{kernel}_backward"]
 

@@ -35,7 +35,9 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 def together(launches: list[str], *parts: str) -> int:
     """Kernels that do all of these."""
-    return sum(name.startswith("triton") and all(part in name for part in parts) for name in launches)
+    return sum(
+        name.startswith("triton") and all(part in name for part in parts) for name in launches
+    )
 
 
 def operators(launches: list[str]) -> list[str]:
@@ -47,7 +49,11 @@ def test_casts_are_our_kernels() -> None:
     found = compiled("native:fp8")
     assert found["layers"] == 4
     for phase in ("forward", "backward"):
-        called = ["fp8_cast.default"] * 4 + [f"fp8_{phase}.default"] * 4 + ["fp8_scales_apart.default"] * 4
+        called = (
+            ["fp8_cast.default"] * 4
+            + [f"fp8_{phase}.default"] * 4
+            + ["fp8_scales_apart.default"] * 4
+        )
         assert operators(found[phase]) == sorted(called)
         assert together(found[phase], "clamp") == 0
         assert found[f"fp8 in {phase}"] == []
@@ -57,13 +63,22 @@ def test_without_the_kernel_casts_are_fused_with_what_is_before_them() -> None:
     found = compiled("native:fp8", "without")
     forward, backward = found["forward"], found["backward"]
     assert found["layers"] == 4
-    assert together(forward, "fused_rms_norm", "amax", "clamp", "fp8_forward") == 2, "norm, amax and cast of two inputs"
-    assert together(forward, "silu", "clamp", "fp8_forward") == 1, "the activation and the cast of what comes out"
-    assert together(backward, "silu_backward", "amax") == 1, "an activation's backward and its gradient's amax"
+    assert together(forward, "fused_rms_norm", "amax", "clamp", "fp8_forward") == 2, (
+        "norm, amax and cast of two inputs"
+    )
+    assert together(forward, "silu", "clamp", "fp8_forward") == 1, (
+        "the activation and the cast of what comes out"
+    )
+    assert together(backward, "silu_backward", "amax") == 1, (
+        "an activation's backward and its gradient's amax"
+    )
     assert found["fp8 in forward"] == ["tl.float8e4nv"]
     assert found["fp8 in backward"] == ["tl.float8e5"]
     for phase in ("forward", "backward"):
-        assert operators(found[phase]) == [f"fp8_{phase}.default"] * 4 + ["fp8_scales_apart.default"] * 4
+        assert (
+            operators(found[phase])
+            == [f"fp8_{phase}.default"] * 4 + ["fp8_scales_apart.default"] * 4
+        )
 
 
 def test_torchaos_amaxes_are_noted_without_a_copy() -> None:
@@ -71,9 +86,15 @@ def test_torchaos_amaxes_are_noted_without_a_copy() -> None:
     assert found["layers"] == 4
     assert found["noted in place"] == 8
     for phase in ("forward", "backward"):
-        called = [name.removeprefix(OPERATORS) for name in found[phase] if name.startswith(OPERATORS)]
+        called = [
+            name.removeprefix(OPERATORS) for name in found[phase] if name.startswith(OPERATORS)
+        ]
         assert called == ["torchao_note.default"] * 4
     # torchao's amax is abs and max, the one that is noted a vector norm.
-    assert together(found["forward"], "fused_rms_norm", "abs", "max", "linalg_vector_norm") == 2, "with the norm before"
-    assert together(found["forward"], "silu", "abs", "max", "linalg_vector_norm") == 1, "with the activation before"
+    assert together(found["forward"], "fused_rms_norm", "abs", "max", "linalg_vector_norm") == 2, (
+        "with the norm before"
+    )
+    assert together(found["forward"], "silu", "abs", "max", "linalg_vector_norm") == 1, (
+        "with the activation before"
+    )
     assert together(found["backward"], "silu_backward", "abs", "max", "linalg_vector_norm") == 1

@@ -14,14 +14,28 @@ import pytest
 from conftest import ROOT
 
 QUICK = ("--config", "tiny")
-LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 @cache
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "harness.cli", "estimate", *arguments]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=540, check=False)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        **environment,
+    }
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=540, check=False
+    )
 
 
 def answer(*arguments: str) -> dict[str, Any]:
@@ -39,12 +53,16 @@ def test_the_llama_on_an_h100() -> None:
     # fp32 weights and two moments are 12 bytes for each parameter, and a gradient of 4 lives at some time.
     assert found["peak_gib"] > 12 * found["parameters"] / 2**30
     assert 25 < found["bf16_peak_gib"] < 35
-    assert found["ratio_vs_bf16"] == pytest.approx(found["step_ms"] / found["bf16_step_ms"], rel=1e-3)
+    assert found["ratio_vs_bf16"] == pytest.approx(
+        found["step_ms"] / found["bf16_step_ms"], rel=1e-3
+    )
     assert found["tokens_per_second"] == pytest.approx(4096 / found["step_ms"] * 1e3, rel=1e-3)
     assert found["fits"] is True
     assert found["waits"] == []
     assert (found["rung"], found["estimated"]) == ("transformer_engine:fp8", "native:fp8")
-    assert any("transformer_engine:fp8 is estimated as native:fp8" in note for note in found["notes"])
+    assert any(
+        "transformer_engine:fp8 is estimated as native:fp8" in note for note in found["notes"]
+    )
 
 
 def test_text_for_people() -> None:
@@ -72,7 +90,9 @@ importlib.metadata.version = version
 
 
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic"])
-def test_a_cards_own_software_is_assumed_there_whatever_is_installed_here(recipe: str, tmp_path: Path) -> None:
+def test_a_cards_own_software_is_assumed_there_whatever_is_installed_here(
+    recipe: str, tmp_path: Path
+) -> None:
     """Triton comes with torch's CUDA builds, not with the CPU's: without it FP8 was 1.11 of bf16 in place of 0.77."""
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(names={"triton", "transformer_engine"}))
     asked = ("--card", "H100", *QUICK, "--recipe", recipe)
@@ -98,7 +118,9 @@ def test_a_t4_trains_in_fp16_and_has_no_bf16_to_compare_with() -> None:
 def test_overrides_and_ranks() -> None:
     """Four micro-batches on one process are two on each of two: half the work, the same memory."""
     one = answer("--card", "A100", *QUICK, "train.global_batch=16", "train.micro_batch=4")
-    two = answer("--card", "A100", *QUICK, "train.global_batch=16", "train.micro_batch=4", "--ranks", "2")
+    two = answer(
+        "--card", "A100", *QUICK, "train.global_batch=16", "train.micro_batch=4", "--ranks", "2"
+    )
     assert two["peak_gib"] == one["peak_gib"]
     assert two["kernels"] < one["kernels"]
     assert any("one of 2 processes" in note for note in two["notes"])
@@ -116,7 +138,9 @@ def test_recomputed_blocks_and_a_loss_in_chunks_need_less() -> None:
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     wrong = tmp_path / "proof.json"
     wrong.write_text("{}")
-    done = run("--card", "H1000", "--config", "quickstart", "--recipe", "fp8_hybrd", "train.stepz=3")
+    done = run(
+        "--card", "H1000", "--config", "quickstart", "--recipe", "fp8_hybrd", "train.stepz=3"
+    )
     assert done.returncode == 2
     assert "no such card on paper" in done.stderr
     assert "A100-80GB" in done.stderr
@@ -148,7 +172,9 @@ def test_an_optimizer_that_fake_tensors_cannot_take_is_refused(optimizer: str) -
     assert f"train.optimizer '{optimizer}': its update is not estimated" in done.stderr
 
 
-@pytest.mark.parametrize("asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"])
+@pytest.mark.parametrize(
+    "asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"]
+)
 def test_deepspeed_is_refused_by_name(asked: str) -> None:
     done = run("--card", "H100", *QUICK, asked)
     assert done.returncode == 2
@@ -202,13 +228,33 @@ def test_what_a_model_made_on_the_cpu_comes_to_the_card() -> None:
 def test_a_calibrated_prediction_follows_the_measurements(tmp_path: Path) -> None:
     """A card that is half as fast in everything that was measured makes a step that takes twice as long."""
     base = answer("--card", "A100", *QUICK, "data.context=2048", "train.micro_batch=4")
-    measured = {"card": "NVIDIA A100-SXM4-80GB", "capability": [8, 0], "gemm_bf16": 117e12, "gemm_fp8": None}
-    measured |= {"attention": 78e12, "bandwidth": 2.039e12 * 0.85 / 2, "launch_seconds": 1e-9, "context_bytes": 1 << 29}
+    measured = {
+        "card": "NVIDIA A100-SXM4-80GB",
+        "capability": [8, 0],
+        "gemm_bf16": 117e12,
+        "gemm_fp8": None,
+    }
+    measured |= {
+        "attention": 78e12,
+        "bandwidth": 2.039e12 * 0.85 / 2,
+        "launch_seconds": 1e-9,
+        "context_bytes": 1 << 29,
+    }
     path = tmp_path / "proof.json"
     path.write_text(json.dumps({"roofline": measured}))
-    arguments = ("--card", "A100", *QUICK, "data.context=2048", "train.micro_batch=4", "--calibration", str(path))
+    arguments = (
+        "--card",
+        "A100",
+        *QUICK,
+        "data.context=2048",
+        "train.micro_batch=4",
+        "--calibration",
+        str(path),
+    )
     found = answer(*arguments)
     assert found["context_gib"] == 0.5
     assert found["step_ms"] > base["step_ms"]
     assert found["calibrated"]
-    assert not any("gemm_fp8" in note for note in found["notes"]), "a card without FP8 units has no such rate"
+    assert not any("gemm_fp8" in note for note in found["notes"]), (
+        "a card without FP8 units has no such rate"
+    )

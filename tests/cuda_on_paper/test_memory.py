@@ -21,7 +21,10 @@ RUNS = (
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_estimate_is_within_a_tenth_of_the_allocators_peak(scene: Scene, name: str) -> None:
-    estimate, allocator = scene("memory", "fake")[name]["recorded"], scene("memory", "real")[name]["allocator"]
+    estimate, allocator = (
+        scene("memory", "fake")[name]["recorded"],
+        scene("memory", "real")[name]["allocator"],
+    )
     assert estimate == pytest.approx(allocator, rel=0.10)
 
 
@@ -34,7 +37,9 @@ def test_what_lives_between_steps_is_the_same_on_paper(scene: Scene, name: str) 
 
 def test_the_runs_differ_in_what_they_are_made_of(scene: Scene) -> None:
     """Else the comparison would only weigh parameters, which anybody can count."""
-    shares = {name: found["static"] / found["recorded"] for name, found in scene("memory", "fake").items()}
+    shares = {
+        name: found["static"] / found["recorded"] for name, found in scene("memory", "fake").items()
+    }
     assert shares.keys() == set(RUNS)
     assert min(shares.values()) < 0.35
     assert max(shares.values()) > 0.7

@@ -39,7 +39,9 @@ def test_sizes_and_strides_are_multiples_of_16(gemms: list[dict[str, Any]]) -> N
     for gemm in gemms:
         (_, inner), (leading, _), _ = gemm["left"]
         (_, columns), (_, right_leading), _ = gemm["right"]
-        assert [size % 16 for size in (inner, columns, leading, right_leading)] == [0, 0, 0, 0], gemm
+        assert [size % 16 for size in (inner, columns, leading, right_leading)] == [0, 0, 0, 0], (
+            gemm
+        )
 
 
 def test_scales_are_float32_on_the_card(gemms: list[dict[str, Any]]) -> None:
@@ -70,7 +72,11 @@ def test_forward_alone_accumulates_fast(scene: Scene) -> None:
 def test_a_weight_is_quantised_once_in_an_optimizer_step(scene: Scene) -> None:
     """Later micro-batches of a step do not read the master weights at all; the next step does again. The first step of
     a process may: it does not know yet how many micro-batches there are, and lets each weight go after its backward."""
-    reads = {when: count for when, count in scene("operands")["native"]["reads"].items() if "first" not in when}
+    reads = {
+        when: count
+        for when, count in scene("operands")["native"]["reads"].items()
+        if "first" not in when
+    }
     assert reads["usual 1"] >= LAYERS
     assert reads["next 1"] == reads["usual 1"]
     assert reads.keys() == {"usual 1", "next 1"}

@@ -49,7 +49,9 @@ def rank_main(folder: Path) -> None:
     join(read_launch(), CPU, timeout_seconds=60)
     model = nn.Linear(3, 3)
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    engine = TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    engine = TorchEngine(
+        model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60
+    )
     store = Store(folder / f"disk-{engine.rank}")
     mine = recovery(store, engine)
     budgets = {"attempt": 1, "skips": 0, "switches": 0, "lowered": "", "recent_skips": []}
@@ -73,7 +75,9 @@ def rank_main(folder: Path) -> None:
 def test_ranks_that_read_different_checkpoints_all_refuse(tmp_path: Path) -> None:
     told = run_ranks(__file__, tmp_path, 2)
     assert [each["1"] for each in told] == ["", ""], "the same checkpoint is loaded"
-    assert all("different checkpoints of step 2" in each["2"] and "share" in each["2"] for each in told)
+    assert all(
+        "different checkpoints of step 2" in each["2"] and "share" in each["2"] for each in told
+    )
     assert "another rank cannot read the checkpoint of step 3" in told[0]["3"]
     assert "state.json" in told[1]["3"], "the rank whose file is damaged names it"
 

@@ -43,7 +43,9 @@ def make(seed: int) -> TorchEngine:
     torch.manual_seed(seed)
     model = Net()
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    return TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    return TorchEngine(
+        model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60
+    )
 
 
 def weights(engine: TorchEngine) -> dict[str, Tensor]:
@@ -58,24 +60,39 @@ def session(engine: TorchEngine) -> dict[str, Any]:
     """Three steps, three faults, three more steps."""
     steps = [train(engine, step) for step in range(3)]
     before = weights(engine)
-    faults = [train(engine, 3, poison=math.nan), train(engine, 3, poison=math.inf), train(engine, 3, flag=1.0)]
+    faults = [
+        train(engine, 3, poison=math.nan),
+        train(engine, 3, poison=math.inf),
+        train(engine, 3, flag=1.0),
+    ]
     after = weights(engine)
     untouched = all(torch.equal(before[name], after[name]) for name in before)
     steps += [train(engine, step) for step in range(3, 6)]
     final = {name: tensor.flatten().tolist() for name, tensor in weights(engine).items()}
-    return {"name": engine.name, "steps": steps, "faults": faults, "untouched": untouched, "final": final}
+    return {
+        "name": engine.name,
+        "steps": steps,
+        "faults": faults,
+        "untouched": untouched,
+        "final": final,
+    }
 
 
 def rank_main(folder: Path) -> None:
     join(read_launch(), CPU, timeout_seconds=60)  # before there is a model, as a run does
-    engine = make(seed=int(os.environ["RANK"]))  # different weights: DDP must start all ranks from rank 0's
+    engine = make(
+        seed=int(os.environ["RANK"])
+    )  # different weights: DDP must start all ranks from rank 0's
     result = session(engine)
     result["mean"] = engine.mean(torch.tensor([1.0, 4.0 * engine.rank])).tolist()
     result["max"] = engine.max(torch.tensor([-1.0, float(engine.rank)])).tolist()
     result["broadcast"] = engine.broadcast({"from": engine.rank, "text": "grüße"})
     engine.barrier()
     result["in a group when the wrapper goes"] = []
-    finalize(engine.module, lambda: result["in a group when the wrapper goes"].append(dist.is_initialized()))
+    finalize(
+        engine.module,
+        lambda: result["in a group when the wrapper goes"].append(dist.is_initialized()),
+    )
     result["threads in the group"] = group_threads()
     engine.close()
     engine.close()
@@ -116,7 +133,9 @@ def test_a_fault_on_one_rank_is_skipped_on_all(two_ranks: list[dict[str, Any]]) 
 def test_ranks_agree_on_the_worst_and_the_fastest(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
         assert all(step["agreed"] == [0.0, 0.0, 1.0, math.inf] for step in result["steps"])
-        assert [fault["agreed"] for fault in result["faults"]] == [[bad, 0.0, 1.0, math.inf] for bad in (0.0, 0.0, 1.0)]
+        assert [fault["agreed"] for fault in result["faults"]] == [
+            [bad, 0.0, 1.0, math.inf] for bad in (0.0, 0.0, 1.0)
+        ]
 
 
 def test_the_wrapper_goes_before_the_group(two_ranks: list[dict[str, Any]]) -> None:

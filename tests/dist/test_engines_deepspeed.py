@@ -24,7 +24,13 @@ from harness.engines.deepspeed import DeepSpeedEngine
 from harness.optim.optimizers import build_optimizer
 from tests.support.ranks import CPU, SCHEDULE, make_engine, run_ranks, train
 
-SCENARIOS = [(0, "adamw", "fp32"), (1, "adamw", "fp32"), (2, "adamw", "fp32"), (1, "sgd", "fp32"), (1, "adamw", "bf16")]
+SCENARIOS = [
+    (0, "adamw", "fp32"),
+    (1, "adamw", "fp32"),
+    (2, "adamw", "fp32"),
+    (1, "sgd", "fp32"),
+    (1, "adamw", "bf16"),
+]
 IDS = [f"zero{stage}-{optimizer}-{precision}" for stage, optimizer, precision in SCENARIOS]
 
 # DeepSpeed compiles its collectives when it first needs them, and its ranks spin while they wait for each other.
@@ -60,7 +66,10 @@ def save(engine: Engine) -> Saved:
     saved: Saved = {}
     for name, part in engine.parts().items():
         tensors, meta = part.state_dict()
-        saved[name] = ({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))
+        saved[name] = (
+            {key: tensor.clone() for key, tensor in tensors.items()},
+            json.loads(json.dumps(meta)),
+        )
     return saved
 
 
@@ -72,13 +81,18 @@ def load(engine: Engine, saved: Saved) -> Engine:
 
 def equal(a: Saved, b: Saved) -> bool:
     return all(
-        a[part][0].keys() == b[part][0].keys() and all(torch.equal(a[part][0][k], b[part][0][k]) for k in a[part][0])
+        a[part][0].keys() == b[part][0].keys()
+        and all(torch.equal(a[part][0][k], b[part][0][k]) for k in a[part][0])
         for part in a
     )
 
 
 def listed(saved: Saved) -> dict[str, list[float]]:
-    return {f"{part}/{key}": tensor.flatten().tolist() for part in saved for key, tensor in saved[part][0].items()}
+    return {
+        f"{part}/{key}": tensor.flatten().tolist()
+        for part in saved
+        for key, tensor in saved[part][0].items()
+    }
 
 
 def scenario(stage: int, optimizer: str, precision: str) -> dict[str, Any]:
@@ -92,19 +106,21 @@ def scenario(stage: int, optimizer: str, precision: str) -> dict[str, Any]:
     ]
     result["untouched"] = equal(middle, save(engine))
     with torch.no_grad():
-        result["validation"] = math.isfinite(engine.module(torch.ones(2, 6), torch.ones(2, 3)).item())
+        result["validation"] = math.isfinite(
+            engine.module(torch.ones(2, 6), torch.ones(2, 3)).item()
+        )
     result["steps"] += [train(engine, step) for step in range(3, 6)]
     end = save(engine)
     result["moved"] = not equal(middle, end)
     fresh = load(make(stage, optimizer, precision), middle)
     result["restored"] = equal(middle, save(fresh))
-    result["continued"] = [train(fresh, step) for step in range(3, 6)] == result["steps"][3:] and equal(
-        end, save(fresh)
-    )
+    result["continued"] = [train(fresh, step) for step in range(3, 6)] == result["steps"][
+        3:
+    ] and equal(end, save(fresh))
     load(engine, middle)
-    result["rolled back"] = [train(engine, step) for step in range(3, 6)] == result["steps"][3:] and equal(
-        end, save(engine)
-    )
+    result["rolled back"] = [train(engine, step) for step in range(3, 6)] == result["steps"][
+        3:
+    ] and equal(end, save(engine))
     result["final"] = listed(end)
     plain = load(make(None, optimizer, precision), middle)
     result["plain took it"] = equal(middle, save(plain))
@@ -144,7 +160,9 @@ def uneven_counters() -> str:
 
 
 def rank_main(folder: Path) -> None:
-    results: dict[str, Any] = {name: scenario(*case) for name, case in zip(IDS, SCENARIOS, strict=True)}
+    results: dict[str, Any] = {
+        name: scenario(*case) for name, case in zip(IDS, SCENARIOS, strict=True)
+    }
     results["uneven"] = uneven_counters()
     results["limited"] = [limited(stage) for stage in (0, 1, 2)]
     engine = make(2, "adamw", "fp32")
@@ -156,23 +174,32 @@ def rank_main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Mapping[str, Any]]:
     return run_ranks(__file__, tmp_path_factory.mktemp("deepspeed"), request.param)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_limits_on_the_gradient_norm(ranks: list[Mapping[str, Any]], stage: int) -> None:
     for result in (rank["limited"][stage] for rank in ranks):
-        assert result["spike"]["norm"] > 20 * result["usual"], "the fault fired, and its norm is told"
+        assert result["spike"]["norm"] > 20 * result["usual"], (
+            "the fault fired, and its norm is told"
+        )
         assert result["spike"]["skipped"] == 1.0
         assert result["untouched"]
         assert result["unclipped step"]["norm"] > 0.3, "over the engine's own limit"
         assert result["clipped"] == pytest.approx(0.1 * result["unclipped"], rel=1e-3)
-        assert [result[f"{name} step"]["skipped"] for name in ("clipped", "unclipped")] == [0.0, 0.0]
+        assert [result[f"{name} step"]["skipped"] for name in ("clipped", "unclipped")] == [
+            0.0,
+            0.0,
+        ]
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_a_fault_on_one_rank_is_skipped_on_all_and_changes_nothing(ranks: list[Mapping[str, Any]], name: str) -> None:
+def test_a_fault_on_one_rank_is_skipped_on_all_and_changes_nothing(
+    ranks: list[Mapping[str, Any]], name: str
+) -> None:
     for result in (rank[name] for rank in ranks):
         assert [fault["skipped"] for fault in result["faults"]] == [1.0, 1.0, 1.0]
         slowest = len(ranks) - 1.0
@@ -203,9 +230,12 @@ def test_checkpoints_travel_between_the_engines(ranks: list[Mapping[str, Any]], 
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [(case, name) for case, name in zip(SCENARIOS, IDS, strict=True) if "fp32" in case]
+    ("case", "name"),
+    [(case, name) for case, name in zip(SCENARIOS, IDS, strict=True) if "fp32" in case],
 )
-def test_training_is_that_of_plain_torch(ranks: list[Mapping[str, Any]], case: tuple[int, str, str], name: str) -> None:
+def test_training_is_that_of_plain_torch(
+    ranks: list[Mapping[str, Any]], case: tuple[int, str, str], name: str
+) -> None:
     alone = make(None, case[1], case[2])
     for step, theirs in enumerate(ranks[0][name]["steps"]):
         mine = train(alone, step)
@@ -228,12 +258,17 @@ def test_uneven_step_counters_are_refused(ranks: list[Mapping[str, Any]]) -> Non
         assert "torchrun" in rank["uneven"]
 
 
-def test_without_a_launcher_or_with_fp16_on_the_cpu_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_or_with_fp16_on_the_cpu_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     model = Net()
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    for dtype, words in ((None, "not started by a launcher"), (torch.float16, "no fp16 on the CPU")):
+    for dtype, words in (
+        (None, "not started by a launcher"),
+        (torch.float16, "no fp16 on the CPU"),
+    ):
         with pytest.raises(ConfigError, match=words):
             DeepSpeedEngine(
                 model,

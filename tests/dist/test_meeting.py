@@ -63,10 +63,19 @@ def lose(folder: Path, stage: str, name: str, victim: int) -> str:
     """What the other rank of two said when `victim` was lost at `stage`, its process replaced by PID."""
     (folder / "start.py").write_text(FAULTY.format(root=str(ROOT)))
     seconds = LONG if name == "SIGKILL" and stage != "store" else SHORT
-    arguments = ["--name", "r", "--recipe", "fp32", "train.steps=2", f"engine.timeout_seconds={seconds}"]
+    arguments = [
+        "--name",
+        "r",
+        "--recipe",
+        "fp32",
+        "train.steps=2",
+        f"engine.timeout_seconds={seconds}",
+    ]
     line = [str(folder / "start.py"), *command(*arguments)[2:]]
     # The launcher is not there, as it would end the other rank.
-    processes = start_ranks(folder, 2, line, STAGE=STAGES[stage], SIGNAL=name, VICTIM=str(victim), LOCAL_WORLD_SIZE="2")
+    processes = start_ranks(
+        folder, 2, line, STAGE=STAGES[stage], SIGNAL=name, VICTIM=str(victim), LOCAL_WORLD_SIZE="2"
+    )
     try:
         code = processes[1 - victim].wait(PATIENCE)
         assert processes[victim].poll() == (-9 if name == "SIGKILL" else None)
@@ -91,20 +100,26 @@ def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
-    assert "error: rank 0: waited in vain for rank 1 of 2 ranks; there: rank 0" in lose(tmp_path, "store", name, 1)
+    assert "error: rank 0: waited in vain for rank 1 of 2 ranks; there: rank 0" in lose(
+        tmp_path, "store", name, 1
+    )
 
 
 # The quick ones: while ranks meet, and while they build.
 QUICK = {("group", "SIGKILL", 1), ("build_plan", "SIGKILL", 1)}
 LOSSES = [("group", name, victim) for name in ("SIGKILL", "SIGSTOP") for victim in (0, 1)]
-LOSSES += [(stage, "SIGKILL", 1) for stage in ("build_data", "build_plan", "build_model", "build_run")]
+LOSSES += [
+    (stage, "SIGKILL", 1) for stage in ("build_data", "build_plan", "build_model", "build_run")
+]
 LOSSES += [(stage, "SIGSTOP", 0) for stage in ("build_data", "build_run")]
 
 
 @pytest.mark.parametrize(
     ("stage", "name", "victim"),
     [
-        pytest.param(*loss, id="-".join(map(str, loss)), marks=[] if loss in QUICK else [pytest.mark.slow])
+        pytest.param(
+            *loss, id="-".join(map(str, loss)), marks=[] if loss in QUICK else [pytest.mark.slow]
+        )
         for loss in LOSSES
     ],
 )
@@ -144,7 +159,13 @@ print("met again", launch.rank, flush=True)
 def test_ranks_that_torchrun_starts_again_meet_each_other(tmp_path: Path) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     done = subprocess.run(
         [*torchrun, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)],
         env=environment(PYTHONPATH=str(ROOT)),

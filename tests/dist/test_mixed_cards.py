@@ -57,7 +57,9 @@ def machine(name: str) -> MachineFacts:
         return MachineFacts()
     libraries = {"transformer_engine": LibraryFacts("2.20.2", True, "installed")} if te else {}
     device = Device(card, CAPABILITIES[card], 16 << 30)
-    return MachineFacts(torch_cuda="13.0", cuda_available=True, devices=(device,), libraries=libraries)
+    return MachineFacts(
+        torch_cuda="13.0", cuda_available=True, devices=(device,), libraries=libraries
+    )
 
 
 def recipe_named(name: str) -> Recipe:
@@ -71,13 +73,20 @@ def layers_chosen_by_time(folder: Path, rank: int) -> list[str]:
     """FP8 layers after `layers.probe`, where the caches of the two ranks say the opposite of each other."""
     os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{rank}")
     base = load_recipe("fp8_hybrid").model_dump()
-    recipe = Recipe.model_validate({**base, "layers": {"min_features": 16, "probe": True, "probe_tokens": 128}})
+    recipe = Recipe.model_validate(
+        {**base, "layers": {"min_features": 16, "probe": True, "probe_tokens": 128}}
+    )
     facts, native = machine("H100"), recipe.ladder[1]
     gain, loss = (2e-5, 1e-5), (1e-5, 2e-5)
-    times = {"32x32, 128 tokens": loss if rank else gain, "64x32, 128 tokens": gain if rank else loss}
+    times = {
+        "32x32, 128 tokens": loss if rank else gain,
+        "64x32, 128 tokens": gain if rank else loss,
+    }
     cache_file(recipe, native, facts, CPU).write_text(json.dumps(times))
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
-    return list(probe_layers(make_plan(recipe, facts, native, [], model), recipe, facts, CPU).fp8_layers())
+    return list(
+        probe_layers(make_plan(recipe, facts, native, [], model), recipe, facts, CPU).fp8_layers()
+    )
 
 
 def rank_main(folder: Path) -> None:
@@ -93,7 +102,9 @@ def rank_main(folder: Path) -> None:
             answer["taken"] = [v.rung for v in verdicts if v.taken]
         except MachineError as refused:
             answer = {"rung": None, "error": str(refused)}
-        answers.append({**answer, "fallback_precision": agree_on_fallback(facts, CPU), "timed": timed})
+        answers.append(
+            {**answer, "fallback_precision": agree_on_fallback(facts, CPU), "timed": timed}
+        )
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(answers))
 
@@ -117,16 +128,28 @@ def test_every_pair_takes_what_the_weaker_card_can(two_ranks: list[list[dict[str
 
 def test_the_stronger_rank_says_what_it_gave_up(two_ranks: list[list[dict[str, Any]]]) -> None:
     weak, strong = case(two_ranks, "fp8_hybrid", "T4", "H100")
-    assert strong["told"]["native:fp8"] == strong["told"]["autocast:bf16"] == "another rank cannot take it"
+    assert (
+        strong["told"]["native:fp8"]
+        == strong["told"]["autocast:bf16"]
+        == "another rank cannot take it"
+    )
     assert strong["told"]["autocast:fp16"] == "the best that every rank can take"
-    assert "not installed" in strong["told"]["transformer_engine:fp8"], "its own reason, not the other rank's"
+    assert "not installed" in strong["told"]["transformer_engine:fp8"], (
+        "its own reason, not the other rank's"
+    )
     assert weak["told"]["autocast:fp16"] == "fp16 tensor cores"
     with_te, without = case(two_ranks, "fp8_hybrid", "H100+TE", "H100")
     assert with_te["told"]["transformer_engine:fp8"] == "another rank cannot take it"
-    assert with_te["told"]["autocast:bf16"] == without["told"]["autocast:bf16"] == "not needed: native:fp8 runs"
+    assert (
+        with_te["told"]["autocast:bf16"]
+        == without["told"]["autocast:bf16"]
+        == "not needed: native:fp8 runs"
+    )
 
 
-def test_no_common_rung_is_one_error_that_names_both_machines(two_ranks: list[list[dict[str, Any]]]) -> None:
+def test_no_common_rung_is_one_error_that_names_both_machines(
+    two_ranks: list[list[dict[str, Any]]],
+) -> None:
     for wanted in (("hopper_only", "H100", "T4"), ("crossed", "T4", "CPU")):
         first, second = case(two_ranks, *wanted)
         assert first["error"] == second["error"]
@@ -137,12 +160,23 @@ def test_no_common_rung_is_one_error_that_names_both_machines(two_ranks: list[li
     assert "not for tier TURING (for HOPPER)" in error
 
 
-def test_the_way_out_of_fp16_is_one_that_both_cards_have(two_ranks: list[list[dict[str, Any]]]) -> None:
-    expected = {"H100": "bf16", "A100": "bf16", "L4": "bf16", "CPU": "bf16", "T4": "fp32", "V100": "fp32"}
+def test_the_way_out_of_fp16_is_one_that_both_cards_have(
+    two_ranks: list[list[dict[str, Any]]],
+) -> None:
+    expected = {
+        "H100": "bf16",
+        "A100": "bf16",
+        "L4": "bf16",
+        "CPU": "bf16",
+        "T4": "fp32",
+        "V100": "fp32",
+    }
     for index, (_, *cards, _) in enumerate(CASES):
         fallbacks = {expected[str(card).partition("+")[0]] for card in cards}
         for answers in two_ranks:
-            assert answers[index]["fallback_precision"] == ("bf16" if fallbacks == {"bf16"} else "fp32")
+            assert answers[index]["fallback_precision"] == (
+                "bf16" if fallbacks == {"bf16"} else "fp32"
+            )
 
 
 def test_rank_0_times_layers_for_all(two_ranks: list[list[dict[str, Any]]]) -> None:

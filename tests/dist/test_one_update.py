@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import Guard, Precision
-from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
+from harness.build import (
+    build_data,
+    build_plan,
+    build_run,
+    join_worker,
+    open_store,
+    open_telemetry,
+    read_ledger,
+)
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
@@ -47,10 +55,21 @@ RECIPES = {
     "fp8_hybrid": {},
     "fp8_hybrid, switching": {
         "fp8": {"roll": "micro_batch", "stats_every": 4},
-        "fallback": {"saturation_weight": 1.0, "hits": 2, "window": 4, "dwell_steps": 5, "max_demoted_share": 1.0},
+        "fallback": {
+            "saturation_weight": 1.0,
+            "hits": 2,
+            "window": 4,
+            "dwell_steps": 5,
+            "max_demoted_share": 1.0,
+        },
     },
 }
-GUARD = {"max_consecutive_skips": 3, "snapshot_every": 5, "rollback_lr_factor": 0.5, "compare_ranks_every": 10}
+GUARD = {
+    "max_consecutive_skips": 3,
+    "snapshot_every": 5,
+    "rollback_lr_factor": 0.5,
+    "compare_ranks_every": 10,
+}
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.dist
@@ -83,10 +102,21 @@ def restless() -> Restless:
 def settings(folder: Path, ranks: int) -> RunConfig:
     text = folder / "text.txt"
     if not text.exists():
-        text.write_bytes(bytes(torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()))
+        text.write_bytes(
+            bytes(
+                torch.randint(
+                    97, 123, (20_000,), generator=torch.Generator().manual_seed(0)
+                ).tolist()
+            )
+        )
     return RunConfig.model_validate(
         {
-            "train": {"steps": STEPS, "global_batch": 4 * MICRO, "micro_batch": 4 // ranks, "max_grad_norm": 0.5},
+            "train": {
+                "steps": STEPS,
+                "global_batch": 4 * MICRO,
+                "micro_batch": 4 // ranks,
+                "max_grad_norm": 0.5,
+            },
             "data": {"path": str(text), "context": 32, "val_samples": 1},
             "model": {"target": "test_one_update:restless"},
             "checkpoint": {"every": 0, "healthy_steps": 3},
@@ -106,7 +136,11 @@ def policy(name: str) -> Recipe:
 
 def told(facts: StepFacts) -> list[Any]:
     """What both loops measure; repr keeps every bit, and NaN equal to itself."""
-    slots = [] if facts.slots is None else [getattr(facts.slots, row).tolist() for row in ("amax", "scale", "sqnr_db")]
+    slots = (
+        []
+        if facts.slots is None
+        else [getattr(facts.slots, row).tolist() for row in ("amax", "scale", "sqnr_db")]
+    )
     figures = (
         facts.loss,
         facts.grad_norm,
@@ -158,12 +192,16 @@ def trainer(folder: Path, name: str, ranks: int) -> dict[str, Any]:
     store = open_store(run_dir, worker)
     ledger = read_ledger(run_dir, worker, store)
     with open_telemetry(config, run_dir, worker, Console(STEPS, stream=io.StringIO())) as telemetry:
-        run = build_run(config, recipe, run_dir, worker, plan, model, data, telemetry, ledger, store)
+        run = build_run(
+            config, recipe, run_dir, worker, plan, model, data, telemetry, ledger, store
+        )
         facts = judged_by(run.guard)
         assert train(run).status == "done"
         run.stop.uninstall()
     parts = {
-        each: part for each, part in run.state.parts.items() if each in ("model", "optimizer", "fp8", "loss_scale")
+        each: part
+        for each, part in run.state.parts.items()
+        if each in ("model", "optimizer", "fp8", "loss_scale")
     }
     ledger = asdict(run.state.ledger)
     return {"facts": facts, "state": state(parts), "incidents": ledger, "run": run, "data": data}
@@ -176,14 +214,18 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
     precision = Precision(policy(name))
     model = precision.prepare(build_model(config.model))
     optimizer = build_optimizer(model, config.train, CPU)
-    schedule = Schedule(config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio)
+    schedule = Schedule(
+        config.train.lr, config.train.warmup_steps, STEPS, config.train.min_lr_ratio
+    )
     task = Task(model, config.model.target)
     wrapped = DistributedDataParallel(model) if ranks > 1 else None
     lr, applied = torch.zeros(()), Applied()
     for group in optimizer.param_groups:
         group["lr"] = lr
     clip = config.train.max_grad_norm
-    guard = Guard.for_precision(precision, optimizer, keep=[applied], max_grad_norm=clip, healthy_steps=3, **GUARD)
+    guard = Guard.for_precision(
+        precision, optimizer, keep=[applied], max_grad_norm=clip, healthy_steps=3, **GUARD
+    )
     facts = judged_by(guard)
     while guard.step < STEPS:
         window = data.window(guard.window)
@@ -199,9 +241,13 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
         optimizer.zero_grad()
         guard.end_step()
     own = precision.state_dict()["tensors"]
-    parts = state({"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)})
+    parts = state(
+        {"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)}
+    )
     parts |= {
-        each.replace(".", "/", 1): tensor.tolist() for each, tensor in own.items() if each.startswith(("fp8.", "loss_"))
+        each.replace(".", "/", 1): tensor.tolist()
+        for each, tensor in own.items()
+        if each.startswith(("fp8.", "loss_"))
     }
     return {"facts": facts, "state": parts, "incidents": asdict(guard.state.ledger)}
 
@@ -216,7 +262,12 @@ def session(folder: Path, ranks: int) -> dict[str, Any]:
                   if repr(ours["state"].get(key)) != repr(theirs["state"].get(key))]  # fmt: skip
         pairs = zip(ours["facts"], theirs["facts"], strict=True)
         steps = [step for step, (mine, other) in enumerate(pairs) if mine != other]
-        found[name] = {"state": sorted(differ), "steps": steps, "tensors": len(ours["state"]), "facts": ours["facts"]}
+        found[name] = {
+            "state": sorted(differ),
+            "steps": steps,
+            "tensors": len(ours["state"]),
+            "facts": ours["facts"],
+        }
         found[name]["incidents"] = [ours["incidents"], theirs["incidents"]]
     return found
 
@@ -227,7 +278,9 @@ def check(found: dict[str, Any]) -> None:
         assert each["tensors"] > 40
         scales = [float(figures.split(",")[3]) for figures, _ in each["facts"]]
         skipped = [step for step, (figures, _) in enumerate(each["facts"]) if "False" in figures]
-        assert skipped == [NAN_LOSS, INF_GRADIENT, *STREAK], "the faults fired, and nothing else was skipped"
+        assert skipped == [NAN_LOSS, INF_GRADIENT, *STREAK], (
+            "the faults fired, and nothing else was skipped"
+        )
         ledger = each["incidents"]
         assert ledger[0] == ledger[1]
         assert ledger[0]["returned_to"] == [25], "both rolled back, to a snapshot"
@@ -237,7 +290,9 @@ def check(found: dict[str, Any]) -> None:
         pairs = list(itertools.pairwise(demoted))
         assert any(a < b for a, b in pairs) == any(a > b for a, b in pairs) == ("switching" in name)
         if name == "fp16_scaler":
-            assert scales[NAN_LOSS + 1] == scales[NAN_LOSS], "a loss that alone is NaN is not the scale's fault"
+            assert scales[NAN_LOSS + 1] == scales[NAN_LOSS], (
+                "a loss that alone is NaN is not the scale's fault"
+            )
             assert scales[INF_GRADIENT + 1] == scales[INF_GRADIENT] / 2
             assert max(scales) > scales[0], "and it grows"
 

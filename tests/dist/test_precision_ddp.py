@@ -45,7 +45,9 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1)
 
 
-def session(rank: int, ranks: int, name: str, exchange_once: bool = False, standard: bool = False) -> dict[str, Any]:
+def session(
+    rank: int, ranks: int, name: str, exchange_once: bool = False, standard: bool = False
+) -> dict[str, Any]:
     """Five windows of two micro-batches; in the third the last rank's loss is NaN, its gradients are not.
 
     exchange_once: ranks exchange gradients in the last micro-batch only, under DDP's no_sync. standard: by torch's
@@ -57,12 +59,22 @@ def session(rank: int, ranks: int, name: str, exchange_once: bool = False, stand
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     wrapped = DistributedDataParallel(model) if ranks > 1 else None
     ours = precision.wrap(optimizer, max_grad_norm=0.05) if standard else None
-    result: dict[str, Any] = {"applied": [], "switched": [], "reductions": [], "history": [], "norms": []}
+    result: dict[str, Any] = {
+        "applied": [],
+        "switched": [],
+        "reductions": [],
+        "history": [],
+        "norms": [],
+    }
     for step in range(5):
         x, y = data(step)
         for index, (inputs, targets) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
             here = slice(rank, None, ranks)
-            with wrapped.no_sync() if wrapped is not None and exchange_once and index == 0 else nullcontext():
+            with (
+                wrapped.no_sync()
+                if wrapped is not None and exchange_once and index == 0
+                else nullcontext()
+            ):
                 with nullcontext() if standard else precision.context():
                     outputs = (model if wrapped is None else wrapped)(inputs[here])
                     loss = nn.functional.mse_loss(outputs.float(), targets[here]) / 2
@@ -74,7 +86,9 @@ def session(rank: int, ranks: int, name: str, exchange_once: bool = False, stand
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             if ours is not None:
                 ours.step()
-            outcome = precision.step(optimizer, max_grad_norm=0.05) if ours is None else ours.outcome
+            outcome = (
+                precision.step(optimizer, max_grad_norm=0.05) if ours is None else ours.outcome
+            )
         assert outcome is not None
         optimizer.zero_grad()
         result["reductions"].append(
@@ -83,7 +97,9 @@ def session(rank: int, ranks: int, name: str, exchange_once: bool = False, stand
         result["applied"].append(outcome.was_applied)
         result["norms"].append(outcome.grad_norm.item())
         result["switched"].append(outcome.switch is not None)
-        result["history"].append(precision.state_dict()["tensors"].get("fp8.history", torch.zeros(0)).tolist())
+        result["history"].append(
+            precision.state_dict()["tensors"].get("fp8.history", torch.zeros(0)).tolist()
+        )
     result["weights"] = [parameter.tolist() for parameter in model.parameters()]
     result["demoted"] = precision.demoted
     return result
@@ -101,7 +117,11 @@ def unequal_machines(rank: int) -> dict[str, Any]:
         error = ""
     except MachineError as refused:
         error = str(refused)
-    return {"rung": rung.name, "verdicts": [(v.rung, v.taken, v.reason) for v in verdicts], "error": error}
+    return {
+        "rung": rung.name,
+        "verdicts": [(v.rung, v.taken, v.reason) for v in verdicts],
+        "error": error,
+    }
 
 
 def late(name: str) -> Precision:
@@ -130,8 +150,12 @@ def rank_main(folder: Path) -> None:
     alike, unlike = late("fp8_hybrid"), late("fp8_hybrid" if os.environ["RANK"] == "0" else "fp32")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    results: dict[str, Any] = {name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")}
-    results["exchange once"] = session(rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True)
+    results: dict[str, Any] = {
+        name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")
+    }
+    results["exchange once"] = session(
+        rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True
+    )
     for name in ("fp8_hybrid", "fp16_scaler"):
         results[f"standard {name}"] = session(rank, dist.get_world_size(), name, standard=True)
     results["fp16_scaler"] = session(rank, dist.get_world_size(), "fp16_scaler")
@@ -165,11 +189,15 @@ def test_the_standard_loop_is_the_explicit_one(two_ranks: list[dict[str, Any]], 
         assert result[name]["applied"].count(True) > 1
 
 
-def test_gradients_may_be_exchanged_in_the_last_micro_batch_alone(two_ranks: list[dict[str, Any]]) -> None:
+def test_gradients_may_be_exchanged_in_the_last_micro_batch_alone(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     first, second = (result["exchange once"] for result in two_ranks)
     assert first == second
     every_time = two_ranks[0]["fp8_hybrid"]
-    assert first["history"][0] == every_time["history"][0], "what is cast in the first window is the same"
+    assert first["history"][0] == every_time["history"][0], (
+        "what is cast in the first window is the same"
+    )
     assert first["norms"] == pytest.approx(every_time["norms"], rel=1e-2)
     assert first["reductions"] == [1] * 5
 
@@ -180,7 +208,11 @@ def test_the_weakest_rank_decides(two_ranks: list[dict[str, Any]]) -> None:
         assert machines["rung"] == "autocast:bf16"
         assert [taken for _, taken, _ in machines["verdicts"]] == [False, False, True, False]
         assert "no rung of recipe auto runs on" in machines["error"]
-    assert two_ranks[0]["machines"]["verdicts"][1] == ["native:fp8", False, "another rank cannot take it"]
+    assert two_ranks[0]["machines"]["verdicts"][1] == [
+        "native:fp8",
+        False,
+        "another rank cannot take it",
+    ]
 
 
 def test_ranks_that_meet_late_have_one_plan(two_ranks: list[dict[str, Any]]) -> None:
@@ -191,7 +223,9 @@ def test_ranks_that_meet_late_have_one_plan(two_ranks: list[dict[str, Any]]) -> 
         assert "init_process_group()" in unlike
 
 
-def test_two_ranks_train_as_one(two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_train_as_one(
+    two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     before = torch.get_float32_matmul_precision()
     alone = {name: session(0, 1, name) for name in ("fp8_hybrid", "fp32")}

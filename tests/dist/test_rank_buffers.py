@@ -28,7 +28,9 @@ pytestmark = pytest.mark.dist
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)
+        )
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return (self.layers(inputs) - targets).square().mean()
@@ -40,7 +42,9 @@ def make(name: str) -> Engine:
 
 
 def state(engine: Engine) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in engine.parts()["model"].state_dict()[0].items()}
+    return {
+        name: tensor.tolist() for name, tensor in engine.parts()["model"].state_dict()[0].items()
+    }
 
 
 def validated(engine: Engine) -> float:
@@ -57,7 +61,9 @@ def rank_main(folder: Path) -> None:
     engine = make(folder.name)
     for step in range(2):
         train(engine, step)
-    saved = TrainState(engine.parts()).state_dict()  # of all ranks, where DeepSpeed holds a part on each
+    saved = TrainState(
+        engine.parts()
+    ).state_dict()  # of all ranks, where DeepSpeed holds a part on each
     if engine.rank == 0:
         Store(folder).save(2, *saved)
     engine.barrier()
@@ -76,22 +82,31 @@ def rank_main(folder: Path) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=["ddp", *(pytest.param(f"zero{stage}", marks=pytest.mark.slow) for stage in range(3))]
+    scope="module",
+    params=["ddp", *(pytest.param(f"zero{stage}", marks=pytest.mark.slow) for stage in range(3))],
 )
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("buffers") / request.param
     folder.mkdir()
     return run_ranks(__file__, folder, 2)
 
 
-def test_a_resume_from_rank_0s_statistics_is_exact_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+def test_a_resume_from_rank_0s_statistics_is_exact_on_every_rank(
+    ranks: list[dict[str, Any]],
+) -> None:
     first, second = ranks
-    assert first["own"]["layers.1.running_mean"] != second["own"]["layers.1.running_mean"], "each saw its own samples"
+    assert first["own"]["layers.1.running_mean"] != second["own"]["layers.1.running_mean"], (
+        "each saw its own samples"
+    )
     assert first["undisturbed"] == first["resumed"]
     assert second["undisturbed"] == second["resumed"]
 
 
-def test_a_batch_that_is_not_finite_on_one_rank_stays_in_no_statistics(ranks: list[dict[str, Any]]) -> None:
+def test_a_batch_that_is_not_finite_on_one_rank_stays_in_no_statistics(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
         assert rank["skipped"] == 1.0
         assert rank["after a skip"] == rank["own"]

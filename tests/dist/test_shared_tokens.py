@@ -22,7 +22,10 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_as_one_does(tmp_path: Path, kind: str) -> None:
     ids = some_ids(9000)
-    megatron(tmp_path / "packed", np.split(ids, np.unique(np.random.default_rng(0).integers(1, 9000, 300)).tolist()))
+    megatron(
+        tmp_path / "packed",
+        np.split(ids, np.unique(np.random.default_rng(0).integers(1, 9000, 300)).tolist()),
+    )
     headerless(tmp_path / "one.bin", ids)
     headerless(tmp_path / "two.bin", some_ids(3000, 90, 1))
     fixed = [

@@ -67,7 +67,10 @@ class GrowingOutlier(Faulty):
             self.forwards += 1
             if self.first <= self.forwards - 1 < self.last:
                 mlp = self.gpt.get_submodule("blocks.0.mlp")
-                gate_up, down = mlp.get_parameter("gate_up.weight"), mlp.get_parameter("down.weight")
+                gate_up, down = (
+                    mlp.get_parameter("gate_up.weight"),
+                    mlp.get_parameter("down.weight"),
+                )
                 with torch.no_grad():
                     gate_up[176 + 5] *= 4.0
                     down[:, 5] *= 0.25

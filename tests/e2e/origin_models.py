@@ -17,9 +17,13 @@ class Marked(GPT):
 
     marks: nn.Module
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         hit = (inputs == POISON).any(dim=1)[:, None, None]
-        handle = self.blocks[1].register_forward_pre_hook(lambda _, args: (self.marks(args[0], hit), *args[1:]))
+        handle = self.blocks[1].register_forward_pre_hook(
+            lambda _, args: (self.marks(args[0], hit), *args[1:])
+        )
         try:
             return super().forward(inputs, targets)
         finally:
@@ -82,7 +86,9 @@ class Moody(GPT):
 
     forwards = 0
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         loss = super().forward(inputs, targets)
         self.forwards += torch.is_grad_enabled()
         return loss * float("nan") if self.forwards == 8 and torch.is_grad_enabled() else loss

@@ -40,7 +40,9 @@ def texts(size: int = 64) -> Texts:
 
 def tokens() -> nn.Module:
     """Logits of each token by itself: whatever pads a text does not reach the others."""
-    return nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCAB))
+    return nn.Sequential(
+        nn.Embedding(VOCAB, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCAB)
+    )
 
 
 class Images:
@@ -60,10 +62,14 @@ class Images:
             raise OSError("the disk is gone")
         image = np.zeros((1, 8, 8), dtype=np.float32)
         image[0, 2 * (index % CLASSES)] = 1.0
-        image += 0.2 * np.random.standard_normal(image.shape).astype(np.float32) + 0.1 * random.random()
+        image += (
+            0.2 * np.random.standard_normal(image.shape).astype(np.float32) + 0.1 * random.random()
+        )
         if index in self.bad.get("nan", ()):
             image[0, 3, 3] = np.nan
-        return image + 0.1 * torch.rand(1, 8, 8).numpy(), 9 if index in self.bad.get("label", ()) else index % CLASSES
+        return image + 0.1 * torch.rand(1, 8, 8).numpy(), 9 if index in self.bad.get(
+            "label", ()
+        ) else index % CLASSES
 
 
 def images(size: int = 64, **bad: list[int]) -> Images:
@@ -77,7 +83,14 @@ def split_images(**bad: list[int]) -> tuple[Images, Images]:
 
 def classifier(drop: float = 0.1) -> nn.Module:
     """Linears that run in FP8, and dropout."""
-    layers = [nn.Flatten(), nn.Linear(64, 64), nn.Dropout(drop), nn.GELU(), nn.Linear(64, 64), nn.GELU()]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.Dropout(drop),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.GELU(),
+    ]
     return nn.Sequential(*layers, nn.Linear(64, CLASSES))
 
 
@@ -89,7 +102,9 @@ class Summed(nn.Module):
         self.embed, self.out = nn.Embedding(256, 64), nn.Linear(64, 256)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(self.embed(inputs)).flatten(0, 1), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            self.out(self.embed(inputs)).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
 
 
 def summed() -> Summed:
@@ -104,7 +119,9 @@ class Forgetful(nn.Module):
         self.embed, self.out = nn.Embedding(vocab, 64), nn.Linear(64, vocab)
 
     def forward(self, inputs: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
-        return F.cross_entropy(self.out(self.embed(inputs)).flatten(0, 1), targets.clamp(min=0).flatten())
+        return F.cross_entropy(
+            self.out(self.embed(inputs)).flatten(0, 1), targets.clamp(min=0).flatten()
+        )
 
 
 def forgetful(vocab: int = VOCAB) -> Forgetful:

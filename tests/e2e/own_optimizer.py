@@ -12,7 +12,9 @@ from torch import Tensor
 class Slowing(torch.optim.Optimizer):
     """SGD with momentum whose rate is divided by the root of the steps that it has counted."""
 
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0, momentum: float = 0.9) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float, weight_decay: float = 0.0, momentum: float = 0.9
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.steps = 0
 
@@ -26,4 +28,6 @@ class Slowing(torch.optim.Optimizer):
                 state = self.state[param]
                 past: Tensor = state.setdefault("past", torch.zeros_like(param))
                 past.mul_(group["momentum"]).add_(param.grad)
-                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(past, alpha=group["lr"] / self.steps**0.5)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    past, alpha=group["lr"] / self.steps**0.5
+                )

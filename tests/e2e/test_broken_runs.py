@@ -80,8 +80,12 @@ def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
     assert len(skips) == 6, "the fault must fire until its budget is spent"
     assert done.returncode == 3
     for skip in skips:
-        assert re.search(rf"! step {skip['step']}: nonfinite.skip: .*window {skip['window']}\b", done.stdout), "where"
-    assert done.stdout.count("[harness explain nonfinite.skip]") == 1, "told with the first, not with each"
+        assert re.search(
+            rf"! step {skip['step']}: nonfinite.skip: .*window {skip['window']}\b", done.stdout
+        ), "where"
+    assert done.stdout.count("[harness explain nonfinite.skip]") == 1, (
+        "told with the first, not with each"
+    )
     end = done.stdout.partition("Post-mortem")[2]
     assert "guard.max_skips (5)" in end
     assert "Look for bad data" in end
@@ -117,9 +121,15 @@ def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     guilty = "gpt.blocks.00.mlp.down"
     assert done.returncode == 0, done.stdout
-    assert max(value for _, value in metrics(run, f"fp8_saturation/{guilty}.input")) > 1.5, "the fault must fire"
-    step = next(event["step"] for event in events(run, "precision.demote") if guilty in event["text"])
-    line = next(line for line in done.stdout.splitlines() if f"! step {step}: precision.demote" in line)
+    assert max(value for _, value in metrics(run, f"fp8_saturation/{guilty}.input")) > 1.5, (
+        "the fault must fire"
+    )
+    step = next(
+        event["step"] for event in events(run, "precision.demote") if guilty in event["text"]
+    )
+    line = next(
+        line for line in done.stdout.splitlines() if f"! step {step}: precision.demote" in line
+    )
     assert f"{guilty} to BF16" in line
     assert f"{guilty}.input saturation" in line
     assert suggested(done.stdout, "explain")[-2:] == ["explain", "precision.demote"]
@@ -128,7 +138,14 @@ def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:
 
 def test_a_custom_loss_with_exp_in_fp16(tmp_path: Path) -> None:
     prepare(tmp_path)
-    done = train(tmp_path, *SMALL, "--recipe", "fp16_scaler", "model.target=broken:Handmade", "train.steps=12")
+    done = train(
+        tmp_path,
+        *SMALL,
+        "--recipe",
+        "fp16_scaler",
+        "model.target=broken:Handmade",
+        "train.steps=12",
+    )
     run = tmp_path / "runs" / "r"
     skips = events(run, "nonfinite.skip")
     assert done.returncode == 0, done.stdout
@@ -152,7 +169,9 @@ def test_a_learning_rate_thirty_times_too_high_in_fp8(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.lr=0.09", "train.steps=60")
     run = tmp_path / "runs" / "r"
     assert done.returncode == 0, done.stdout
-    assert float(re.findall(r"ratio ([0-9.]+);", done.stdout)[0]) > 0.95, "the fault must fire: nothing is learned"
+    assert float(re.findall(r"ratio ([0-9.]+);", done.stdout)[0]) > 0.95, (
+        "the fault must fire: nothing is learned"
+    )
     assert "try train.lr" in events(run, "train.lr_high")[0]["text"], "before the first step"
     left = events(run, "precision.demote")[0]
     assert f"! step {left['step']}: precision.demote: blocks.0" in done.stdout, "where"

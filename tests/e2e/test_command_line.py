@@ -51,7 +51,9 @@ def test_help_comes_at_once(tmp_path: Path) -> None:
 
 
 def test_typos_are_answered_within_a_second_with_the_near_match(tmp_path: Path) -> None:
-    seconds, done = timed(tmp_path, str(TRAIN), "--recipe", "fp8_hybird", "train.stpes=3", "modle.args=1")
+    seconds, done = timed(
+        tmp_path, str(TRAIN), "--recipe", "fp8_hybird", "train.stpes=3", "modle.args=1"
+    )
     assert done.returncode == 2
     for expected in ('did you mean "fp8_hybrid"', 'did you mean "steps"', 'did you mean "model"'):
         assert expected in done.stderr
@@ -79,10 +81,15 @@ def test_no_flag_can_be_taken_for_a_launchers_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "steps"), [("fp8_hybrid", 6), ("bf16", 6), ("fp32", 6), ("auto", 6), ("fp16_scaler", 3)]
+    ("recipe", "steps"),
+    [("fp8_hybrid", 6), ("bf16", 6), ("fp32", 6), ("auto", 6), ("fp16_scaler", 3)],
 )
 def test_every_recipe_trains_here(tmp_path: Path, recipe: str, steps: int) -> None:
-    small = "model.args={dim: 32, layers: 1, heads: 2, ffn: 64}" if recipe == "fp16_scaler" else "train.micro_batch=2"
+    small = (
+        "model.args={dim: 32, layers: 1, heads: 2, ffn: 64}"
+        if recipe == "fp16_scaler"
+        else "train.micro_batch=2"
+    )
     done = train(tmp_path, "--recipe", recipe, "--name", "r", f"train.steps={steps}", small)
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs" / "r"
@@ -109,9 +116,16 @@ def test_strict_refuses_a_lower_rung(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"", "empty"), (b"\x00\x01\x02" * 500, "binary"), (b"too short\n", "short"), (None, "no such")],
+    [
+        (b"", "empty"),
+        (b"\x00\x01\x02" * 500, "binary"),
+        (b"too short\n", "short"),
+        (None, "no such"),
+    ],
 )
-def test_unusable_text_is_named_before_training(tmp_path: Path, content: bytes | None, expected: str) -> None:
+def test_unusable_text_is_named_before_training(
+    tmp_path: Path, content: bytes | None, expected: str
+) -> None:
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
@@ -135,7 +149,9 @@ def test_a_gpu_hidden_from_torch_is_never_a_silent_cpu_run(tmp_path: Path) -> No
 
 
 def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
-    done = train(tmp_path, "--name", "r", "train.steps=8", "tracking.fp8_every=2", "tracking.report=true")
+    done = train(
+        tmp_path, "--name", "r", "train.steps=8", "tracking.fp8_every=2", "tracking.report=true"
+    )
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs" / "r"
     for name in (
@@ -152,13 +168,26 @@ def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
     rows = list(read_rows(run / "journal.jsonl"))
     assert rows[-1]["kind"] == "end"
     tags = next(row["tags"] for row in rows if row["kind"] == "run")
-    assert {"precision.requested", "precision.resolved", "tier", "recipe.sha256", "git.commit"} <= set(tags)
-    assert [step for step, _ in metrics(run, "fp8_saturation/blocks.01.mlp.down.grad_output")] == [2, 4, 6, 8]
+    assert {
+        "precision.requested",
+        "precision.resolved",
+        "tier",
+        "recipe.sha256",
+        "git.commit",
+    } <= set(tags)
+    assert [step for step, _ in metrics(run, "fp8_saturation/blocks.01.mlp.down.grad_output")] == [
+        2,
+        4,
+        6,
+        8,
+    ]
     unigram = float(re.search(r"unigram entropy of the corpus (\d+\.\d+)", done.stdout).group(1))  # pyright: ignore
     assert 3 < unigram < 6
     again = train(tmp_path, "--name", "copy", "--config", str(run / "config.yaml"))
     assert again.returncode == 0, again.stdout
-    assert metrics(tmp_path / "runs" / "copy") == metrics(run), "config.yaml is loadable and complete"
+    assert metrics(tmp_path / "runs" / "copy") == metrics(run), (
+        "config.yaml is loadable and complete"
+    )
     for command in (["inspect"], ["verify"], ["report"]):
         tool = harness(ROOT, *command, str(run))
         assert tool.returncode == 0, tool.stderr

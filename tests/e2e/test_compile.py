@@ -31,8 +31,13 @@ def test_what_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> N
     assert not (tmp_path / "runs" / "refused" / "journal.jsonl").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8_dynamic", "fp8_block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("fp8_dynamic", marks=pytest.mark.slow),
+        pytest.param("fp8_block", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_torchao_rung_trains_alike_eager_and_compiled(tmp_path: Path, recipe: str) -> None:
     """Scales of tensors and of rows; statistics are sampled at the first of these steps and not at the others."""
     found = {}
@@ -49,13 +54,32 @@ def test_the_torchao_rung_trains_alike_eager_and_compiled(tmp_path: Path, recipe
 @pytest.mark.slow
 def test_it_trains_alike_eager_compiled_and_on_two_ranks(tmp_path: Path) -> None:
     launchers = {
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", free_port()],
-        "deepspeed": [str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", free_port()],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--master-port",
+            free_port(),
+        ],
+        "deepspeed": [
+            str(BIN / "deepspeed"),
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            free_port(),
+        ],
     }
     found = {}
-    for name, launcher in {"eager": [sys.executable], "alone": [sys.executable], **launchers}.items():
+    for name, launcher in {
+        "eager": [sys.executable],
+        "alone": [sys.executable],
+        **launchers,
+    }.items():
         compiled = [] if name == "eager" else [BLOCKS]
-        done = train(tmp_path, "--recipe", "fp8_hybrid", "--name", name, *compiled, launcher=launcher)
+        done = train(
+            tmp_path, "--recipe", "fp8_hybrid", "--name", name, *compiled, launcher=launcher
+        )
         assert done.returncode == 0, done.stdout
         run = tmp_path / "runs" / name
         found[name] = [loss for _, loss in metrics(run)]

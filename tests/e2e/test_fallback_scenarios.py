@@ -38,7 +38,9 @@ SEVERE: dict[str, dict[str, Any]] = {
     "hot": {"layer": "blocks.0.attn.qkv", "channels": 4, "value": 2.0**40},
     "storm": {"layer": "blocks.0.attn.out", "factor": 2.0**40},
 }
-by_target = pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.target for scenario in SCENARIOS])
+by_target = pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=[scenario.target for scenario in SCENARIOS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +54,42 @@ def run(work: Path, scenario: Scenario, kind: str) -> Path:
     """Train in this process; the run folder."""
     name, recipe = f"{scenario.target}-{kind}", KINDS[kind][0]
     with contextlib.chdir(work):
-        config = load_config("tiny", [*settings(scenario, kind, seed=0), f"train.steps={STEPS}"], recipe)
-        assert train(Request(config, load_recipe(recipe), "tiny", name, "never", False, "python")) == 0
+        config = load_config(
+            "tiny", [*settings(scenario, kind, seed=0), f"train.steps={STEPS}"], recipe
+        )
+        assert (
+            train(Request(config, load_recipe(recipe), "tiny", name, "never", False, "python")) == 0
+        )
     return work / "runs" / name
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SCENARIOS[1:])],
+    [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in SCENARIOS[1:])],
     ids=[scenario.target for scenario in SCENARIOS],
 )
-def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(work: Path, scenario: Scenario) -> None:
+def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(
+    work: Path, scenario: Scenario
+) -> None:
     folder = run(work, scenario, "fallback")
-    bf16, plain, fallback = read(run(work, scenario, "bf16")), read(run(work, scenario, "plain")), read(folder)
+    bf16, plain, fallback = (
+        read(run(work, scenario, "bf16")),
+        read(run(work, scenario, "plain")),
+        read(folder),
+    )
     assert bf16["switches"] == plain["switches"] == []
     assert plain["val_loss"] > (1 + LOSES[scenario.target]) * bf16["val_loss"], "the fault fired"
     assert fallback["val_loss"] == pytest.approx(bf16["val_loss"], rel=0.01)
 
     policy = load_recipe("fp8_hybrid").fallback
     (switch,), (verdict,) = fallback["switches"], fallback["verdicts"]
-    assert switch["demote"] == list(verdict["demote"]) == [scenario.layer], "the guilty layer and no other"
+    assert switch["demote"] == list(verdict["demote"]) == [scenario.layer], (
+        "the guilty layer and no other"
+    )
     assert switch["step"] == verdict["step"] + SWITCH_DELAY
-    assert switch["step"] + policy.dwell_steps + policy.window < STEPS, "it could have come back, but the cause stays"
+    assert switch["step"] + policy.dwell_steps + policy.window < STEPS, (
+        "it could have come back, but the cause stays"
+    )
 
     evidence = verdict["demote"][scenario.layer]["slots"]
     assert list(evidence) == [scenario.guilty]
@@ -88,7 +104,9 @@ def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(work: Pat
     sampled = metrics(folder, f"fp8_underflow/{scenario.guilty}")
     known |= {step: value for step, value in sampled if not math.isnan(value)}
     observed = [value for step, value in sorted(known.items()) if step <= verdict["step"]]
-    assert observed[-len(figures) :] == pytest.approx(figures, rel=1e-3), "the event's figures are the journal's"
+    assert observed[-len(figures) :] == pytest.approx(figures, rel=1e-3), (
+        "the event's figures are the journal's"
+    )
 
 
 def test_without_a_fault_no_layer_leaves_fp8(work: Path) -> None:
@@ -99,7 +117,9 @@ def test_without_a_fault_no_layer_leaves_fp8(work: Path) -> None:
 def losses(recipe: Recipe, target: str, on: bool) -> tuple[list[float], dict[str, Tensor]]:
     """24 updates on random bytes: each loss, and the final parameters."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(outliers, target)(**SEVERE[target], on=on, vocab=64, dim=64, layers=1, heads=2, ffn=64)
+    model: nn.Module = getattr(outliers, target)(
+        **SEVERE[target], on=on, vocab=64, dim=64, layers=1, heads=2, ffn=64
+    )
     precision = Precision(recipe)
     precision.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
@@ -119,8 +139,12 @@ def losses(recipe: Recipe, target: str, on: bool) -> tuple[list[float], dict[str
 @pytest.mark.parametrize("name", ["fp32", "bf16", "plain_fp8"])
 def test_only_fp8_notices_a_fault(work: Path, target: str, name: str) -> None:
     recipe = load_recipe(str(work / "plain_fp8.yaml") if name == "plain_fp8" else name)
-    (losses_on, weights_on), (losses_off, weights_off) = (losses(recipe, target, on) for on in (True, False))
-    same = losses_on == losses_off and all(torch.equal(weights_on[key], weights_off[key]) for key in weights_off)
+    (losses_on, weights_on), (losses_off, weights_off) = (
+        losses(recipe, target, on) for on in (True, False)
+    )
+    same = losses_on == losses_off and all(
+        torch.equal(weights_on[key], weights_off[key]) for key in weights_off
+    )
     assert same == (name != "plain_fp8"), "to the last bit of every loss and every weight"
 
 
@@ -128,7 +152,9 @@ def test_the_growth_goes_on_where_a_checkpoint_was_written() -> None:
     seen: list[float] = []
 
     def model() -> nn.Module:
-        made = outliers.growing("blocks.0.mlp.down", per_window=1.0, vocab=64, dim=64, layers=1, heads=2, ffn=64)
+        made = outliers.growing(
+            "blocks.0.mlp.down", per_window=1.0, vocab=64, dim=64, layers=1, heads=2, ffn=64
+        )
         down = made.get_submodule("blocks.0.mlp.down")
         down.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].max().item()))
         return made
@@ -144,12 +170,22 @@ def test_the_growth_goes_on_where_a_checkpoint_was_written() -> None:
     assert seen == [2.0, 4.0, 8.0, 8.0, 16.0], "a validation does not count"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @by_target
 def test_the_published_study_holds(tmp_path: Path, scenario: Scenario) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.fallback", "--scenarios", scenario.target, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fallback",
+        "--scenarios",
+        scenario.target,
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["seed"] for row in rows] == [0, 1, 2]
@@ -157,7 +193,9 @@ def test_the_published_study_holds(tmp_path: Path, scenario: Scenario) -> None:
         assert row["val_loss"]["untouched"] == row["val_loss"]["bf16"]
         assert row["difference"]["plain"] > LOSES[scenario.target]
         assert abs(row["difference"]["fallback"]) < 0.01
-        assert abs(row["difference"]["control"]) < LOSES[scenario.target] / 4, "noise is far smaller than the loss"
+        assert abs(row["difference"]["control"]) < LOSES[scenario.target] / 4, (
+            "noise is far smaller than the loss"
+        )
         assert row["demoted"] == [scenario.layer]
         assert row["promoted"] == []
         assert row["control_switches"] == 0

@@ -21,7 +21,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-3, "fp8_hybrid": 2e-3}
 
 
 def first_losses(folder: Path, recipe: str) -> list[float]:
-    done = train(folder, "--recipe", recipe, "--name", recipe, f"train.steps={STEPS}", "checkpoint.every=0")
+    done = train(
+        folder, "--recipe", recipe, "--name", recipe, f"train.steps={STEPS}", "checkpoint.every=0"
+    )
     assert done.returncode == 0, done.stdout
     return [loss for _, loss in metrics(folder / "runs" / recipe)]
 

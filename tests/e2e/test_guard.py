@@ -40,7 +40,9 @@ def test_bad_batches_are_skipped_before_the_weights(tmp_path: Path) -> None:
     skipped = [step for step, applied in metrics(run, "train/step_applied") if applied == 0.0]
     bad = [event["step"] for event in events(run, "nonfinite.skip")]
     assert 1 <= len(bad) <= 3, "one sample has the byte; it comes once an epoch"
-    spikes = [event["step"] for code in ("gradient.skip", "loss.skip") for event in events(run, code)]
+    spikes = [
+        event["step"] for code in ("gradient.skip", "loss.skip") for event in events(run, code)
+    ]
     assert sorted(bad + spikes) == skipped
     assert len(spikes) <= 2, "two samples a step: a real spike now and then"
     assert all(math.isnan(loss) for step, loss in metrics(run) if step in bad)
@@ -74,13 +76,19 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
     assert list(before) == list(range(1, 29))
     assert list(after) == list(range(16, 41))
     for step in range(16, 24):
-        assert before[step] == after[step], "same state, same windows: bit for bit up to the first one passed over"
+        assert before[step] == after[step], (
+            "same state, same windows: bit for bit up to the first one passed over"
+        )
     assert all(math.isnan(before[step]) for step in first_bad_steps(first["passed_over"]))
     assert all(math.isfinite(loss) for loss in after.values())
     ledger = json.loads((run / "incidents.json").read_text())
     assert ledger["rollbacks"] == 1
     assert ledger["skipped_windows"] == first["passed_over"]
-    progress = [line for line in done.stdout.splitlines() if line.startswith("step ") and "  skipped " in line][-1]
+    progress = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith("step ") and "  skipped " in line
+    ][-1]
     (summed,) = re.findall(r"applied, (\d+) skipped", done.stdout)
     assert f"  skipped {summed} " in progress, "the progress counts as the summary does"
     assert list((run / "checkpoints").glob("rolledback-*")), "the newer branch is kept aside"
@@ -102,7 +110,9 @@ def test_a_fault_that_stays_halts_within_budget(tmp_path: Path) -> None:
 
 
 def test_a_rollback_that_has_nowhere_to_go_is_not_counted(tmp_path: Path) -> None:
-    run, done = run_faulty(tmp_path, "nan_from", "{first: 3}", "train.steps=40", "checkpoint.every=5")
+    run, done = run_faulty(
+        tmp_path, "nan_from", "{first: 3}", "train.steps=40", "checkpoint.every=5"
+    )
     assert done.returncode == 3, done.stdout
     assert events(run, "guard.rollback") == []
     assert "rollbacks 1" not in done.stdout
@@ -111,13 +121,20 @@ def test_a_rollback_that_has_nowhere_to_go_is_not_counted(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_without_the_guard_nothing_rolls_back(tmp_path: Path) -> None:
-    run, done = run_faulty(tmp_path, "nan_from", "{first: 6}", "train.steps=20", "guard.enabled=false")
+    run, done = run_faulty(
+        tmp_path, "nan_from", "{first: 6}", "train.steps=20", "guard.enabled=false"
+    )
     assert done.returncode == 0, done.stdout
     assert events(run, "guard.rollback") == []
     applied = dict(metrics(run, "train/step_applied"))
     assert applied[6] == 1.0
-    assert {applied[step] for step in range(7, 21)} == {0.0}, "the gate alone still protects the weights"
-    states = [load_file(path / "model.safetensors") for path in sorted((run / "checkpoints").glob("step-*"))[-2:]]
+    assert {applied[step] for step in range(7, 21)} == {0.0}, (
+        "the gate alone still protects the weights"
+    )
+    states = [
+        load_file(path / "model.safetensors")
+        for path in sorted((run / "checkpoints").glob("step-*"))[-2:]
+    ]
     assert all((states[0][name] == states[1][name]).all() for name in states[0])
 
 
@@ -131,7 +148,13 @@ def recipe_with(folder: Path, fallback: Mapping[str, Any]) -> str:
 def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"dwell_steps": 12})
     run, done = run_faulty(
-        tmp_path, "growing_outlier", "{first: 10, last: 14}", "--recipe", recipe, "train.steps=60", "train.lr=1e-4"
+        tmp_path,
+        "growing_outlier",
+        "{first: 10, last: 14}",
+        "--recipe",
+        recipe,
+        "train.steps=60",
+        "train.lr=1e-4",
     )
     assert done.returncode == 0, done.stdout
     switches = events(run, "precision.switched")
@@ -148,7 +171,9 @@ def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Pat
         assert max(saturation[layer].values()) > 1.5, "the fault fired"
         assert 12 <= down[layer] <= 10 + 8 + 2, "within the window of the policy, and the delay"
         assert up[layer] >= down[layer] + 12
-        assert any(layer in event["text"] for event in events(run, "precision.demote")), "the switch names its layer"
+        assert any(layer in event["text"] for event in events(run, "precision.demote")), (
+            "the switch names its layer"
+        )
     assert demoted[min(down.values()) - 1] == 0.0
     assert demoted[max(down.values())] == 2.0
     assert demoted[max(up.values())] == 0.0
@@ -160,7 +185,13 @@ def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Pat
 def test_with_fallback_off_the_same_layer_stays_clipped(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"enabled": False})
     run, done = run_faulty(
-        tmp_path, "growing_outlier", "{first: 10, last: 14}", "--recipe", recipe, "train.steps=30", "train.lr=1e-4"
+        tmp_path,
+        "growing_outlier",
+        "{first: 10, last: 14}",
+        "--recipe",
+        recipe,
+        "train.steps=30",
+        "train.lr=1e-4",
     )
     assert done.returncode == 0, done.stdout
     assert events(run, "precision.switched") == []

@@ -86,16 +86,22 @@ def test_a_kill_inside_a_rollback_changes_nothing(tmp_path: Path, before: bool) 
     undisturbed, killed, text = prepare_two(tmp_path)
     seed = "train.seed=3"
     assert train(undisturbed, *ROLLBACK, text, seed).returncode == 0
-    assert len(events(undisturbed / "runs" / "r", "guard.rollback")) == 1, "the fault must fire exactly once"
+    assert len(events(undisturbed / "runs" / "r", "guard.rollback")) == 1, (
+        "the fault must fire exactly once"
+    )
     die_in_rollback(killed, before, *ROLLBACK, text, seed)
     done = train(killed, *ROLLBACK, text, seed)
     assert done.returncode == 0, done.stdout
     a, b = undisturbed / "runs" / "r", killed / "runs" / "r"
     for attempt in (1, 2):
-        assert metrics(a, attempt=attempt) == metrics(b, attempt=attempt) or _same_with_nan(a, b, attempt)
+        assert metrics(a, attempt=attempt) == metrics(b, attempt=attempt) or _same_with_nan(
+            a, b, attempt
+        )
     assert len(events(b, "guard.rollback")) == 1
     assert events(b, "resume.mismatch") == []
-    assert json.loads((a / "incidents.json").read_text()) == json.loads((b / "incidents.json").read_text())
+    assert json.loads((a / "incidents.json").read_text()) == json.loads(
+        (b / "incidents.json").read_text()
+    )
 
 
 def _same_with_nan(a: Path, b: Path, attempt: int) -> bool:
@@ -116,7 +122,9 @@ def test_a_validation_loss_that_is_nan_still_ends_the_run(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["val_loss"] == "nan"
 
 
-@pytest.mark.parametrize(("target", "expected"), [("half", "not float32"), ("broken", "RuntimeError: no such luck")])
+@pytest.mark.parametrize(
+    ("target", "expected"), [("half", "not float32"), ("broken", "RuntimeError: no such luck")]
+)
 def test_models_that_cannot_be_used_are_named(tmp_path: Path, target: str, expected: str) -> None:
     text = prepare(tmp_path)
     done = train(tmp_path, "--name", "r", f"model.target=mine:{target}", text)
@@ -151,18 +159,24 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused_before_any_write(tmp_pat
 @pytest.mark.slow
 @pytest.mark.faults(1)
 @pytest.mark.parametrize("named", [True, False])
-def test_a_kill_before_the_first_save_keeps_the_checkpoint_to_start_from(tmp_path: Path, named: bool) -> None:
+def test_a_kill_before_the_first_save_keeps_the_checkpoint_to_start_from(
+    tmp_path: Path, named: bool
+) -> None:
     some = ("train.steps=6", "checkpoint.every=3")
     assert train(tmp_path, "--name", "a", *some).returncode == 0
     source = ("--resume", "runs/a/checkpoints/step-00000003")
     (tmp_path / "killer.py").write_text(
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from harness.tools import train\n"
-        "train._restore = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train.load_state = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from harness.cli import train_main\n"
         "train_main()\n"
     )
-    died = warm.run([str(tmp_path / "killer.py"), *command("--name", "b", *some, *source)[2:]], tmp_path, environment())
+    died = warm.run(
+        [str(tmp_path / "killer.py"), *command("--name", "b", *some, *source)[2:]],
+        tmp_path,
+        environment(),
+    )
     assert died.returncode == -signal.SIGKILL, "the kill must fire"
     assert not list((tmp_path / "runs" / "b" / "checkpoints").glob("step-*"))
     again = source if named else ()
@@ -195,5 +209,7 @@ def test_a_kill_after_a_rollback_to_memory_resumes_on_the_same_branch(tmp_path: 
         assert repr(dict(metrics(a, name, attempt=1))) == repr(first)
         for step in range(1, target + 1):
             assert second[step] == first[step], "up to the snapshot, as in the first attempt"
-        assert {step: value for step, value in second.items() if step > target} == dict(metrics(a, name, attempt=2))
+        assert {step: value for step, value in second.items() if step > target} == dict(
+            metrics(a, name, attempt=2)
+        )
     assert events(b, "resume.mismatch") == []

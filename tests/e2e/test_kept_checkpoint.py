@@ -31,7 +31,15 @@ layers:
   min_features: 16
 """
 ARGUMENTS = (
-    *("--recipe", RECIPE, "--name", RUN.name, f"data.path={TEXT}", "data.context=16", "tracking.fp8_every=10"),
+    *(
+        "--recipe",
+        RECIPE,
+        "--name",
+        RUN.name,
+        f"data.path={TEXT}",
+        "data.context=16",
+        "tracking.fp8_every=10",
+    ),
     *(f"model.args.{name}" for name in ("dim=16", "layers=1", "heads=1", "kv_heads=1", "ffn=32")),
     *("train.schedule=constant", f"checkpoint.every={SAVED}"),
 )

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry, read_ledger
+from harness.build import (
+    build_data,
+    build_plan,
+    build_run,
+    join_worker,
+    open_store,
+    open_telemetry,
+    read_ledger,
+)
 from harness.core.config import load_config
 from harness.precision.recipe import load_recipe
 from harness.run import RUNG, train
@@ -17,9 +25,16 @@ from tests.support.runs import TEXT, metrics
 BATCH = 4
 
 
-def test_mfu_goes_by_the_fastest_precision_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_goes_by_the_fastest_precision_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    overrides = [f"data.path={TEXT}", "train.steps=4", "checkpoint.every=0", "tracking.mlflow=false"]
+    overrides = [
+        f"data.path={TEXT}",
+        "train.steps=4",
+        "checkpoint.every=0",
+        "tracking.mlflow=false",
+    ]
     config, recipe = load_config("tiny", overrides), load_recipe("fp8_hybrid")
     worker = join_worker(config, "python")
     plan, model = build_plan(config, recipe, worker)
@@ -28,7 +43,9 @@ def test_mfu_goes_by_the_fastest_precision_that_runs(tmp_path: Path, monkeypatch
     ledger = read_ledger(tmp_path, worker, store)
     screen = io.StringIO()
     with open_telemetry(config, tmp_path, worker, Console(4, stream=screen)) as telemetry:
-        run = build_run(config, recipe, tmp_path, worker, plan, model, data, telemetry, ledger, store)
+        run = build_run(
+            config, recipe, tmp_path, worker, plan, model, data, telemetry, ledger, store
+        )
         assert run.ideal == {}, "a CPU's peak is not known"
         run.ideal = {RUNG: 1e-6, "bf16": 1e-3}
         layers = {name.rpartition(".")[0] for name in run.precision.slot_names}

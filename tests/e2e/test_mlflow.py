@@ -29,7 +29,9 @@ def query(folder: Path, text: str, *values: object) -> list[tuple]:
 
 
 def series(folder: Path, key: str) -> list[tuple[int, float]]:
-    return query(folder, "select step, value from metrics where key = ? order by step, timestamp", key)
+    return query(
+        folder, "select step, value from metrics where key = ? order by step, timestamp", key
+    )
 
 
 @pytest.mark.faults(18)
@@ -51,7 +53,9 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
             assert all(value > 0 for _, value in found)
     sampled = [step for step, _ in series(tmp_path, f"fp8_underflow/{SLOTS[0]}")]
     usual = [sampled_step(0, block, 10) for block in range(2)]
-    assert set(usual) <= set(sampled), "one of stats_every steps is sampled, and more for a while after a bad sample"
+    assert set(usual) <= set(sampled), (
+        "one of stats_every steps is sampled, and more for a while after a bad sample"
+    )
     assert not set(sampled) & {1, 2}, "whose scales are not set yet"
     assert len(sampled) < 24
     for key in ("train/lr", "train/grad_norm", "train/loss_scale", "train/step_applied", "train/tokens_per_second",
@@ -69,14 +73,26 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     assert {value for _, value in series(tmp_path, "guard/attempt")} == {1.0}
     models = query(tmp_path, "select name, model_type from logged_models order by name")
     assert models == [(f"step-{step:08d}", "checkpoint") for step in (6, 12, 18, 24)]
-    (best,) = query(tmp_path, "select metric_value from logged_model_metrics where metric_name = 'checkpoint/val_loss'")
+    (best,) = query(
+        tmp_path,
+        "select metric_value from logged_model_metrics where metric_name = 'checkpoint/val_loss'",
+    )
     assert best == (metrics(run, "val/loss")[-1][1],)
     artifacts = {path.name for path in (tmp_path / "mlruns").rglob("*") if path.is_file()}
-    kept = {"config.yaml", "plan.json", "outcome.json", "fp8_saturation.png", "report.html", "fp8_telemetry.parquet"}
+    kept = {
+        "config.yaml",
+        "plan.json",
+        "outcome.json",
+        "fp8_saturation.png",
+        "report.html",
+        "fp8_telemetry.parquet",
+    }
     assert kept <= artifacts
     (table,) = (tmp_path / "mlruns").rglob("fp8_telemetry.parquet")
     figures = pandas.read_parquet(table)
-    assert sorted(figures.step) == [step for step in range(1, 25) for _ in SLOTS], "each once, also around the kill"
+    assert sorted(figures.step) == [step for step in range(1, 25) for _ in SLOTS], (
+        "each once, also around the kill"
+    )
     one = figures[figures.layer.astype(str).str.cat(figures.role.astype(str), ".") == SLOTS[5]]
     assert list(zip(one.step, one.amax, strict=True)) == series(tmp_path, f"fp8_amax/{SLOTS[5]}")
 

@@ -34,7 +34,9 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_fp8", "muon", OWN, pytest.param("adamw8bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_fp8", "muon", OWN, pytest.param("adamw8bit", marks=pytest.mark.slow)]
+)
 def test_a_rolled_back_run_resumes_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     line = write(tmp_path, optimizer)
     done = train(tmp_path, *line)
@@ -42,7 +44,9 @@ def test_a_rolled_back_run_resumes_bit_for_bit(tmp_path: Path, optimizer: str) -
     run = tmp_path / "runs" / "r"
     (rollback,) = events(run, "guard.rollback")
     assert rollback["source"] == "memory", rollback
-    assert [event["code"] for event in events(run, "train.optimizer_waits")] == ["train.optimizer_waits"]
+    assert [event["code"] for event in events(run, "train.optimizer_waits")] == [
+        "train.optimizer_waits"
+    ]
     assert "the host waits for it once a step" in done.stdout
     last = run / "checkpoints" / f"step-{STEPS:08d}"
     expected = {path.name: load_file(path) for path in last.glob("*.safetensors")}
@@ -72,7 +76,9 @@ def test_ranks_stay_equal_and_resume_bit_for_bit(tmp_path: Path, optimizer: str)
     assert losses[-1][1] < losses[0][1]
     sizes = [value for _, value in metrics(run, "train/peak_memory_gib")]
     assert len(sizes) == 8
-    assert 0.05 < sizes[0] <= sizes[-1] < 50, "GiB, the larger of both ranks, and never less than before"
+    assert 0.05 < sizes[0] <= sizes[-1] < 50, (
+        "GiB, the larger of both ranks, and never less than before"
+    )
     assert sizes == sorted(sizes)
     assert metrics(run, "train/mfu") == [], "a CPU's peak is not known"
     last = run / "checkpoints" / "step-00000008"

@@ -32,7 +32,12 @@ TEXTS = (
     "--recipe",
     "fp32",
 )
-IMAGES = (*FEW, f"data.target={MODULE}:images", f"model.target={MODULE}:classifier", "train.global_batch=8")
+IMAGES = (
+    *FEW,
+    f"data.target={MODULE}:images",
+    f"model.target={MODULE}:classifier",
+    "train.global_batch=8",
+)
 
 
 def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[tuple[int, float]]:
@@ -43,10 +48,16 @@ def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[tuple[int, flo
     return metrics(folder / "runs" / "r")
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 8), (1, 2), (2, 4), (2, 1)], ids=["1x1", "1x4", "2x1", "2x4"])
-def test_losses_are_means_over_targets_that_count(ranks: int, micro_batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"), [(1, 8), (1, 2), (2, 4), (2, 1)], ids=["1x1", "1x4", "2x1", "2x4"]
+)
+def test_losses_are_means_over_targets_that_count(
+    ranks: int, micro_batch: int, tmp_path: Path
+) -> None:
     """Ranks and micro-batches hold from one target to some 80: a mean of means would be another figure."""
-    found = losses(tmp_path, *TEXTS, f"train.micro_batch={micro_batch}", f"train.steps={STEPS}", ranks=ranks)
+    found = losses(
+        tmp_path, *TEXTS, f"train.micro_batch={micro_batch}", f"train.steps={STEPS}", ranks=ranks
+    )
     norms = metrics(tmp_path / "runs" / "r", "train/grad_norm")
     steps, val = _oracle()
     np.testing.assert_allclose([loss for _, loss in found], [loss for loss, _ in steps], rtol=2e-5)
@@ -56,8 +67,13 @@ def test_losses_are_means_over_targets_that_count(ranks: int, micro_batch: int, 
 
 def _padded(samples: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(sample["inputs"]) for sample in samples)
-    inputs = torch.stack([F.pad(sample["inputs"], (0, width - len(sample["inputs"]))) for sample in samples])
-    targets = [F.pad(sample["targets"], (0, width - len(sample["targets"])), value=IGNORED) for sample in samples]
+    inputs = torch.stack(
+        [F.pad(sample["inputs"], (0, width - len(sample["inputs"]))) for sample in samples]
+    )
+    targets = [
+        F.pad(sample["targets"], (0, width - len(sample["targets"])), value=IGNORED)
+        for sample in samples
+    ]
     return inputs, torch.stack(targets)
 
 
@@ -69,7 +85,9 @@ def _oracle() -> tuple[list[tuple[float, float]], float]:
     data, found = own_data.texts(), list[tuple[float, float]]()
     seed_everything(config.train.seed)
     model = own_data.tokens()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=config.train.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=config.train.betas, weight_decay=0.0
+    )
 
     def loss_of(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         inputs, targets = _padded(samples)
@@ -77,7 +95,9 @@ def _oracle() -> tuple[list[tuple[float, float]], float]:
         return each.sum() / (targets != IGNORED).sum()
 
     for step in range(STEPS):
-        loss = loss_of([data[source._train.places(int(place))] for place in source.window(step).samples])
+        loss = loss_of(
+            [data[source._train.places(int(place))] for place in source.window(step).samples]
+        )
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
@@ -88,7 +108,14 @@ def _oracle() -> tuple[list[tuple[float, float]], float]:
 
 def test_two_ranks_see_the_same_images(tmp_path: Path) -> None:
     """Noise and all: it is a function of the sample. Without dropout, which is one of the rank."""
-    plain = (*IMAGES, "train.steps=5", "train.micro_batch=2", "--recipe", "fp32", "model.args={drop: 0.0}")
+    plain = (
+        *IMAGES,
+        "train.steps=5",
+        "train.micro_batch=2",
+        "--recipe",
+        "fp32",
+        "model.args={drop: 0.0}",
+    )
     alone = losses(tmp_path / "one", *plain)
     both = losses(tmp_path / "two", *plain, ranks=2)
     np.testing.assert_allclose([loss for _, loss in both], [loss for _, loss in alone], rtol=1e-5)
@@ -137,7 +164,9 @@ def test_a_sample_that_cannot_be_read_is_skipped_named_and_replayed(tmp_path: Pa
         ("nan: [5, 11, 30]", "fail", "input nan at position [0, 3, 3]"),
     ],
 )
-def test_a_bad_sample_halts_the_run_where_that_is_asked(bad: str, policy: str, told: str, tmp_path: Path) -> None:
+def test_a_bad_sample_halts_the_run_where_that_is_asked(
+    bad: str, policy: str, told: str, tmp_path: Path
+) -> None:
     """Labels by themselves: the number of classes is that of the model's logits."""
     done = train(
         tmp_path, "--name", "r", *IMAGES, "train.micro_batch=4", "train.steps=20", f"data.args={{{bad}}}",
@@ -148,7 +177,12 @@ def test_a_bad_sample_halts_the_run_where_that_is_asked(bad: str, policy: str, t
 
 
 def test_bad_samples_of_the_validation_are_left_out_and_told(tmp_path: Path) -> None:
-    data = (f"data.target={MODULE}:split_images", "data.val_samples=16", "train.micro_batch=4", "train.steps=5")
+    data = (
+        f"data.target={MODULE}:split_images",
+        "data.val_samples=16",
+        "train.micro_batch=4",
+        "train.steps=5",
+    )
     good = losses(tmp_path / "good", *IMAGES, *data)
     bad = losses(tmp_path / "bad", *IMAGES, *data, "data.args={raises: [3], nan: [8], label: [9]}")
     assert bad == good
@@ -157,7 +191,9 @@ def test_bad_samples_of_the_validation_are_left_out_and_told(tmp_path: Path) -> 
     assert "the disk is gone" in told["text"]
     loss, accuracy = (metrics(run, f"val/{name}")[-1][1] for name in ("loss", "accuracy"))
     assert np.isfinite(loss)
-    assert accuracy * 13 == pytest.approx(round(accuracy * 13)), "a share of the thirteen that are left"
+    assert accuracy * 13 == pytest.approx(round(accuracy * 13)), (
+        "a share of the thirteen that are left"
+    )
 
 
 def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None:
@@ -171,7 +207,9 @@ def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None
 
 def test_a_model_that_trains_on_masked_targets_is_refused(tmp_path: Path) -> None:
     """Of texts that hold masked targets, and of packed documents, where the first samples need not."""
-    done = train(tmp_path, "--name", "texts", *TEXTS, f"model.target={MODULE}:forgetful", "model.args={}")
+    done = train(
+        tmp_path, "--name", "texts", *TEXTS, f"model.target={MODULE}:forgetful", "model.args={}"
+    )
     assert done.returncode == 2, done.stdout
     assert f"model.target '{MODULE}:forgetful': masked targets are trained on" in done.stdout
     assert "ignore_index=-100" in done.stdout
@@ -180,7 +218,16 @@ def test_a_model_that_trains_on_masked_targets_is_refused(tmp_path: Path) -> Non
     for number in range(40):
         (texts / f"{number}.txt").write_text(f"document number {number} " * 200)
     packed = (f"data.path={texts}", "data.packing=documents", f"model.target={MODULE}:forgetful")
-    done = train(tmp_path, "--name", "packed", *packed, "model.args={vocab: 272}", "train.steps=2", "--recipe", "fp32")
+    done = train(
+        tmp_path,
+        "--name",
+        "packed",
+        *packed,
+        "model.args={vocab: 272}",
+        "train.steps=2",
+        "--recipe",
+        "fp32",
+    )
     assert done.returncode == 2, done.stdout
     assert "masked targets are trained on" in done.stdout
     assert not (tmp_path / "runs" / "packed" / "journal.jsonl").exists()
@@ -197,7 +244,13 @@ def test_micro_batches_of_a_summed_loss_weigh_alike(tmp_path: Path) -> None:
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     size = tmp_path / "size.txt"
     size.write_text("64")
-    arguments = ("--name", "r", *IMAGES, f"data.target={MODULE}:from_file", f"data.args={{path: {size}}}")
+    arguments = (
+        "--name",
+        "r",
+        *IMAGES,
+        f"data.target={MODULE}:from_file",
+        f"data.args={{path: {size}}}",
+    )
     assert train(tmp_path, *arguments, "train.steps=5", "train.micro_batch=4").returncode == 0
     size.write_text("80")
     refused = train(tmp_path, *arguments, "train.steps=8", "train.micro_batch=4")
@@ -207,7 +260,12 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_without_fp8_layers_goes_down_the_ladder_but_under_strict(tmp_path: Path) -> None:
-    arguments = (*IMAGES, "train.micro_batch=4", "train.steps=3", "model.target=harness.models.vision:convnet")
+    arguments = (
+        *IMAGES,
+        "train.micro_batch=4",
+        "train.steps=3",
+        "model.target=harness.models.vision:convnet",
+    )
     done = train(tmp_path, "--name", "r", *arguments)
     assert done.returncode == 0, done.stdout
     why = "native:fp8: not taken: no layer of this model can run in FP8: head: sizes 10x64 are not multiples of 16"
@@ -222,7 +280,14 @@ def test_a_model_without_fp8_layers_goes_down_the_ladder_but_under_strict(tmp_pa
 
 
 def test_a_summed_loss_is_shown_as_no_bits_per_byte(tmp_path: Path) -> None:
-    done = train(tmp_path, "--name", "r", f"model.target={MODULE}:summed", "train.steps=4", "tracking.report=true")
+    done = train(
+        tmp_path,
+        "--name",
+        "r",
+        f"model.target={MODULE}:summed",
+        "train.steps=4",
+        "tracking.report=true",
+    )
     assert done.returncode == 0, done.stdout
     assert "loss.unit: the model's loss is not in nats per byte" in done.stdout
     assert "bits per byte" not in done.stdout

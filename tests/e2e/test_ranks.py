@@ -41,7 +41,9 @@ def deepspeed(ranks: int) -> list[str]:
     return [DEEPSPEED, "--num_accelerators", str(ranks), "--master_port", str(free_port())]
 
 
-def losses(folder: Path, *arguments: str, launcher: list[str] | None = None, ranks: int = 1) -> list[tuple[int, float]]:
+def losses(
+    folder: Path, *arguments: str, launcher: list[str] | None = None, ranks: int = 1
+) -> list[tuple[int, float]]:
     """Of a run of 12 steps under a launcher, or as so many ranks without one."""
     wanted = ("--name", "r", *STEPS, *arguments)
     if ranks > 1:
@@ -62,7 +64,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
     return losses(tmp_path_factory.mktemp("alone"), "--recipe", "fp32")
 
 
-def assert_close(one: list[tuple[int, float]], other: list[tuple[int, float]], relative: float) -> None:
+def assert_close(
+    one: list[tuple[int, float]], other: list[tuple[int, float]], relative: float
+) -> None:
     worst = max(abs(a - b) / abs(b) for (_, a), (_, b) in zip(one, other, strict=True))
     assert worst <= relative, f"largest relative difference {worst:.2e}"
 
@@ -105,7 +109,11 @@ def test_the_engine_can_be_named_whatever_the_launcher(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "how", [pytest.param({"ranks": 2}, id="ranks"), pytest.param({}, id="deepspeed", marks=pytest.mark.slow)]
+    "how",
+    [
+        pytest.param({"ranks": 2}, id="ranks"),
+        pytest.param({}, id="deepspeed", marks=pytest.mark.slow),
+    ],
 )
 def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, how: dict[str, int]) -> None:
     (tmp_path / "one").mkdir()
@@ -116,12 +124,16 @@ def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, how: dict[str, int]
     assert_close(two, one, 2e-2)
     amax_one = metrics(tmp_path / "one" / "runs" / "r", "fp8_amax/blocks.00.attn.qkv.weight")
     amax_two = metrics(tmp_path / "two" / "runs" / "r", "fp8_amax/blocks.00.attn.qkv.weight")
-    assert amax_one[0] == amax_two[0], "the first step's weights are the same on every number of ranks"
+    assert amax_one[0] == amax_two[0], (
+        "the first step's weights are the same on every number of ranks"
+    )
 
 
 @pytest.mark.dist
 def test_a_run_moves_between_world_sizes(alone: list[tuple[int, float]], tmp_path: Path) -> None:
-    half = train_ranks(tmp_path, 2, "--name", "r", "train.steps=6", "checkpoint.every=6", "--recipe", "fp32")
+    half = train_ranks(
+        tmp_path, 2, "--name", "r", "train.steps=6", "checkpoint.every=6", "--recipe", "fp32"
+    )
     assert half.returncode == 0, half.stdout
     shutil.rmtree(tmp_path / "runs" / "r" / "plots", ignore_errors=True)
     rest = losses_after(tmp_path, "--recipe", "fp32")

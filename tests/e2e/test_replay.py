@@ -47,7 +47,14 @@ def start(
     config = yaml.safe_load(find("configs", "tiny").read_text())
     config["model"] = {"target": f"origin_models:{target}", "args": {}}
     (folder / "bad.yaml").write_text(yaml.safe_dump(config))
-    fixed = ("--config", "bad.yaml", "--name", "r", f"data.path={folder / 'text.txt'}", f"train.steps={BAD}")
+    fixed = (
+        "--config",
+        "bad.yaml",
+        "--name",
+        "r",
+        f"data.path={folder / 'text.txt'}",
+        f"train.steps={BAD}",
+    )
     done = train(folder, *fixed, *arguments, **launch)
     return folder / "runs" / "r", done
 
@@ -71,7 +78,9 @@ def settings() -> Iterator[None]:
     torch.set_float32_matmul_precision(before[1])
 
 
-def in_process(run: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[dict[str, Any], str]:
+def in_process(
+    run: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[dict[str, Any], str]:
     """(replay.json, what the terminal shows)."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("RANK", "WORLD_SIZE"):
@@ -87,7 +96,9 @@ def report(run: Path, step: int) -> dict[str, Any]:
 
 def contents(run: Path) -> dict[str, str]:
     files = (path for path in run.rglob("*") if path.is_file() and path.name != "replay.json")
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -> None:
@@ -97,9 +108,15 @@ def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -
     assert contents(backward_run) == before, "nothing but the report is written into the run"
     answer = report(backward_run, BAD)
     assert answer["cause"] == "model or data"
-    assert (answer["base"], answer["difference"]) == (5, None), "two steps and the bad one, bit for bit"
+    assert (answer["base"], answer["difference"]) == (5, None), (
+        "two steps and the bad one, bit for bit"
+    )
     origin = answer["finding"]
-    assert (origin["module"], origin["direction"], origin["operation"]) == ("marks", "backward", "SqrtBackward0")
+    assert (origin["module"], origin["direction"], origin["operation"]) == (
+        "marks",
+        "backward",
+        "SqrtBackward0",
+    )
     assert origin["tensor"] == "gradient of its input"
     assert "origin_models.py:" in origin["where"]
     assert "zero.sqrt()" in origin["where"]
@@ -111,11 +128,18 @@ def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -
     assert "blocks.1.mlp.down.weight" not in bad, "it lies behind the guilty place"
     assert "Error detected in SqrtBackward0" in answer["anomaly"]
     assert "zero.sqrt()" in answer["anomaly"], "autograd's own trace shows the line"
-    for words in ("module marks (Backward)", f"sample {MARKED} ", "verdict: model or data", "bit for bit"):
+    for words in (
+        "module marks (Backward)",
+        f"sample {MARKED} ",
+        "verdict: model or data",
+        "bit for bit",
+    ):
         assert words in done.stdout
 
 
-def test_what_only_fp16_cannot_hold_is_told_as_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_fp16_cannot_hold_is_told_as_numerics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, done = start(tmp_path, "large", "--recipe", "fp16_scaler")
     assert done.returncode == 0, done.stdout
     assert [event["step"] for event in events(run, "nonfinite.skip")] == [BAD]
@@ -123,7 +147,11 @@ def test_what_only_fp16_cannot_hold_is_told_as_numerics(tmp_path: Path, monkeypa
     assert answer["cause"] == "numerics"
     assert answer["difference"] is None
     origin = answer["finding"]
-    assert (origin["module"], origin["direction"], origin["dtype"]) == ("marks.up", "forward", "float16")
+    assert (origin["module"], origin["direction"], origin["dtype"]) == (
+        "marks.up",
+        "forward",
+        "float16",
+    )
     assert (origin["nan"], origin["inf"], origin["micro_batch"]) == (0, 64 * 64, 2)
     assert origin["operation"] == "torch.nn.functional.linear"
     assert "loud = self.up(" in origin["where"]
@@ -139,7 +167,9 @@ def test_another_loss_than_the_journals_is_not_reproducible(
     run = tmp_path / "r"
     shutil.copytree(backward_run, run)
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace(f"steps: {BAD}", "steps: 500"))  # as a resume may; lr depends on it
+    config.write_text(
+        config.read_text().replace(f"steps: {BAD}", "steps: 500")
+    )  # as a resume may; lr depends on it
     journal = run / "journal.jsonl"
     loss = dict(metrics(run))[7]
     other = float(torch.tensor(loss).nextafter(torch.tensor(9.0)))
@@ -148,7 +178,12 @@ def test_another_loss_than_the_journals_is_not_reproducible(
     journal.write_text(text.replace(f'"train/loss": {loss!r}', f'"train/loss": {other!r}'))
     answer, shown = in_process(run, BAD, monkeypatch)
     assert answer["cause"] == "not reproducible"
-    assert answer["difference"] == {"step": 7, "metric": "train/loss", "journal": other, "here": loss}, "one bit"
+    assert answer["difference"] == {
+        "step": 7,
+        "metric": "train/loss",
+        "journal": other,
+        "here": loss,
+    }, "one bit"
     assert "from step 7 on" in shown
     assert answer["finding"]["module"] == "marks", "and what was seen here is told all the same"
 
@@ -175,7 +210,9 @@ def test_a_step_under_anothers_loss_scale_is_refused(backward_run: Path, tmp_pat
         replay(run, BAD, False, lambda text: None)
 
 
-def no_room(facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger) -> bool:
+def no_room(
+    facts: StepFacts, samples: Sequence[int], codes: Sequence[str], ledger: RunLedger
+) -> bool:
     """A flight recorder on a full disk."""
     raise OSError(28, "No space left on device")
 
@@ -191,10 +228,12 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     again.run.keep_flight = no_room
     facts = [again.advance() for _ in range(4)]
     again.close()
-    assert [each.applied for each in facts] == [True, True, False, True], "the fault fired, and training went on"
-    assert [(event["step"], event["text"]) for event in events(again.run.folder, "flight.failed")] == [
-        (BAD, "[Errno 28] No space left on device")
-    ]
+    assert [each.applied for each in facts] == [True, True, False, True], (
+        "the fault fired, and training went on"
+    )
+    assert [
+        (event["step"], event["text"]) for event in events(again.run.folder, "flight.failed")
+    ] == [(BAD, "[Errno 28] No space left on device")]
 
 
 def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
@@ -223,7 +262,9 @@ def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
 
 
 @pytest.mark.slow
-def test_a_fault_that_no_checkpoint_holds_is_not_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_no_checkpoint_holds_is_not_reproducible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, done = start(tmp_path, "moody", "train.steps=6")
     assert done.returncode == 0, done.stdout
     assert [event["step"] for event in events(run, "nonfinite.skip")] == [4]
@@ -239,10 +280,18 @@ def test_steps_on_both_sides_of_a_rollback(tmp_path: Path, monkeypatch: pytest.M
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (rollback,) = events(run, "guard.rollback")
-    assert (rollback["to_step"], rollback["source"], rollback["passed_over"]) == (6, "memory", [7, 8])
+    assert (rollback["to_step"], rollback["source"], rollback["passed_over"]) == (
+        6,
+        "memory",
+        [7, 8],
+    )
     for step, sample in ((8, 28), (9, 20)):
         answer, _ = in_process(run, step, monkeypatch)
-        assert (answer["attempt"], answer["difference"], answer["cause"]) == (1, None, "model or data")
+        assert (answer["attempt"], answer["difference"], answer["cause"]) == (
+            1,
+            None,
+            "model or data",
+        )
         assert [each["number"] for each in answer["samples"] if each["bad"]] == [sample]
     answer, _ = in_process(run, 10, monkeypatch)
     assert (answer["attempt"], answer["base"], answer["window"]) == (2, 5, 11)
@@ -252,17 +301,34 @@ def test_steps_on_both_sides_of_a_rollback(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_of_two_ranks_is_replayed_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_a_run_of_two_ranks_is_replayed_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     run, done = start(tmp_path, "backward", "engine.name=ddp", launcher=torchrun)
     assert done.returncode == 0, done.stdout
     answer, shown = in_process(run, BAD, monkeypatch)
     assert (answer["ranks"], answer["cause"]) == (2, "model or data")
-    assert answer["difference"] is None, "one micro-batch a rank, and a division by two: not a bit is lost"
-    assert [(each["number"], each["rank"]) for each in answer["samples"] if each["bad"]] == [(MARKED, 1)]
+    assert answer["difference"] is None, (
+        "one micro-batch a rank, and a division by two: not a bit is lost"
+    )
+    assert [(each["number"], each["rank"]) for each in answer["samples"] if each["bad"]] == [
+        (MARKED, 1)
+    ]
     assert answer["finding"]["module"] == "marks"
     assert "ranks: the run had 2" in shown
     shutil.rmtree(run / "flight")
     without, _ = in_process(run, BAD, monkeypatch)
-    assert (without["ranks"], without["difference"]) == (2, None), "the journal says on how many ranks it ran"
-    assert [(each["number"], each["rank"]) for each in without["samples"] if each["bad"]] == [(MARKED, 1)]
+    assert (without["ranks"], without["difference"]) == (2, None), (
+        "the journal says on how many ranks it ran"
+    )
+    assert [(each["number"], each["rank"]) for each in without["samples"] if each["bad"]] == [
+        (MARKED, 1)
+    ]

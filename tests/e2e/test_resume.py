@@ -70,17 +70,28 @@ def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.faults(6)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_exits_75(
+    undisturbed: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     run = tmp_path / "runs" / "r"
-    arguments = (*ARGUMENTS[:-1], f"checkpoint.every={STEPS}")  # none but the signal's own save before the last step
+    arguments = (
+        *ARGUMENTS[:-1],
+        f"checkpoint.every={STEPS}",
+    )  # none but the signal's own save before the last step
     process = start(tmp_path, *arguments)
     wait_for_step(run, 10, process)
     process.send_signal(number)
     process.send_signal(number)  # a second one during the save changes nothing
     assert process.wait(timeout=warm.PATIENCE) == 75
     outcome = json.loads((run / "outcome.json").read_text())
-    assert (outcome["status"], outcome["exit_code"], outcome["reason"]) == ("stopped", 75, number.name)
+    assert (outcome["status"], outcome["exit_code"], outcome["reason"]) == (
+        "stopped",
+        75,
+        number.name,
+    )
     assert 10 <= outcome["step"] < STEPS
     assert (run / "checkpoints" / f"step-{outcome['step']:08d}" / "manifest.json").exists()
     done = train(tmp_path, *arguments)
@@ -92,7 +103,16 @@ def test_a_signal_saves_and_exits_75(undisturbed: Path, tmp_path: Path, number: 
 def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "checkpoint.every=3")
     assert train(tmp_path, *short).returncode == 0
-    refused = train(tmp_path, "--name", "r", "train.steps=8", "train.lr=1e-3", "data.context=32", "--recipe", "bf16")
+    refused = train(
+        tmp_path,
+        "--name",
+        "r",
+        "train.steps=8",
+        "train.lr=1e-3",
+        "data.context=32",
+        "--recipe",
+        "bf16",
+    )
     assert refused.returncode == 2
     for key in ("train.lr", "data.context", "recipe"):
         assert f"runs/r: {key}" in refused.stdout
@@ -128,7 +148,9 @@ def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
 def test_a_run_that_starts_from_anothers_checkpoint_is_told_the_jump(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "a", "train.steps=12").returncode == 0
     source = "runs/a/checkpoints/step-00000012"
-    done = train(tmp_path, "--name", "b", "--resume", source, "train.steps=14", "train.schedule=constant")
+    done = train(
+        tmp_path, "--name", "b", "--resume", source, "train.steps=14", "train.schedule=constant"
+    )
     assert done.returncode == 0, done.stdout
     (jump,) = events(tmp_path / "runs" / "b", "train.lr_jump")
     assert jump["last"] == dict(metrics(tmp_path / "runs" / "a", "train/lr"))[12]
@@ -163,7 +185,11 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout
     assert "resumed at step 6" in done.stdout
     (changed,) = events(run, "run.changed")
-    assert changed["changes"] == [["guard.spike_sigma", 12.0, 20.0], ["train.lr", 3e-3, 5e-5], ["train.steps", 6, 9]]
+    assert changed["changes"] == [
+        ["guard.spike_sigma", 12.0, 20.0],
+        ["train.lr", 3e-3, 5e-5],
+        ["train.steps", 6, 9],
+    ]
     assert changed["accepted"] == ["guard.spike_sigma", "train.lr"]
     assert changed["config"] == before
     assert len(events(run, "train.lr_jump")) == 1
@@ -197,7 +223,10 @@ def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path
     run = tmp_path / "runs" / "r"
     kept = [(run / name).read_bytes() for name in ("config.yaml", "plan.json")]
     for override, told in (
-        ("model.args={dim: 32, layers: 2, heads: 2, kv_heads: 2, ffn: 176, tied: true}", "in the checkpoint"),
+        (
+            "model.args={dim: 32, layers: 2, heads: 2, kv_heads: 2, ffn: 176, tied: true}",
+            "in the checkpoint",
+        ),
         ("train.optimizer=sgd", "is of another kind"),
         ("data.val_fraction=0.2", "the data that it began with"),
     ):
@@ -264,14 +293,21 @@ def test_start_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
 def test_stopping_after_max_minutes(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.steps=100000", "train.max_minutes=0.05")
     assert done.returncode == 75
-    assert "train.max_minutes" in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
+    assert (
+        "train.max_minutes"
+        in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
+    )
 
 
 def test_output_to_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with open(os.devnull, "wb") as nowhere:
         process = warm.start(
-            command("--name", "r", "train.steps=5")[1:], tmp_path, environment(), writer, nowhere.fileno()
+            command("--name", "r", "train.steps=5")[1:],
+            tmp_path,
+            environment(),
+            writer,
+            nowhere.fileno(),
         )
     os.close(writer)
     os.close(reader)

@@ -49,7 +49,10 @@ def plain_model(folder: Path, step: int = 20) -> gpt.GPT:
 
 def everything(folder: Path) -> dict[str, tuple[str, int]]:
     return {
-        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -119,18 +122,27 @@ def written(folder: Path, *more: str, prompt: str = "def ") -> str:
 
 
 def test_the_likeliest_text_is_that_of_a_plain_loop(trained: Path) -> None:
-    model, ids = plain_model(trained), list(b"class A:\n    def f(self, x):\n        return x + 1\n\n\n# A long prompt")
+    model, ids = (
+        plain_model(trained),
+        list(b"class A:\n    def f(self, x):\n        return x + 1\n\n\n# A long prompt"),
+    )
     with torch.no_grad():
         for _ in range(24):  # past the context: the last 64 tokens are seen
             ids.append(int(model(torch.tensor([ids[-CONTEXT:]]))[0, -1].argmax()))
     prompt = bytes(ids[:-24]).decode()
-    greedy = written(trained, "--temperature", "0", "--tokens", "24", "--precision", "fp32", prompt=prompt)
+    greedy = written(
+        trained, "--temperature", "0", "--tokens", "24", "--precision", "fp32", prompt=prompt
+    )
     assert greedy == bytes(ids).decode(errors="replace")
-    assert greedy == written(trained, "--top-k", "1", "--tokens", "24", "--precision", "fp32", prompt=prompt)
+    assert greedy == written(
+        trained, "--top-k", "1", "--tokens", "24", "--precision", "fp32", prompt=prompt
+    )
 
 
 def test_a_seed_is_a_text(trained: Path) -> None:
-    first, again, other = (written(trained, "--tokens", "40", "--seed", seed) for seed in ("1", "1", "2"))
+    first, again, other = (
+        written(trained, "--tokens", "40", "--seed", seed) for seed in ("1", "1", "2")
+    )
     assert first == again
     assert first != other
     assert first != written(trained, "--tokens", "40", "--seed", "1", "--step", "10")
@@ -138,10 +150,15 @@ def test_a_seed_is_a_text(trained: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_and_never_used(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
-    weights = [tmp_path / f"runs/run/checkpoints/step-{step:08d}/model.safetensors" for step in (20, 10)]
+    weights = [
+        tmp_path / f"runs/run/checkpoints/step-{step:08d}/model.safetensors" for step in (20, 10)
+    ]
     _flip(weights[0])
     assert evaluated(tmp_path)["step"] == 10
-    for words in (("eval", "runs/run", "--json", "--samples", "2"), ("sample", "runs/run", "x", "--tokens", "2")):
+    for words in (
+        ("eval", "runs/run", "--json", "--samples", "2"),
+        ("sample", "runs/run", "x", "--tokens", "2"),
+    ):
         done = harness(tmp_path, *words)
         assert "do not verify: steps 20; this is step 10" in done.stderr, words
         assert "verify" not in done.stdout, "what is printed stays what others read"
@@ -223,17 +240,23 @@ def test_a_model_as_nanogpt_gives_its_logits(tmp_path: Path) -> None:
     recorded = json.loads((tmp_path / "runs/run/outcome.json").read_text())["val_loss"]
     assert told["in_precision"]["loss"] == pytest.approx(recorded, abs=2e-6)
     weights = load_file(tmp_path / "runs/run/checkpoints/step-00000006/model.safetensors")
-    hidden = torch.tanh(F.linear(weights["embed.weight"][ord("x")], weights["mix.weight"], weights["mix.bias"]))
+    hidden = torch.tanh(
+        F.linear(weights["embed.weight"][ord("x")], weights["mix.weight"], weights["mix.bias"])
+    )
     likeliest = int(F.linear(hidden, weights["head.weight"], weights["head.bias"]).argmax())
     words = ("--tokens", "1", "--temperature", "0", "--precision", "fp32")
     expected = bytes([ord("x"), likeliest]).decode(errors="replace")
-    assert written(tmp_path, *words, prompt="x") == shown(expected), "no terminal obeys what a model writes"
+    assert written(tmp_path, *words, prompt="x") == shown(expected), (
+        "no terminal obeys what a model writes"
+    )
 
 
 def test_tokens_are_drawn_by_their_shares() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 2.5])
     generator = torch.Generator().manual_seed(0)
-    drawn = np.bincount([choose(logits, 0.5, 3, generator) for _ in range(4000)], minlength=5) / 4000
+    drawn = (
+        np.bincount([choose(logits, 0.5, 3, generator) for _ in range(4000)], minlength=5) / 4000
+    )
     shares = np.exp(np.array([-np.inf, 2.0, 1.0, -np.inf, 2.5]) / 0.5)
     assert np.abs(drawn - shares / shares.sum()).max() < 0.03
     assert drawn[[0, 3]].sum() == 0

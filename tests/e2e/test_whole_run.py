@@ -47,7 +47,12 @@ def test_fp16_that_overflows_for_good_goes_on_in_bf16_after_a_resume_too(tmp_pat
     assert "bf16" in plan["effective"]
     assert "fp16" not in plan["effective"]
     run_loud(tmp_path, 12, "fp16_scaler")
-    assert [step for step, value in metrics(run, "train/step_applied") if value == 0.0] == [4, 5, 6, 7]
+    assert [step for step, value in metrics(run, "train/step_applied") if value == 0.0] == [
+        4,
+        5,
+        6,
+        7,
+    ]
     assert dict(metrics(run, "train/step_applied"))[12] == 1.0
     assert len(events(run, "precision.lowered")) == 1
 
@@ -58,7 +63,9 @@ def test_a_rollback_to_before_the_fall_does_not_bring_fp16_back(tmp_path: Path) 
     run = run_loud(tmp_path, 18, "fp16_scaler", *saves, nan_first=10)
     (rollback,) = events(run, "guard.rollback")
     assert rollback["to_step"] == 6, "before step 8, which was the first in bf16"
-    assert [step for step, value in metrics(run, "train/step_applied", attempt=2) if value == 0.0] == []
+    assert [
+        step for step, value in metrics(run, "train/step_applied", attempt=2) if value == 0.0
+    ] == []
     assert {scale for _, scale in metrics(run, "train/loss_scale", attempt=2)} == {1.0}
     assert metrics(run, "train/loss", attempt=2)[0][0] == 7
     assert len(events(run, "precision.lowered")) == 1
@@ -66,8 +73,15 @@ def test_a_rollback_to_before_the_fall_does_not_bring_fp16_back(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_without_the_fallback_the_same_run_breaks(tmp_path: Path) -> None:
-    recipe = yaml.safe_load(find("recipes", "fp16_scaler").read_text()) | {"fallback": {"failed_steps": None}}
+    recipe = yaml.safe_load(find("recipes", "fp16_scaler").read_text()) | {
+        "fallback": {"failed_steps": None}
+    }
     (tmp_path / "stubborn.yaml").write_text(yaml.safe_dump(recipe))
     run = run_loud(tmp_path, 7, "stubborn.yaml", "guard.max_consecutive_skips=99")
-    assert [step for step, value in metrics(run, "train/step_applied") if value == 0.0] == [4, 5, 6, 7]
+    assert [step for step, value in metrics(run, "train/step_applied") if value == 0.0] == [
+        4,
+        5,
+        6,
+        7,
+    ]
     assert not events(run, "precision.lowered")

@@ -89,10 +89,14 @@ class Told(Watch):
         self.wrote = self.telemetry is not None and self.telemetry.folder is not None
 
 
-def loader(batches: int, by_batch: bool, bad: tuple[int, ...] = ()) -> DataLoader[tuple[Tensor, Tensor]]:
+def loader(
+    batches: int, by_batch: bool, bad: tuple[int, ...] = ()
+) -> DataLoader[tuple[Tensor, Tensor]]:
     data = Shared(batches, by_batch, bad)
     # Without a sampler Lightning shuffles training data.
-    return DataLoader(data, ROWS, sampler=None if by_batch else DistributedSampler(data, shuffle=False))
+    return DataLoader(
+        data, ROWS, sampler=None if by_batch else DistributedSampler(data, shuffle=False)
+    )
 
 
 def own_batches(batches: int, bad: tuple[int, ...] = ()) -> list[tuple[Tensor, Tensor]]:
@@ -100,10 +104,14 @@ def own_batches(batches: int, bad: tuple[int, ...] = ()) -> list[tuple[Tensor, T
     everything = Shared(batches, True, bad)
     first = dist.get_rank() * ROWS
     starts = range(first, len(everything), 2 * ROWS)
-    return [(everything.inputs[at : at + ROWS], everything.targets[at : at + ROWS]) for at in starts]
+    return [
+        (everything.inputs[at : at + ROWS], everything.targets[at : at + ROWS]) for at in starts
+    ]
 
 
-def seen(precision: Precision, model: nn.Module, losses: Iterable[float], **more: Any) -> dict[str, Any]:
+def seen(
+    precision: Precision, model: nn.Module, losses: Iterable[float], **more: Any
+) -> dict[str, Any]:
     tensors = precision.state_dict()["tensors"]
     facts = precision.facts()
     return {
@@ -177,14 +185,18 @@ class Module(LightningModule):
         return None
 
     def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]).float(), batch[1]), sync_dist=True)
+        self.log(
+            "val_loss", nn.functional.mse_loss(self.net(batch[0]).float(), batch[1]), sync_dist=True
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(self)
         return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.5), "interval": "step"}]
 
 
-def fit(folder: Path, precision: Precision, module: Module, data: Any, *more: Any, **options: Any) -> None:
+def fit(
+    folder: Path, precision: Precision, module: Module, data: Any, *more: Any, **options: Any
+) -> None:
     given = {"enable_checkpointing": False, "max_epochs": 1, "callbacks": [], **options}
     path = given.pop("ckpt_path", None)
     Trainer(
@@ -224,7 +236,9 @@ def lightning_resumed(folder: Path) -> dict[str, Any]:
 
 def fabric(policy: Recipe) -> dict[str, Any]:
     precision = Precision(policy)
-    made = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[FabricPrecision(precision, CLIP)])
+    made = Fabric(
+        accelerator="cpu", devices=2, strategy="ddp", plugins=[FabricPrecision(precision, CLIP)]
+    )
     made.launch()
     bare = mlp()
     inner = adamw(bare)
@@ -271,9 +285,20 @@ class Ours(PrecisionMixin, HfTrainer):
 
 
 def trainer(
-    precision: Precision, folder: Path, batches: int, bad: tuple[int, ...] = (), watch: Watch | None = None, **more: Any
+    precision: Precision,
+    folder: Path,
+    batches: int,
+    bad: tuple[int, ...] = (),
+    watch: Watch | None = None,
+    **more: Any,
 ) -> Ours:
-    given = arguments(folder, per_device_train_batch_size=ROWS, remove_unused_columns=False, label_names=["y"], **more)
+    given = arguments(
+        folder,
+        per_device_train_batch_size=ROWS,
+        remove_unused_columns=False,
+        label_names=["y"],
+        **more,
+    )
     model = Wired()
     optimizer = adamw(model)
     made = Ours(
@@ -301,7 +326,9 @@ def hf_tokens(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     made.losses, made.moved = [], []
     made.train()
-    weights = torch.cat([parameter.detach().flatten() for parameter in precision.prepared.model.parameters()])
+    weights = torch.cat(
+        [parameter.detach().flatten() for parameter in precision.prepared.model.parameters()]
+    )
     return seen(precision, precision.prepared.model, made.losses, all_weights=weights.tolist())
 
 
@@ -354,7 +381,9 @@ def hf_resumed(folder: Path) -> dict[str, Any]:
 class Loop:
     """accelerate's."""
 
-    def __init__(self, policy: Recipe, batches: int, accumulate: int, bad: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, policy: Recipe, batches: int, accumulate: int, bad: tuple[int, ...] = ()
+    ) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         self.precision = Precision(policy)
         self.bare = mlp()
@@ -416,7 +445,9 @@ def accelerated_resumed(folder: Path) -> dict[str, Any]:
     return {"whole": whole.seen(), "again": again.seen()}
 
 
-def watched(precision: Precision, run: Module | Ours | Loop, watch: Told, folder: Path) -> dict[str, Any]:
+def watched(
+    precision: Precision, run: Module | Ours | Loop, watch: Told, folder: Path
+) -> dict[str, Any]:
     assert watch.guard is not None
     dist.barrier()  # the folder is the first rank's, and written now
     ledger = precision.prepared.state.ledger
@@ -458,8 +489,11 @@ def main(folder: Path, only: str = "") -> None:
             found[name] = case()
         except (
             Exception
-        ) as error:  # told by the test of that case; a rank that stops here would leave the other waiting
-            found[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        ) as error:  # reported by that case's test; a rank that stops here leaves the other waiting
+            found[name] = {
+                "error": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc(),
+            }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

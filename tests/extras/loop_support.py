@@ -82,11 +82,17 @@ def plain(
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def codes(folder: Path) -> list[str]:
@@ -96,6 +102,8 @@ def codes(folder: Path) -> list[str]:
 def amaxes(store: Path) -> list[float]:
     """The history of one slot's amax in an MLflow store that holds one run."""
     with closing(sqlite3.connect(store)) as database:
-        found = database.execute("SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step").fetchall()
+        found = database.execute(
+            "SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step"
+        ).fetchall()
     first = min((key for key, _ in found), default="")
     return [value for key, value in found if key == first]

@@ -36,7 +36,12 @@ class Run:
     """A loop as accelerate's own documentation has it."""
 
     def __init__(
-        self, policy: Recipe, batches: int, accumulate: int = 1, clip: float | None = None, by_hand: float | None = None
+        self,
+        policy: Recipe,
+        batches: int,
+        accumulate: int = 1,
+        clip: float | None = None,
+        by_hand: float | None = None,
     ) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         self.precision = Precision(policy)
@@ -44,18 +49,28 @@ class Run:
         optimizer = adamw(self.bare)
         scheduler = StepLR(optimizer, 3, 0.5)
         self.model, self.optimizer, self.batches, self.scheduler = prepare(
-            self.accelerator, self.precision, self.bare, optimizer, loader(batches), scheduler, max_grad_norm=clip
+            self.accelerator,
+            self.precision,
+            self.bare,
+            optimizer,
+            loader(batches),
+            scheduler,
+            max_grad_norm=clip,
         )
         self.by_hand = by_hand
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def train(self, skip: int = 0, poison: tuple[int, ...] = (), watch: Watch | None = None) -> None:
+    def train(
+        self, skip: int = 0, poison: tuple[int, ...] = (), watch: Watch | None = None
+    ) -> None:
         for number, (x, y) in enumerate(self.batches):
             if number < skip:
                 continue
             with self.accelerator.accumulate(self.model):
-                loss = nn.functional.mse_loss(self.model(x), y) + (math.nan if number in poison else 0.0)
+                loss = nn.functional.mse_loss(self.model(x), y) + (
+                    math.nan if number in poison else 0.0
+                )
                 self.accelerator.backward(loss)
                 if self.by_hand and self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.by_hand)
@@ -71,7 +86,9 @@ class Run:
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, 0.1)])
 @pytest.mark.parametrize("name", RUNGS)
-def test_the_loop_gives_the_plain_loops_losses(name: str, accumulate: int, clip: float | None) -> None:
+def test_the_loop_gives_the_plain_loops_losses(
+    name: str, accumulate: int, clip: float | None
+) -> None:
     expected, reference = plain(recipe(name), 12, accumulate, clip)
     run = Run(recipe(name), 12, accumulate, clip)
     run.train()
@@ -118,7 +135,9 @@ def test_guard_and_telemetry_in_its_loop(tmp_path: Path) -> None:
     assert told.count("nonfinite.skip") == 4
     assert told.count("guard.rollback") == 1
     assert "precision.demote" in told
-    assert any(key.startswith("fp8_amax/") for row in rows(folder) for key in row.get("metrics", {}))
+    assert any(
+        key.startswith("fp8_amax/") for row in rows(folder) for key in row.get("metrics", {})
+    )
     assert math.isfinite(run.losses[-1])
 
 
@@ -130,7 +149,9 @@ def compiled() -> Accelerator:
     return Accelerator(cpu=True, dynamo_backend="eager")
 
 
-@pytest.mark.parametrize(("make", "told"), [(mixed, "mixed_precision is bf16"), (compiled, "dynamo_backend is set")])
+@pytest.mark.parametrize(
+    ("make", "told"), [(mixed, "mixed_precision is bf16"), (compiled, "dynamo_backend is set")]
+)
 def test_what_would_change_the_precision_besides_is_refused(make: Any, told: str) -> None:
     model = mlp()
     with pytest.raises(MisuseError, match=told):

@@ -80,7 +80,9 @@ def test_values_and_gradients_are_those_of_the_oracle() -> None:
         out.backward(grad)
 
     def fp8(values: torch.Tensor, slot: int, fmt: str) -> np.ndarray:
-        return fp8_oracle.quantize(values.detach().float().numpy(), scales[slot], fmt) / scales[slot]
+        return (
+            fp8_oracle.quantize(values.detach().float().numpy(), scales[slot], fmt) / scales[slot]
+        )
 
     rows, weight, dy = fp8(x, 0, "e4m3"), fp8(model[0].weight, 1, "e4m3"), fp8(grad, 2, "e5m2")
     bias = model[0].bias.detach().to(torch.bfloat16).double().numpy()
@@ -132,7 +134,10 @@ def test_gpt2_trains_in_fp8_near_to_bf16(tmp_path: Path) -> None:
         model = load(tmp_path)
         precision = Precision.from_recipe(recipe)
         precision.prepare(model)
-        task, optimizer = Task(model, "hf"), torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        task, optimizer = (
+            Task(model, "hf"),
+            torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True),
+        )
         for _ in range(30):
             with precision.context():
                 loss = task.loss(model, batch())
@@ -203,7 +208,9 @@ def test_experts_are_named_with_the_reason_and_compute_in_bf16(tmp_path: Path) -
     )
     assert rows["model.layers.0.self_attn.q_proj"].precision == "fp8"
     dtypes = []
-    model.model.layers[0].mlp.experts.act_fn.register_forward_hook(lambda *given: dtypes.append(given[-1].dtype))
+    model.model.layers[0].mlp.experts.act_fn.register_forward_hook(
+        lambda *given: dtypes.append(given[-1].dtype)
+    )
     with precision.context():
         Task(model, "hf").loss(model, batch())
     assert dtypes

@@ -27,7 +27,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ddp")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, *launcher, ddp_cases.__file__, str(folder)]
     done = subprocess.run(command, env=environment, timeout=540, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -44,12 +49,16 @@ def both(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RUNGS)
 @pytest.mark.parametrize("trainer", ["lightning", "fabric", "hf", "accelerate"])
-def test_two_ranks_give_the_plain_loops_losses(ranks: list[dict[str, Any]], trainer: str, name: str) -> None:
+def test_two_ranks_give_the_plain_loops_losses(
+    ranks: list[dict[str, Any]], trainer: str, name: str
+) -> None:
     """With accumulation and clipping. accelerate steps a scheduler once for every process."""
     expected = both(ranks, f"{'faster' if trainer == 'accelerate' else 'plain'} {name}")
     found = both(ranks, f"{trainer} {name}")
     for mine, theirs in zip(found, expected, strict=True):
-        assert {key: mine[key] for key in ("losses", *SAME)} == {key: theirs[key] for key in ("losses", *SAME)}
+        assert {key: mine[key] for key in ("losses", *SAME)} == {
+            key: theirs[key] for key in ("losses", *SAME)
+        }
     assert [found[0][key] for key in SAME] == [found[1][key] for key in SAME]
     assert found[0]["losses"] != found[1]["losses"], "each has data of its own"
     assert found[0]["applied"] == found[0]["steps"] == ddp_cases.BATCHES / ddp_cases.ACCUMULATE
@@ -57,8 +66,12 @@ def test_two_ranks_give_the_plain_loops_losses(ranks: list[dict[str, Any]], trai
 
 
 def test_manual_optimization_is_the_plain_loop_too(ranks: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(both(ranks, "manual fp8_hybrid"), both(ranks, "plain fp8_hybrid"), strict=True):
-        assert {key: mine[key] for key in ("losses", *SAME)} == {key: theirs[key] for key in ("losses", *SAME)}
+    for mine, theirs in zip(
+        both(ranks, "manual fp8_hybrid"), both(ranks, "plain fp8_hybrid"), strict=True
+    ):
+        assert {key: mine[key] for key in ("losses", *SAME)} == {
+            key: theirs[key] for key in ("losses", *SAME)
+        }
 
 
 @pytest.mark.parametrize("trainer", ["lightning", "hf", "accelerate"])
@@ -85,7 +98,9 @@ def test_two_ranks_go_on_bit_for_bit(ranks: list[dict[str, Any]], trainer: str) 
         assert [again[key] for key in SAME] == [whole[key] for key in SAME]
 
 
-def test_unequal_numbers_of_labels_are_one_mean(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_unequal_numbers_of_labels_are_one_mean(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """Hugging Face's Trainer on two ranks against one process that has the batches of both."""
     alone = ddp_cases.Ours(
         ddp_cases.tiny_llama(), ddp_cases.arguments(tmp_path, per_device_train_batch_size=4, max_grad_norm=0.5),
@@ -94,9 +109,13 @@ def test_unequal_numbers_of_labels_are_one_mean(ranks: list[dict[str, Any]], tmp
     alone.losses, alone.moved = [], []
     alone.train()
     first, second = both(ranks, "tokens")
-    together = [(one + other) / 2 for one, other in zip(first["losses"], second["losses"], strict=True)]
+    together = [
+        (one + other) / 2 for one, other in zip(first["losses"], second["losses"], strict=True)
+    ]
     assert together == pytest.approx(alone.losses, rel=1e-5)
     assert first["losses"][0] > 2 * second["losses"][0], "the first rank has most of the labels"
     weights = torch.cat([p.detach().flatten() for p in alone.harness.prepared.model.parameters()])
     torch.testing.assert_close(torch.tensor(first["all_weights"]), weights, rtol=1e-3, atol=1e-4)
-    assert first["norm"] == second["norm"] == pytest.approx(alone.harness.facts().grad_norm, rel=1e-3)  # pyright: ignore
+    assert (
+        first["norm"] == second["norm"] == pytest.approx(alone.harness.facts().grad_norm, rel=1e-3)
+    )  # pyright: ignore

@@ -30,7 +30,9 @@ MIXTRAL = (4 * DIM, 3 * DIM * 96, 0)
 QWEN2 = (8 * DIM, 3 * DIM * 48, 3 * DIM * 96 + DIM)  # a shared expert and its gate
 CONFIGS = {
     "mixtral": (
-        transformers.MixtralConfig(intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, **_COMMON),
+        transformers.MixtralConfig(
+            intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, **_COMMON
+        ),
         MIXTRAL,
         (4, 2),
     ),
@@ -53,7 +55,17 @@ CONFIGS = {
 def test_a_token_meets_its_own_experts(kind: str, tmp_path: Path) -> None:
     config, (router, expert, shared), (experts, chosen) = CONFIGS[kind]
     config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "harness.cli", "estimate", "--config", "tiny", "--recipe", "bf16", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "harness.cli",
+        "estimate",
+        "--config",
+        "tiny",
+        "--recipe",
+        "bf16",
+        "--json",
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, f"model.target=hf:{tmp_path}", "model.args={}"],

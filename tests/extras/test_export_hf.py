@@ -32,9 +32,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "bf16"])
-def test_from_pretrained_gives_the_logits_of_our_weights(recipe: str, kind: str, tmp_path: Path) -> None:
-    args = {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 96, "tied": False, **KINDS[kind]}
-    done = train(tmp_path, "--recipe", recipe, "--name", "r", "train.steps=4", f"model.args={json.dumps(args)}")
+def test_from_pretrained_gives_the_logits_of_our_weights(
+    recipe: str, kind: str, tmp_path: Path
+) -> None:
+    args = {
+        "dim": 64,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 2,
+        "ffn": 96,
+        "tied": False,
+        **KINDS[kind],
+    }
+    done = train(
+        tmp_path,
+        "--recipe",
+        recipe,
+        "--name",
+        "r",
+        "train.steps=4",
+        f"model.args={json.dumps(args)}",
+    )
     assert done.returncode == 0, done.stdout
     run, out = tmp_path / "runs" / "r", tmp_path / "out"
     told = CliRunner().invoke(app, ["export", str(run), "--format", "hf", "--out", str(out)])
@@ -45,11 +63,17 @@ def test_from_pretrained_gives_the_logits_of_our_weights(recipe: str, kind: str,
 
     own = load_file(run / "checkpoints" / "step-00000004" / "model.safetensors")
     model = build(**args)
-    model.load_state_dict(own | ({"lm_head.weight": own["embed.weight"]} if model.settings.tied else {}))
+    model.load_state_dict(
+        own | ({"lm_head.weight": own["embed.weight"]} if model.settings.tied else {})
+    )
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": args["kv_heads"], "head_dim": 32}
     rope = {"rope_type": "default", "rope_theta": args.get("rope_base", 10000.0)}
-    others = {"rms_norm_eps": 1e-5, "rope_parameters": rope, "tie_word_embeddings": model.settings.tied}
+    others = {
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": rope,
+        "tie_word_embeddings": model.settings.tied,
+    }
     described, made = {
         False: (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         True: (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -69,17 +93,30 @@ def test_a_sample_can_be_generated(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.steps=2")
     assert done.returncode == 0, done.stdout
     out = tmp_path / "out"
-    assert CliRunner().invoke(app, ["export", str(tmp_path / "runs" / "r"), "--out", str(out)]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(app, ["export", str(tmp_path / "runs" / "r"), "--out", str(out)])
+        .exit_code
+        == 0
+    )
     read = transformers.AutoModelForCausalLM.from_pretrained(out)
     prompt = torch.tensor([list(b"The ")])
-    made: Any = read.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    made: Any = read.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False
+    )  # type: ignore[operator]
     assert made.shape == (1, 9)
 
 
 def trained(folder: Path, kind: str, *more: str, **args: Any) -> tuple[Path, Any]:
     """The run folder of a few steps on a model of transformers, and that model with the run's last weights."""
     base = save(folder / "base", kind)
-    given = [f"model.target=hf:{base}", f"model.args={json.dumps(args)}", "train.steps=4", "data.context=32", *more]
+    given = [
+        f"model.target=hf:{base}",
+        f"model.args={json.dumps(args)}",
+        "train.steps=4",
+        "data.context=32",
+        *more,
+    ]
     config = folder / "hf.yaml"
     config.write_text("train: {global_batch: 4, micro_batch: 2}\ndata: {val_samples: 8}\n")
     done = train(folder, "--config", str(config), "--recipe", "fp8_hybrid", "--name", "r", *given)
@@ -87,8 +124,12 @@ def trained(folder: Path, kind: str, *more: str, **args: Any) -> tuple[Path, Any
     run = folder / "runs" / "r"
     own = load_file(run / "checkpoints" / "step-00000004" / "model.safetensors")
     model: Any = load(base, **args)
-    before = {name: tensor.clone() for name, tensor in own.items() if tensor.ndim == 1 or "lora" in name}
-    assert any(not torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items()), "nothing trained"
+    before = {
+        name: tensor.clone() for name, tensor in own.items() if tensor.ndim == 1 or "lora" in name
+    }
+    assert any(
+        not torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items()
+    ), "nothing trained"
     model.load_state_dict(own, strict=False)
     return run, model.eval()
 
@@ -105,7 +146,10 @@ def test_a_model_of_theirs_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> 
     out = export(run, tmp_path / "out")
     base = json.loads((tmp_path / "base" / "config.json").read_text())
     made = json.loads((out / "config.json").read_text())
-    assert {key for key in base if made.get(key) != base[key]} <= {"transformers_version", "output_router_logits"}
+    assert {key for key in base if made.get(key) != base[key]} <= {
+        "transformers_version",
+        "output_router_logits",
+    }
     read = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="sdpa").eval()
     tokens = torch.arange(64).reshape(2, 32)
     with torch.no_grad():
@@ -118,9 +162,18 @@ def test_a_model_of_theirs_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> 
 def test_of_lora_the_adapters_alone_go_out(tmp_path: Path) -> None:
     run, model = trained(tmp_path, "llama", lora={"r": 4})
     out = export(run, tmp_path / "out")
-    assert {path.name for path in out.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert {name.split(".")[-2] for name in load_file(out / "adapter_model.safetensors")} == {"lora_A", "lora_B"}
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="sdpa")
+    assert {path.name for path in out.iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert {name.split(".")[-2] for name in load_file(out / "adapter_model.safetensors")} == {
+        "lora_A",
+        "lora_B",
+    }
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="sdpa"
+    )
     read = peft.PeftModel.from_pretrained(plain, str(out)).eval()
     tokens = torch.arange(64).reshape(2, 32)
     with torch.no_grad():
@@ -130,7 +183,10 @@ def test_of_lora_the_adapters_alone_go_out(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None:
-    words = {word: number for number, word in enumerate(["<|endoftext|>", "<unk>", *sorted(set(TEXT.split()))])}
+    words = {
+        word: number
+        for number, word in enumerate(["<|endoftext|>", "<unk>", *sorted(set(TEXT.split()))])
+    }
     made: Any = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     folder = tmp_path / "words"
@@ -138,7 +194,12 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
         tokenizer_object=made, eos_token="<|endoftext|>", unk_token="<unk>"
     ).save_pretrained(folder)
     (tmp_path / "text.txt").write_text(TEXT * 400)
-    given = [f"data.path={tmp_path / 'text.txt'}", f"data.tokenizer={folder}", "data.context=16", "train.steps=2"]
+    given = [
+        f"data.path={tmp_path / 'text.txt'}",
+        f"data.tokenizer={folder}",
+        "data.context=16",
+        "train.steps=2",
+    ]
     done = train(tmp_path, "--name", "r", *given)
     assert done.returncode == 0, done.stdout
     out = export(tmp_path / "runs" / "r", tmp_path / "out")
@@ -155,7 +216,9 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
     )
     assert "the run's own copy" in (own / "README.md").read_text()
     kept.unlink()
-    told = CliRunner().invoke(app, ["export", str(tmp_path / "runs" / "r"), "--out", str(tmp_path / "other")])
+    told = CliRunner().invoke(
+        app, ["export", str(tmp_path / "runs" / "r"), "--out", str(tmp_path / "other")]
+    )
     assert told.exit_code == 0
     assert "gone or changed" in told.output
     assert not (tmp_path / "other" / "tokenizer.json").exists()
@@ -170,12 +233,27 @@ def test_a_tokenizer_that_came_alone_is_read_as_it_is(qk_norm: bool, tmp_path: P
     made.decoder = tokenizers.decoders.ByteLevel()
     text = "the year 2024, and 20245:\n\n  def it's():  pass\n"
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters))
+    made.train_from_iterator(
+        [text] * 9, tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters)
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text(text * 400)
-    given = [f"data.path={tmp_path / 'text.txt'}", f"data.tokenizer={tmp_path / 'tokenizer.json'}", "data.context=16"]
-    done = train(tmp_path, "--name", "r", *given, "train.steps=1", f"model.args.qk_norm={str(qk_norm).lower()}")
+    given = [
+        f"data.path={tmp_path / 'text.txt'}",
+        f"data.tokenizer={tmp_path / 'tokenizer.json'}",
+        "data.context=16",
+    ]
+    done = train(
+        tmp_path,
+        "--name",
+        "r",
+        *given,
+        "train.steps=1",
+        f"model.args.qk_norm={str(qk_norm).lower()}",
+    )
     assert done.returncode == 0, done.stdout
-    read = transformers.AutoTokenizer.from_pretrained(export(tmp_path / "runs" / "r", tmp_path / "out"))
+    read = transformers.AutoTokenizer.from_pretrained(
+        export(tmp_path / "runs" / "r", tmp_path / "out")
+    )
     assert read(text).input_ids == made.encode(text).ids
     assert read.decode(read(text).input_ids) == text

@@ -16,7 +16,12 @@ EXAMPLES = [ROOT / "examples" / f"with_{name}.py" for name in ("huggingface", "l
 
 
 def shown(example: Path, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     # Whatever asks the hub for something fails.
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home")}
     done = subprocess.run(

@@ -38,7 +38,11 @@ def test_sharded_bf16_weights_become_fp32_masters(tmp_path: Path) -> None:
     save(tmp_path, "llama", torch.bfloat16, shard="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     model = load(tmp_path)
-    stored = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
+    stored = {
+        name: value
+        for file in tmp_path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, stored[name].float())
@@ -64,7 +68,9 @@ def test_loss_is_the_cross_entropy_of_the_successors(kind: str, tmp_path: Path) 
     model, tokens = load(save(tmp_path, kind), aux_loss=False), batch()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        expected = F.cross_entropy(theirs(tokens["inputs"]).logits.flatten(0, 1), tokens["targets"].flatten())
+        expected = F.cross_entropy(
+            theirs(tokens["inputs"]).logits.flatten(0, 1), tokens["targets"].flatten()
+        )
         ours = Task(model.eval(), "hf").loss(model, tokens)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
@@ -72,7 +78,9 @@ def test_loss_is_the_cross_entropy_of_the_successors(kind: str, tmp_path: Path) 
 def test_ignored_targets_have_no_loss(tmp_path: Path) -> None:
     model, tokens = load(save(tmp_path, "llama")), batch(1, 8)
     with torch.no_grad():
-        each = F.cross_entropy(model(tokens["inputs"]).logits[0], tokens["targets"][0], reduction="none")
+        each = F.cross_entropy(
+            model(tokens["inputs"]).logits[0], tokens["targets"][0], reduction="none"
+        )
         tokens["targets"][0, 2:] = -100
         two = Task(model, "hf").loss(model, tokens)
         tokens["targets"][:] = -100
@@ -115,7 +123,11 @@ def test_packed_documents_are_as_each_alone(kind: str, attention: str, tmp_path:
         for row in range(2):
             for number in SEGMENTS[row].unique():
                 here = SEGMENTS[row] == number
-                losses.append(task.loss(model, {name: each[row : row + 1, here] for name, each in tokens.items()}))
+                losses.append(
+                    task.loss(
+                        model, {name: each[row : row + 1, here] for name, each in tokens.items()}
+                    )
+                )
                 counts.append(int(here.sum()))
         unpacked = task.loss(model, tokens)
     alone = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
@@ -143,7 +155,11 @@ def test_a_model_that_mixes_packed_documents_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_its_targets_is_refused(tmp_path: Path) -> None:
     transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
     ).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sees those after it"):
         load(tmp_path)
@@ -154,7 +170,9 @@ def test_vocabulary_and_positions_bound_the_samples(tmp_path: Path) -> None:
     model = load(save(tmp_path, "gpt2", vocab_size=208))
     task = Task(model, "hf")
     assert task.vocab_size == 208
-    with pytest.raises(ConfigError, match="65 tokens are longer than the 64 positions of GPT2LMHeadModel"):
+    with pytest.raises(
+        ConfigError, match="65 tokens are longer than the 64 positions of GPT2LMHeadModel"
+    ):
         task.loss(model, {name: each % 208 for name, each in batch(1, 65).items()})
 
 
@@ -186,7 +204,10 @@ def test_gradient_checkpointing_changes_no_bit(kind: str, recipe: str, tmp_path:
         calls = _count_calls(model)
         precision = Precision.from_recipe(recipe)
         precision.prepare(model)
-        task, optimizer = Task(model, "hf"), torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        task, optimizer = (
+            Task(model, "hf"),
+            torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        )
         torch.manual_seed(0)
         losses = []
         for step in range(3):
@@ -198,7 +219,9 @@ def test_gradient_checkpointing_changes_no_bit(kind: str, recipe: str, tmp_path:
             losses.append(loss.item())
         stats = precision.stats()
         assert stats is not None
-        ends.append((losses, list(stats.amax), [p.detach().clone() for p in model.parameters()], len(calls)))
+        ends.append(
+            (losses, list(stats.amax), [p.detach().clone() for p in model.parameters()], len(calls))
+        )
     (losses, amax, weights, once), (again, amax_again, weights_again, twice) = ends
     assert twice == 2 * once  # blocks really were computed again
     assert losses == again
@@ -208,7 +231,11 @@ def test_gradient_checkpointing_changes_no_bit(kind: str, recipe: str, tmp_path:
 
 def _count_calls(model: Any) -> list[int]:
     calls: list[int] = []
-    part = model.transformer.h[0].ln_1 if hasattr(model, "transformer") else model.model.layers[0].input_layernorm
+    part = (
+        model.transformer.h[0].ln_1
+        if hasattr(model, "transformer")
+        else model.model.layers[0].input_layernorm
+    )
     part.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -246,10 +273,14 @@ def test_a_checkpoint_of_another_description_is_refused(tmp_path: Path) -> None:
     part = ModelPart(load(save(tmp_path, "llama")))
     tensors, meta = part.state_dict()
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "use_cache": False, "transformers_version": "5.0.0"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "use_cache": False, "transformers_version": "5.0.0"})
+    )
     ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
     (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
-    with pytest.raises(CheckpointError, match="described otherwise than when the checkpoint was written"):
+    with pytest.raises(
+        CheckpointError, match="described otherwise than when the checkpoint was written"
+    ):
         ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
 
 
@@ -263,7 +294,9 @@ def test_pickles_quantised_weights_and_foreign_code_are_refused(tmp_path: Path) 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     strange = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
-    (tmp_path / "config.json").write_text(json.dumps({**strange, "quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**strange, "quantization_config": {"quant_method": "fp8"}})
+    )
     (tmp_path / "mine.py").write_text("raise SystemExit('code of the model was run')")
     with pytest.raises(ConfigError) as caught:
         load(tmp_path)
@@ -303,21 +336,32 @@ def test_the_network_is_never_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load(tmp_path, lora={"r": 2}).training
 
 
-def test_a_target_of_ones_own_may_return_such_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_of_ones_own_may_return_such_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_hf.py").write_text(
         "from tests.extras.tiny_models import fresh\ndef build():\n    return fresh('qwen2').train()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     model = build_model(ModelConfig(target="own_hf:build"))
     with torch.no_grad():
-        expected = F.cross_entropy(fresh("qwen2")(batch()["inputs"]).logits.flatten(0, 1), batch()["targets"].flatten())
+        expected = F.cross_entropy(
+            fresh("qwen2")(batch()["inputs"]).logits.flatten(0, 1), batch()["targets"].flatten()
+        )
         torch.testing.assert_close(Task(model, "own_hf:build").loss(model, batch()), expected)
 
 
 def test_models_for_other_tasks_are_left_to_their_own_loss() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     masked = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **sizes))
-    images = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **sizes))
+    images = transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    )
     assert causal_lm(masked) is None
     assert causal_lm(images) is None
     check(masked, "here")

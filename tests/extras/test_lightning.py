@@ -97,21 +97,31 @@ def test_clipping_by_value_is_of_true_gradients(tmp_path: Path) -> None:
     module = Module()
     precision = Precision(recipe("fp16_scaler"))
     fit = trainer(
-        tmp_path, TrainerPrecision(precision), gradient_clip_val=1e-3, gradient_clip_algorithm="value", max_steps=3
+        tmp_path,
+        TrainerPrecision(precision),
+        gradient_clip_val=1e-3,
+        gradient_clip_algorithm="value",
+        max_steps=3,
     )
     fit.fit(module, loader(8))
     facts = precision.facts()
     assert facts is not None
-    assert 0 < facts.grad_norm <= 1e-3 * math.sqrt(sum(p.numel() for p in module.parameters())) * 1.001
+    assert (
+        0 < facts.grad_norm <= 1e-3 * math.sqrt(sum(p.numel() for p in module.parameters())) * 1.001
+    )
 
 
 def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def fit(path: str | None, epochs: int) -> tuple[Module, Precision]:
         module, precision = Module(), Precision(recipe())
-        saver = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{step}")
+        saver = ModelCheckpoint(
+            tmp_path / "saved", every_n_epochs=1, save_top_k=-1, filename="{step}"
+        )
         callbacks = [saver, HarnessCallback(guard=GUARD)]
         plugin = TrainerPrecision(precision)
-        runner = trainer(tmp_path, plugin, callbacks=callbacks, enable_checkpointing=True, max_epochs=epochs)
+        runner = trainer(
+            tmp_path, plugin, callbacks=callbacks, enable_checkpointing=True, max_epochs=epochs
+        )
         runner.fit(module, loader(6), ckpt_path=path)
         return module, precision
 
@@ -122,7 +132,9 @@ def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert again.losses == whole.losses[6:]
     assert same_weights(again, whole)
     states = first.state_dict()["tensors"], second.state_dict()["tensors"]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0] if key.startswith("fp8"))
+    assert all(
+        torch.equal(states[0][key], states[1][key]) for key in states[0] if key.startswith("fp8")
+    )
 
 
 def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:
@@ -148,7 +160,9 @@ def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:
 
 def test_the_run_ends_as_halted_where_nothing_helps(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    callback = HarnessCallback(folder, guard={"max_consecutive_skips": 2, "snapshot_every": 0}, mlflow=False)
+    callback = HarnessCallback(
+        folder, guard={"max_consecutive_skips": 2, "snapshot_every": 0}, mlflow=False
+    )
     runner = trainer(tmp_path, TrainerPrecision(Precision(recipe())), callbacks=[callback])
     with pytest.raises(HaltedError):
         runner.fit(Module(), loader(12, bad=(3, 4, 5, 6)))
@@ -168,7 +182,9 @@ def test_what_is_wired_wrongly_is_refused(tmp_path: Path) -> None:
 def test_fabric_gives_the_plain_loops_losses(name: str) -> None:
     expected, reference = plain(recipe(name), 8, clip=0.1)
     precision = Precision(recipe(name))
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricPrecision(precision, max_grad_norm=0.1)])
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[FabricPrecision(precision, max_grad_norm=0.1)]
+    )
     bare = mlp()
     inner = adamw(bare)
     model, optimizer = fabric.setup(bare, inner)

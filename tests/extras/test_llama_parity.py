@@ -15,7 +15,12 @@ from harness.models.llama import build as build_llama
 from harness.models.llama import config_of, from_llama, to_llama
 
 SMALL: dict[str, Any] = {"vocab": 160, "dim": 64, "layers": 2, "heads": 4, "ffn": 112}
-LLAMA_31 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_31 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 KINDS = {
     "untied": {},
     "tied": {"tied": True},
@@ -83,7 +88,11 @@ def test_gradients_agree_too() -> None:
     drawn = tokens()
     model(drawn[:, :-1], drawn[:, 1:]).backward()
     other(drawn, labels=drawn).loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     wanted = dict(other.named_parameters())
     made = to_llama(gradients, model.settings)
     assert made.keys() == wanted.keys()
@@ -105,17 +114,30 @@ def test_a_folder_of_theirs_becomes_a_gpt(kind: str, sharded: bool, tmp_path: Pa
 
 def test_weights_in_bf16_become_fp32(tmp_path: Path) -> None:
     theirs(fresh()).bfloat16().save_pretrained(tmp_path)
-    assert {parameter.dtype for parameter in build_llama(str(tmp_path)).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in build_llama(str(tmp_path)).parameters()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, attention_bias=True), "attention_bias"),
-        (transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, hidden_act="gelu"), "hidden_act gelu"),
-        (transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32), "head_dim 32"),
         (
-            transformers.LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, attention_bias=True),
+            "attention_bias",
+        ),
+        (
+            transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, hidden_act="gelu"),
+            "hidden_act gelu",
+        ),
+        (
+            transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32),
+            "head_dim 32",
+        ),
+        (
+            transformers.LlamaConfig(
+                rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+            ),
             "rope_type linear",
         ),
         (transformers.GPT2Config(), "'gpt2' is neither llama nor qwen3"),

@@ -17,11 +17,22 @@ PLAIN = "standard_loop"
 def last_loss(example: str, recipe: str, folder: Path) -> str:
     """What the example prints of its last loss, after everything that has to happen has happened."""
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), recipe]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout

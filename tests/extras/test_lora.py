@@ -27,14 +27,19 @@ def adapters(model: Any, dropout: float = 0.0) -> Any:
     return peft.get_peft_model(
         model,
         peft.LoraConfig(
-            task_type="CAUSAL_LM", r=R, lora_dropout=dropout, target_modules=["q_proj", "v_proj", "c_attn"]
+            task_type="CAUSAL_LM",
+            r=R,
+            lora_dropout=dropout,
+            target_modules=["q_proj", "v_proj", "c_attn"],
         ),
     )
 
 
 def trained(model: nn.Module, precision: Precision, steps: int = 4) -> list[float]:
     task, losses = Task(model, "hf"), []
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=3e-2, fused=True
+    )
     torch.manual_seed(0)
     for _ in range(steps):
         with precision.context():
@@ -61,7 +66,9 @@ def test_either_order_of_wrapping_trains_alike(kind: str, recipe: str, tmp_path:
         else:
             precision.prepare(model)
             model = adapters(model)
-        base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+        base = {
+            name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+        }
         losses = trained(model, precision)
         after = dict(model.named_parameters())
         assert all(torch.equal(after[name], value) for name, value in base.items())
@@ -79,7 +86,10 @@ def test_the_plan_names_adapters_and_frozen_layers(tmp_path: Path) -> None:
     model = adapters(load(save(tmp_path, "llama")))
     precision = Precision.from_recipe("fp8_hybrid")
     precision.prepare(model)
-    rows = {row.module.removeprefix("base_model.model.model.layers.0."): row for row in precision.plan.layers}
+    rows = {
+        row.module.removeprefix("base_model.model.model.layers.0."): row
+        for row in precision.plan.layers
+    }
     base = rows["self_attn.q_proj.base_layer"]
     assert (base.precision, base.reason) == ("fp8", "converted, frozen: no weight gradient")
     for half in ("lora_A", "lora_B"):
@@ -161,16 +171,22 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path: Path) -> None:
     other = load(folder, lora={"r": 4})
     ModelPart(other).load_state_dict(saved, meta)
     with torch.no_grad():
-        assert torch.equal(model.eval()(batch()["inputs"]).logits, other.eval()(batch()["inputs"]).logits)
+        assert torch.equal(
+            model.eval()(batch()["inputs"]).logits, other.eval()(batch()["inputs"]).logits
+        )
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] += 1e-3
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="are not those that the checkpoint was trained beside"):
+    with pytest.raises(
+        CheckpointError, match="are not those that the checkpoint was trained beside"
+    ):
         ModelPart(load(folder, lora={"r": 4})).load_state_dict(saved, meta)
 
 
 def test_adapters_beside_fresh_weights_are_saved_with_them(tmp_path: Path) -> None:
-    tensors, meta = ModelPart(load(save(tmp_path, "llama"), weights="fresh", lora={"r": 4})).state_dict()
+    tensors, meta = ModelPart(
+        load(save(tmp_path, "llama"), weights="fresh", lora={"r": 4})
+    ).state_dict()
     assert "frozen" not in meta
     assert any("base_layer" in name for name in tensors)
 
@@ -188,7 +204,13 @@ def test_a_run_with_adapters_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     for name, stops in (("whole", [6]), ("parts", [3, 6])):
         for steps in stops:
             done = train(
-                tmp_path, *args, "--name", name, f"train.steps={steps}", "train.min_lr_ratio=1", "train.lr=0.01"
+                tmp_path,
+                *args,
+                "--name",
+                name,
+                f"train.steps={steps}",
+                "train.min_lr_ratio=1",
+                "train.lr=0.01",
             )
             assert done.returncode == 0, done.stdout
     assert metrics(tmp_path / "runs/whole") == metrics(tmp_path / "runs/parts")
@@ -201,4 +223,6 @@ def test_a_run_with_adapters_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert all("lora_" in name for name in states.keys() - {"applied"})
     told = " ".join(harness(tmp_path, "inspect", "runs/whole").stdout.split())
     silent = "base_model.model.model.layers.00.self_attn.q_proj.base_layer.grad_output"
-    assert f"29 of 30 FP8 slots saw a nonzero amax; no gradient goes back to {silent}: frozen" in told
+    assert (
+        f"29 of 30 FP8 slots saw a nonzero amax; no gradient goes back to {silent}: frozen" in told
+    )

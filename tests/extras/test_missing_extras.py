@@ -27,12 +27,27 @@ NEEDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "library"), [(name, each) for name, known in NEEDS.items() for each in known])
-def test_a_missing_library_is_one_line_that_says_what_to_install(example: str, library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "library"), [(name, each) for name, known in NEEDS.items() for each in known]
+)
+def test_a_missing_library_is_one_line_that_says_what_to_install(
+    example: str, library: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", WITHOUT, library, str(ROOT / "examples" / f"{example}.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stdout == ""

@@ -53,7 +53,10 @@ def test_every_kind_of_string_column_has_the_same_rows(tmp_path: Path, kind: str
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "ids": (pa.array([[1, 2, 3]] * 60, pa.list_(pa.int32())), r"list<element: int32>(.|\n)*tofile\("),
+    "ids": (
+        pa.array([[1, 2, 3]] * 60, pa.list_(pa.int32())),
+        r"list<element: int32>(.|\n)*tofile\(",
+    ),
     "lists": (pa.array([["a", "b"]] * 60), "list<element: string>, not text"),
     "records": (pa.array([{"string": line} for line in LINES]), "struct<string: string>, not text"),
     "bytes": (pa.array([line.encode() for line in LINES]), "binary, not text"),
@@ -79,7 +82,10 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_hub_folder_trains_on_its_train_split(tmp_path: Path) -> None:
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for name in ("train", "validation", "test"):
-        write(tmp_path / "hub" / "data" / f"{name}-00000-of-00001.parquet", [f"{name} {line}" for line in LINES])
+        write(
+            tmp_path / "hub" / "data" / f"{name}-00000-of-00001.parquet",
+            [f"{name} {line}" for line in LINES],
+        )
     found = lines(tmp_path / "hub", tmp_path / "run")
     assert {line.split()[0] for line in found} == {"train", "validation"}
 
@@ -117,7 +123,9 @@ def test_one_arrow_file_is_read(tmp_path: Path, kind: str) -> None:
 def test_splits_without_a_train_are_asked_for(tmp_path: Path) -> None:
     part = datasets.Dataset.from_dict({"text": LINES})
     datasets.DatasetDict({"test": part, "unsupervised": part}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"has no split train, but test, unsupervised(.|\n)*saved/test"):
+    with pytest.raises(
+        DataError, match=r"has no split train, but test, unsupervised(.|\n)*saved/test"
+    ):
         prepare(config(tmp_path / "saved"), tmp_path / "run")
     assert sorted(lines(tmp_path / "saved" / "unsupervised", tmp_path / "run2")) == sorted(LINES)
 
@@ -149,7 +157,11 @@ def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path: Path, how: str)
     else:
         large = {"dictionary_pagesize_limit": (1 << 31) - 1} if how == "a dictionary" else {}
         path = write(
-            tmp_path / "rows.parquet", column, compression="zstd", use_dictionary=how == "a dictionary", **large
+            tmp_path / "rows.parquet",
+            column,
+            compression="zstd",
+            use_dictionary=how == "a dictionary",
+            **large,
         )
     assert path.stat().st_size < 1 << 20
     made = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True)

@@ -10,7 +10,9 @@ from tests.support.runs import metrics, train
 
 
 @pytest.mark.parametrize(("model", "data", "slots"), [("vit", "images", 18), ("bert", "texts", 21)])
-def test_a_classifier_trains_by_its_own_names(model: str, data: str, slots: int, tmp_path: Path) -> None:
+def test_a_classifier_trains_by_its_own_names(
+    model: str, data: str, slots: int, tmp_path: Path
+) -> None:
     module = "tests.extras.own_classifiers"
     done = train(
         tmp_path, "--name", "r", "data.path=null", f"data.target={module}:{data}", f"model.target={module}:{model}",

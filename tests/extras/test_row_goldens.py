@@ -31,9 +31,22 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "rows.json"
 def texts(count: int, repeat: int = 1) -> list[str]:
     """Documents of 5 to 300 characters, with what formats quote and escape."""
     random = np.random.default_rng(7)
-    words = ["fox", 'a "quote"', "é", "back\\slash", "\u2028", "tab\t", "x,y", "\U0001f98a", "line\nend", "NA", "007"]
+    words = [
+        "fox",
+        'a "quote"',
+        "é",
+        "back\\slash",
+        "\u2028",
+        "tab\t",
+        "x,y",
+        "\U0001f98a",
+        "line\nend",
+        "NA",
+        "007",
+    ]
     return [
-        f"{number}: " + " ".join(words[each] for each in random.integers(0, len(words), 1 + number % 40)) * repeat
+        f"{number}: "
+        + " ".join(words[each] for each in random.integers(0, len(words), 1 + number % 40)) * repeat
         for number in range(count)
     ]
 
@@ -44,7 +57,10 @@ LARGE = texts(12_000, 20)
 
 
 def lines(rows: list[str], ascii: bool = True) -> bytes:
-    made = [{"text": text, "meta": {"n": number, "text": f"m{number}"}} for number, text in enumerate(rows)]
+    made = [
+        {"text": text, "meta": {"n": number, "text": f"m{number}"}}
+        for number, text in enumerate(rows)
+    ]
     return "".join(json.dumps(row, ensure_ascii=ascii) + "\n" for row in made).encode()
 
 
@@ -55,7 +71,9 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def folder(at: Path) -> Path:
-    for number, name in enumerate(("train-0.jsonl", "train-1.jsonl", "validation.jsonl", "test.jsonl")):
+    for number, name in enumerate(
+        ("train-0.jsonl", "train-1.jsonl", "validation.jsonl", "test.jsonl")
+    ):
         written(at / name, lines(SMALL[70 * number : 70 * (number + 1)]))
     return written(at / "README.md", b"card").parent
 
@@ -63,12 +81,17 @@ def folder(at: Path) -> Path:
 def odd(at: Path) -> Path:
     """Rows without a text, and rows of other shapes than the first."""
     extra = ['{"text": ""}', '{"text": null}', '{"other": 1}', '{"text": "a", "meta": "words"}']
-    return written(at / "odd.jsonl", lines(SMALL[:50]) + "\n".join(extra).encode() + b"\n" + lines(SMALL[50:]))
+    return written(
+        at / "odd.jsonl", lines(SMALL[:50]) + "\n".join(extra).encode() + b"\n" + lines(SMALL[50:])
+    )
 
 
 def late(at: Path) -> Path:
     """Keys that no row among the first 10 MB has."""
-    return written(at / "late.jsonl", lines(LARGE[:4000]) + b'{"text": "late", "new": {"a": [1]}}\n' + lines(SMALL))
+    return written(
+        at / "late.jsonl",
+        lines(LARGE[:4000]) + b'{"text": "late", "new": {"a": [1]}}\n' + lines(SMALL),
+    )
 
 
 def parquet(rows: list[str], group: int, **how: Any) -> Callable[[Path], Path]:
@@ -100,13 +123,18 @@ def arrow(at: Path) -> Path:
 
 
 def feather(at: Path) -> Path:
-    pyarrow.feather.write_feather(pa.table({"text": pa.array(SMALL).dictionary_encode()}), str(at / "rows.feather"))
+    pyarrow.feather.write_feather(
+        pa.table({"text": pa.array(SMALL).dictionary_encode()}), str(at / "rows.feather")
+    )
     return at / "rows.feather"
 
 
 def plain(at: Path) -> Path:
     for number in range(6):
-        written(at / "texts" / f"{number}.txt", "\n".join(LARGE[number * 600 : (number + 1) * 600]).encode())
+        written(
+            at / "texts" / f"{number}.txt",
+            "\n".join(LARGE[number * 600 : (number + 1) * 600]).encode(),
+        )
     return at / "texts"
 
 
@@ -145,7 +173,10 @@ def tokenizer(at: Path) -> str:
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     made.train_from_iterator(SMALL, trainer)
     made.save(str(at / "tokenizer.json"))
@@ -160,13 +191,19 @@ def taken(name: str, at: Path) -> dict[str, Any]:
     if settings.get("tokenizer"):
         settings["tokenizer"] = tokenizer(at)
     data = prepare(config(make(at / "source"), **settings), at / "run")
-    told: dict[str, Any] = {"sha256": data.sha256, "ids": data.ids, "skipped": len(data.info["skipped"])}
+    told: dict[str, Any] = {
+        "sha256": data.sha256,
+        "ids": data.ids,
+        "skipped": len(data.info["skipped"]),
+    }
     for split, tokens in (("train", data.train), ("val", data.val)):
         assert isinstance(tokens, Tokens)
         ((row,), damage) = tokens.read(np.arange(len(tokens))[None])
         assert not damage
         starts = data.starts(split)
-        hashed = hashlib.sha256(row.astype("<i4").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
+        hashed = hashlib.sha256(
+            row.astype("<i4").tobytes() + starts.astype("<i8").tobytes()
+        ).hexdigest()
         told[split] = {"tokens": len(row), "documents": len(starts), "sha256": hashed}
     return told
 
@@ -178,5 +215,7 @@ def test_documents_order_and_hashes_are_what_they_were(tmp_path: Path, name: str
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        made = {name: taken(name, Path(scratch) / str(number)) for number, name in enumerate(SOURCES)}
+        made = {
+            name: taken(name, Path(scratch) / str(number)) for number, name in enumerate(SOURCES)
+        }
     GOLDEN.write_text(json.dumps(made, indent=1) + "\n")

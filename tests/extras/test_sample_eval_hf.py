@@ -26,7 +26,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=[END], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
+    )
     tokenizer.train([str(path) for path in sorted(TEXT.rglob("*")) if path.is_file()], trainer)
     save(folder / "base", "qwen3", vocab_size=320)
     tokenizer.save(str(folder / "base" / "tokenizer.json"))
@@ -65,18 +67,31 @@ def logits_of(folder: Path, name: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_eval_gives_the_loss_that_transformers_gives(name: str, trained: Path, tmp_path: Path) -> None:
+def test_eval_gives_the_loss_that_transformers_gives(
+    name: str, trained: Path, tmp_path: Path
+) -> None:
     tokenizer = Tokenizer.from_file(str(trained / "base/tokenizer.json"))
     text = "def add(one, other):\n    return one + other\n\n" * 30
     (tmp_path / "other.txt").write_text(text)
-    done = harness(trained, "eval", f"runs/{name}", "--json", "--data", str(tmp_path / "other.txt"), "--samples", "999")
+    done = harness(
+        trained,
+        "eval",
+        f"runs/{name}",
+        "--json",
+        "--data",
+        str(tmp_path / "other.txt"),
+        "--samples",
+        "999",
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     ids = torch.tensor(tokenizer.encode(text).ids)
     rows = ids[: (len(ids) - 1) // 32 * 32].view(-1, 32)
     logits = logits_of(trained, name, rows)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[1 : rows.numel() + 1]).item()
-    assert told["in_fp32"]["loss"] == pytest.approx(loss, rel=0.01)  # two splits: other pieces of a text that repeats
+    assert told["in_fp32"]["loss"] == pytest.approx(
+        loss, rel=0.01
+    )  # two splits: other pieces of a text that repeats
     assert 0 < abs(told["difference"]["nats"]) < 0.05
     recorded = json.loads((trained / f"runs/{name}/outcome.json").read_text())["val_loss"]
     own = json.loads(harness(trained, "eval", f"runs/{name}", "--json").stdout)

@@ -64,7 +64,9 @@ def test_an_arrow_folder_that_changed_is_named(tmp_path: Path) -> None:
     (tmp_path / "saved" / "cache-1.arrow").write_bytes(b"what map() leaves")
     assert told(tmp_path / "saved", tmp_path / "run") == ""
     datasets.Dataset.from_dict({"text": TEXTS[1:]}).save_to_disk(tmp_path / "other")
-    (tmp_path / "other" / "data-00000-of-00001.arrow").replace(tmp_path / "saved" / "data-00000-of-00001.arrow")
+    (tmp_path / "other" / "data-00000-of-00001.arrow").replace(
+        tmp_path / "saved" / "data-00000-of-00001.arrow"
+    )
     assert "changed: data-00000-of-00001.arrow" in told(tmp_path / "saved", tmp_path / "run")
 
 

@@ -24,7 +24,10 @@ from harness.data.tokens import TokenData, prepare
 from tests.support.runs import harness, train
 from tests.unit.data.token_files import config, headerless
 
-DOCUMENTS = [f"Document {number}: " + "the quick brown fox, é and ü; " * (1 + number % 7) for number in range(120)]
+DOCUMENTS = [
+    f"Document {number}: " + "the quick brown fox, é and ü; " * (1 + number % 7)
+    for number in range(120)
+]
 END = "<|endoftext|>"
 
 
@@ -35,7 +38,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(DOCUMENTS, trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save(str(folder / "tokenizer.json"))
@@ -44,13 +49,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jsonl(folder: Path) -> Path:
-    lines = [json.dumps({"text": text, "meta": {"n": number}}) for number, text in enumerate(DOCUMENTS)]
+    lines = [
+        json.dumps({"text": text, "meta": {"n": number}}) for number, text in enumerate(DOCUMENTS)
+    ]
     (folder / "docs.jsonl").write_text("\n".join(lines))
     return folder / "docs.jsonl"
 
 
 def parquet(folder: Path) -> Path:
-    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), folder / "docs.parquet", row_group_size=17)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": DOCUMENTS}), folder / "docs.parquet", row_group_size=17
+    )
     return folder / "docs.parquet"
 
 
@@ -66,7 +75,9 @@ def parquet_folder(folder: Path) -> Path:
 
 
 def arrow(folder: Path) -> Path:
-    datasets.Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(str(folder / "saved"), num_shards=2)
+    datasets.Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(
+        str(folder / "saved"), num_shards=2
+    )
     return folder / "saved"
 
 
@@ -98,13 +109,17 @@ def expected(tokenizer: Path, texts: Sequence[str] = DOCUMENTS) -> list[list[int
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_source_gives_what_the_library_gives(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+def test_every_source_gives_what_the_library_gives(
+    tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
     path = SOURCES[kind](tmp_path)
     settings = config(path, tokenizer=str(tokenizer), packing="documents")
     data = prepare(settings, tmp_path / "run")
     train, val = documents(data, "train"), documents(data, "val")
     assert sorted(train + val) == sorted(expected(tokenizer))
-    assert train == [each for each in expected(tokenizer) if each in train], "in the order of the source"
+    assert train == [each for each in expected(tokenizer) if each in train], (
+        "in the order of the source"
+    )
     assert len(val) == pytest.approx(12, abs=3)
     assert data.vocab == -(-data.ids // 16) * 16
     again = prepare(settings, tmp_path / "run")
@@ -115,15 +130,23 @@ def test_every_source_gives_what_the_library_gives(tmp_path: Path, tokenizer: Pa
 def test_rows_without_a_tokenizer_are_bytes(tmp_path: Path, kind: str) -> None:
     data = prepare(config(SOURCES[kind](tmp_path), packing="documents"), tmp_path / "run")
     found = documents(data, "train") + documents(data, "val")
-    assert sorted(bytes(each).decode() for each in found) == sorted(f"{text}\n" for text in DOCUMENTS)
+    assert sorted(bytes(each).decode() for each in found) == sorted(
+        f"{text}\n" for text in DOCUMENTS
+    )
     assert data.vocab == 256
 
 
-def test_splits_of_a_dataset_dict_are_taken_and_others_named(tmp_path: Path, tokenizer: Path) -> None:
+def test_splits_of_a_dataset_dict_are_taken_and_others_named(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     parts = {"train": DOCUMENTS[:80], "validation": DOCUMENTS[80:100], "test": DOCUMENTS[100:]}
-    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
+    saved = datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()}
+    )
     saved.save_to_disk(str(tmp_path / "saved"))
-    data = prepare(config(tmp_path / "saved", tokenizer=str(tokenizer), packing="documents"), tmp_path / "run")
+    data = prepare(
+        config(tmp_path / "saved", tokenizer=str(tokenizer), packing="documents"), tmp_path / "run"
+    )
     assert documents(data, "train") == expected(tokenizer, DOCUMENTS[:80])
     assert documents(data, "val") == expected(tokenizer, DOCUMENTS[80:100])
     assert [skip["name"] for skip in data.info["skipped"]] == ["test"]
@@ -131,14 +154,20 @@ def test_splits_of_a_dataset_dict_are_taken_and_others_named(tmp_path: Path, tok
 
 def test_val_jsonl_beside_train_jsonl_is_the_split(tmp_path: Path) -> None:
     for name, rows in (("train", DOCUMENTS[:100]), ("val", DOCUMENTS[100:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
     data = prepare(config(tmp_path / "train.jsonl", packing="documents"), tmp_path / "run")
-    assert [bytes(each).decode() for each in documents(data, "val")] == [f"{row}\n" for row in DOCUMENTS[100:]]
+    assert [bytes(each).decode() for each in documents(data, "val")] == [
+        f"{row}\n" for row in DOCUMENTS[100:]
+    ]
 
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     folder = parquet_folder(tmp_path)
-    pyarrow.parquet.write_table(pyarrow.table({"content": DOCUMENTS}), folder / "data" / "odd.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"content": DOCUMENTS}), folder / "data" / "odd.parquet"
+    )
     with pytest.raises(DataError, match=r'odd\.parquet: has no "text"\n    why: it has content'):
         prepare(config(folder), tmp_path / "run")
     with pytest.raises(DataError) as caught:
@@ -166,7 +195,9 @@ def test_ids_that_the_tokenizer_has_not_are_refused(tmp_path: Path, tokenizer: P
     path = headerless(tmp_path / "train.bin", np.arange(5000) % 400)
     with pytest.raises(DataError, match="has the token id 399, which the tokenizer does not"):
         prepare(config(path, tokenizer=str(tokenizer)), tmp_path / "run")
-    data = prepare(config(headerless(path, np.arange(5000) % 100), tokenizer=str(tokenizer)), tmp_path / "run")
+    data = prepare(
+        config(headerless(path, np.arange(5000) % 100), tokenizer=str(tokenizer)), tmp_path / "run"
+    )
     assert data.ids > 100, "of the tokenizer, not of the data"
 
 
@@ -193,7 +224,16 @@ def test_the_command_and_a_run_on_what_it_made(tmp_path: Path, tokenizer: Path) 
     assert done.returncode == 0, done.stderr
     assert "120 documents" in done.stdout
     assert f"data.path={Path('made')}" in done.stdout
-    ran = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=made", "train.steps=3", "data.val_samples=2")
+    ran = train(
+        tmp_path,
+        "--name",
+        "r",
+        "--recipe",
+        "bf16",
+        "data.path=made",
+        "train.steps=3",
+        "data.val_samples=2",
+    )
     assert ran.returncode == ExitCode.DONE, ran.stdout
     assert (tmp_path / "runs" / "r" / "data" / "tokenizer.json").read_bytes() == (
         tokenizer / "tokenizer.json"
@@ -235,7 +275,9 @@ def test_a_text_that_the_tokenizer_fails_on_is_named_or_passed_over(
         assert SAID[how] in problem.why
         assert "data.bad=skip" in problem.fix
     data = prepare(config(path, tokenizer=str(file), bad="skip"), tmp_path / "other")
-    assert list(data.info["skipped"]) == [{"name": "2 rows", "reason": f"data.tokenizer: {file} fails on a text"}]
+    assert list(data.info["skipped"]) == [
+        {"name": "2 rows", "reason": f"data.tokenizer: {file} fails on a text"}
+    ]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -252,11 +294,17 @@ def test_a_document_in_pieces_keeps_its_end_where_the_tokenizer_fails_on_one(
         folder, out = tmp_path / f"texts{len(documents)}", tmp_path / f"out{len(documents)}"
         folder.mkdir()
         for number in range(20):
-            (folder / f"{number}.txt").write_text("ab ab ab ab\n" * 500 + (ending if number % 2 else ""))
-        prepare_dataset(Preparation(str(folder), "text", tokenizer=str(file), bad="skip"), out, processes=1)
+            (folder / f"{number}.txt").write_text(
+                "ab ab ab ab\n" * 500 + (ending if number % 2 else "")
+            )
+        prepare_dataset(
+            Preparation(str(folder), "text", tokenizer=str(file), bad="skip"), out, processes=1
+        )
         made = json.loads((out / "dataset.json").read_text())
         documents.append(made["documents"])
-    assert made["skipped"] == [{"name": "10 rows", "reason": f"data.tokenizer: {file} fails on a text"}]
+    assert made["skipped"] == [
+        {"name": "10 rows", "reason": f"data.tokenizer: {file} fails on a text"}
+    ]
     assert documents[0] == documents[1]
 
 

@@ -81,7 +81,9 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     )  # fmt: skip
 
 
-def ours(policy: Recipe, folder: Path, batches: int, watch: Watch | None = None, **more: Any) -> Ours:
+def ours(
+    policy: Recipe, folder: Path, batches: int, watch: Watch | None = None, **more: Any
+) -> Ours:
     given = {key: more.pop(key) for key in ("eval_dataset",) if key in more}
     trainer = Ours(
         llama(), arguments(folder, **more), train_dataset=Tokens(batches), precision=Precision(policy), watch=watch,
@@ -91,7 +93,9 @@ def ours(policy: Recipe, folder: Path, batches: int, watch: Watch | None = None,
     return trainer
 
 
-def explicit(policy: Recipe, folder: Path, batches: int, **more: Any) -> tuple[list[float], list[float], nn.Module]:
+def explicit(
+    policy: Recipe, folder: Path, batches: int, **more: Any
+) -> tuple[list[float], list[float], nn.Module]:
     """The same run by hand: optimizer, scheduler and data are the plain Trainer's."""
     precision = Precision(policy)
     model = precision.prepare(llama())
@@ -118,7 +122,9 @@ def explicit(policy: Recipe, folder: Path, batches: int, **more: Any) -> tuple[l
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", RUNGS)
-def test_the_trainer_gives_the_plain_loops_losses(name: str, accumulate: int, tmp_path: Path) -> None:
+def test_the_trainer_gives_the_plain_loops_losses(
+    name: str, accumulate: int, tmp_path: Path
+) -> None:
     more = {"gradient_accumulation_steps": accumulate, "max_grad_norm": 0.5}
     expected, norms, model = explicit(recipe(name), tmp_path, 8, **more)
     trainer = ours(recipe(name), tmp_path, 8, **more)
@@ -133,7 +139,15 @@ def test_the_trainer_gives_the_plain_loops_losses(name: str, accumulate: int, tm
 
 def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def run(folder: str, **more: Any) -> Ours:
-        return ours(recipe(), tmp_path / folder, 10, Watch(None, GUARD), save_strategy="steps", save_steps=4, **more)
+        return ours(
+            recipe(),
+            tmp_path / folder,
+            10,
+            Watch(None, GUARD),
+            save_strategy="steps",
+            save_steps=4,
+            **more,
+        )
 
     whole = run("whole")
     whole.train()
@@ -187,7 +201,8 @@ def test_an_evaluation_runs_as_planned_and_leaves_no_trace(before: bool, tmp_pat
     found = trainer.evaluate()["eval_loss"]
     after = trainer.harness.state_dict()
     pairs = [
-        (value.nan_to_num(-7.5), after["tensors"][key].nan_to_num(-7.5)) for key, value in state["tensors"].items()
+        (value.nan_to_num(-7.5), after["tensors"][key].nan_to_num(-7.5))
+        for key, value in state["tensors"].items()
     ]
     assert all(torch.equal(old, new) for old, new in pairs)
     with trainer.harness.evaluating():
@@ -204,7 +219,9 @@ def test_training_goes_on_where_the_first_call_ended(tmp_path: Path) -> None:
     assert trainer.harness.prepared.state.step == 8
 
 
-@pytest.mark.parametrize(("setting", "told"), [({"bf16": True}, "bf16 is set"), ({"torch_compile": True}, "compile")])
+@pytest.mark.parametrize(
+    ("setting", "told"), [({"bf16": True}, "bf16 is set"), ({"torch_compile": True}, "compile")]
+)
 def test_what_would_change_the_precision_besides_is_refused(
     setting: dict[str, bool], told: str, tmp_path: Path
 ) -> None:

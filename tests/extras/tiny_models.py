@@ -39,17 +39,23 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "qwen2": lambda **more: transformers.Qwen2Config(**_LLAMA | more),
     "qwen3": lambda **more: transformers.Qwen3Config(**_LLAMA | {"head_dim": 16} | more),
     "gpt2": lambda **more: transformers.GPT2Config(**_GPT2 | more),
-    "mixtral": lambda **more: transformers.MixtralConfig(**_LLAMA | {"num_local_experts": 4} | more),
+    "mixtral": lambda **more: transformers.MixtralConfig(
+        **_LLAMA | {"num_local_experts": 4} | more
+    ),
 }
 
 
 def fresh(kind: str, **more: Any) -> Any:
     """A model of transformers itself, in evaluation."""
     torch.manual_seed(7)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](**more), attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[kind](**more), attn_implementation="eager"
+    ).eval()
 
 
-def save(folder: Path, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **more: Any) -> Path:
+def save(
+    folder: Path, kind: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **more: Any
+) -> Path:
     """A folder with weights; shard: size of a file at most."""
     fresh(kind, **more).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder

@@ -38,28 +38,48 @@ RESULTS: tuple[str, ...] = ("same", "refused", "finding")
 def commit() -> str:
     """Of the harness that was attacked; a + where it has changes that are not committed."""
     head = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short=8", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     changed = subprocess.run(
-        ["git", "status", "--porcelain", "harness"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "status", "--porcelain", "harness"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
 
 
 def main() -> int:
     """The command line. A line of the ledger may be "known" too: a gap that was open when it was written."""
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("--minutes", type=float, default=20.0)
-    words.add_argument("--seed", type=int, help="of the first sequence, the next ones follow [default: one not tried]")
+    words.add_argument(
+        "--seed",
+        type=int,
+        help="of the first sequence, the next ones follow [default: one not tried]",
+    )
     words.add_argument("--count", type=int, default=0, help="sequences, instead of minutes")
     words.add_argument("--family", action="append", default=[], help="only these")
     words.add_argument("--kind", default="", help=", ".join(KINDS))
     words.add_argument("--each", action="store_true", help="one sequence of each family")
-    words.add_argument("--open", action="store_true", help="again what the ledger has as found or known, as it was")
+    words.add_argument(
+        "--open", action="store_true", help="again what the ledger has as found or known, as it was"
+    )
     words.add_argument("--ledger", type=Path, default=LEDGER)
     words.add_argument("--no-ledger", action="store_true")
-    words.add_argument("--no-page", action="store_true", help="leave docs/studies/reliability.md as it is")
-    words.add_argument("--work", type=Path, help="folder for what the sequences leave, kept where one fails")
+    words.add_argument(
+        "--no-page", action="store_true", help="leave docs/studies/reliability.md as it is"
+    )
+    words.add_argument(
+        "--work", type=Path, help="folder for what the sequences leave, kept where one fails"
+    )
     given = words.parse_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="attack-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -82,7 +102,13 @@ def main() -> int:
             if result.finding:
                 tell(attack, result.finding, result.log, work, name["again"])
             if not given.no_ledger:
-                line = {"seed": attack.seed, **name, "commit": head, "kind": attack.kind, "families": attack.families}
+                line = {
+                    "seed": attack.seed,
+                    **name,
+                    "commit": head,
+                    "kind": attack.kind,
+                    "families": attack.families,
+                }
                 line |= {"faults": faults, "result": result.result, "finding": result.finding[:300]}
                 if changes := [each.change for each in attack.episodes if each.change]:
                     line["changes"] = changes
@@ -91,7 +117,10 @@ def main() -> int:
                 break
     print(f"{sum(sums.values())} sequences: {', '.join(f'{n} {name}' for name, n in sums.items())}")
     if not (given.no_ledger or given.no_page):
-        page = [str(HERE / "reliability_page.py"), str(ROOT / "docs" / "studies" / "reliability.md")]
+        page = [
+            str(HERE / "reliability_page.py"),
+            str(ROOT / "docs" / "studies" / "reliability.md"),
+        ]
         subprocess.run([sys.executable, *page], check=True)
     return 1 if sums["finding"] else 0
 
@@ -107,7 +136,11 @@ def attacks(given: argparse.Namespace) -> Iterator[tuple[Attack, dict[str, str]]
                 yield Attack(**{**kept, "episodes": episodes}), {"again": again, "plans": plans}
         return
     plans = hashlib.sha256((HERE / "attack_plans.py").read_bytes()).hexdigest()[:8]
-    first = max((line["seed"] for line in read(given.ledger)), default=-1) + 1 if given.seed is None else given.seed
+    first = (
+        max((line["seed"] for line in read(given.ledger)), default=-1) + 1
+        if given.seed is None
+        else given.seed
+    )
     wanted = [[name] for name in FAMILIES] if given.each else []
     count = given.count or len(wanted)
     for number in range(count) if count else itertools.count():
@@ -134,7 +167,10 @@ def tell(attack: Attack, finding: str, log: list[str], work: Path, again: str) -
         print(f"    {json.dumps({key: value for key, value in asdict(each).items() if value})}")
     for line in log:
         print(f"    {line}")
-    print(f"    left in {work / f'seed-{attack.seed}'}; again: make attack ARGS={shlex.quote(again)}", flush=True)
+    print(
+        f"    left in {work / f'seed-{attack.seed}'}; again: make attack ARGS={shlex.quote(again)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from hostile import JSON
 from harness.core.files import dump_json
 from harness.tracking.journal import decode
 
-KEPT = ("good.json", "incidents.json", "config.yaml", "plan.json", "outcome.json", "journal.jsonl", "corpus.json")
+KEPT = (
+    "good.json",
+    "incidents.json",
+    "config.yaml",
+    "plan.json",
+    "outcome.json",
+    "journal.jsonl",
+    "corpus.json",
+)
 """Files of which the attacker keeps older copies."""
 
 
@@ -35,7 +43,11 @@ class Damage:
     def apply(self, what: Mapping[str, Any]) -> bool:
         """Do it; whether there was anything to do it to."""
         chance = random.Random(what["seed"])
-        if what["how"] == "delete" and " " in what["what"] and what["what"] not in ("older checkpoint",):
+        if (
+            what["how"] == "delete"
+            and " " in what["what"]
+            and what["what"] not in ("older checkpoint",)
+        ):
             return self._lose(what["what"])
         path = self._find(what["what"], chance)
         if path is None:
@@ -125,7 +137,11 @@ class Damage:
         place = chance.randrange(len(data)) if data else 0
         match how:
             case "flip" if data:
-                data = data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :]
+                data = (
+                    data[:place]
+                    + bytes([data[place] ^ 1 << chance.randrange(8)])
+                    + data[place + 1 :]
+                )
             case "cut":
                 data = data[:place]
             case "empty":
@@ -170,7 +186,11 @@ def said_of(inside: Sequence[str]) -> set[str]:
         found |= {inside[1], f"step {int(inside[1].removeprefix('step-'))}"}
     if inside[0] == "data":
         found |= {"runs/r/data", "the data are others"}
-    more = {"config.yaml": "changed from", "plan.json": "the recipe's contents", "journal.jsonl": "the journal"}
+    more = {
+        "config.yaml": "changed from",
+        "plan.json": "the recipe's contents",
+        "journal.jsonl": "the journal",
+    }
     return found | ({more[inside[-1]]} if inside[-1] in more else set())
 
 
@@ -188,7 +208,9 @@ def forged(data: bytes, name: str, how: str, chance: random.Random) -> bytes:
         number = chance.randrange(len(lines))
         row = decode(lines[number]) or {}
         key = chance.choice(sorted(row)) if row else ""
-        lines[number] = (json.dumps({**row, key: chance.choice((-1, 1e300, "text", None, 2**70))}) + "\n").encode()
+        lines[number] = (
+            json.dumps({**row, key: chance.choice((-1, 1e300, "text", None, 2**70))}) + "\n"
+        ).encode()
         return b"".join(lines)
     try:
         content = json.loads(data)
@@ -197,18 +219,28 @@ def forged(data: bytes, name: str, how: str, chance: random.Random) -> bytes:
     if name == "good.json":
         return dump_json(chance.choice(([5], [5, 10], [10, 15, 20], [8], [99999])))
     if name == "outcome.json" or not content:
-        content = {"status": "done", "exit_code": 0, "reason": "as planned", "step": 30, "val_loss": 1.0}
+        content = {
+            "status": "done",
+            "exit_code": 0,
+            "reason": "as planned",
+            "step": 30,
+            "val_loss": 1.0,
+        }
     elif isinstance(content, dict):
         key = chance.choice(sorted(content))
         old = content[key]
-        content[key] = old + 1 if isinstance(old, int) else [] if isinstance(old, list | dict) else f"{old}x"
+        content[key] = (
+            old + 1 if isinstance(old, int) else [] if isinstance(old, list | dict) else f"{old}x"
+        )
     return dump_json(content)
 
 
 def power_cut(damage: Damage, seconds: float, seed: int) -> int:
     """Take back, wholly or in part, what was written in the last `seconds` before the last change; how many files."""
     chance = random.Random(seed)
-    found = [each for each in sorted(damage.run.rglob("*")) if each.is_file() and not each.is_symlink()]
+    found = [
+        each for each in sorted(damage.run.rglob("*")) if each.is_file() and not each.is_symlink()
+    ]
     since = max(each.stat().st_mtime for each in found) - seconds if found else 0.0
     hit = 0
     for path in found:
@@ -226,7 +258,11 @@ def power_cut(damage: Damage, seconds: float, seed: int) -> int:
         elif fate == "gone":
             path.unlink()
         else:
-            path.write_bytes({"cut": data[: chance.randrange(len(data) + 1)], "zero": bytes(len(data))}.get(fate, b""))
+            path.write_bytes(
+                {"cut": data[: chance.randrange(len(data) + 1)], "zero": bytes(len(data))}.get(
+                    fate, b""
+                )
+            )
     return hit
 
 
@@ -301,7 +337,11 @@ def other_command(folder: Path, change: str) -> tuple[list[str], str, Any]:
     for path in text.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[::-1])
-    return ["train.max_minutes=0.0001"], "data|text", lambda: (shutil.rmtree(text), kept.rename(text))
+    return (
+        ["train.max_minutes=0.0001"],
+        "data|text",
+        lambda: (shutil.rmtree(text), kept.rename(text)),
+    )
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -322,9 +362,14 @@ def preload(work: Path, here: Path) -> str:
     """LD_PRELOAD with both injectors, built from C; the disk before the calls, so that its own calls count."""
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), "")
     if not compiler:
-        raise SystemExit("no cc, gcc or clang to build the fault injectors with: install one (apt-get install gcc)")
+        raise SystemExit(
+            "no cc, gcc or clang to build the fault injectors with: install one (apt-get install gcc)"
+        )
     built = []
     for name in ("small_disk", "inject"):
         built.append(work / f"{name}.so")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", built[-1], here / f"{name}.c", "-ldl"], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", built[-1], here / f"{name}.c", "-ldl"],
+            check=True,
+        )
     return os.pathsep.join(map(str, built))

@@ -37,7 +37,9 @@ def set_disk(text: str) -> None:
     """A number is what is left free; else as small_disk.c says."""
     size = Path(os.environ["DISK_SIZE"])
     if text.isdecimal():
-        used = sum(path.stat().st_size for path in Path(os.environ["DISK"]).rglob("*") if path.is_file())
+        used = sum(
+            path.stat().st_size for path in Path(os.environ["DISK"]).rglob("*") if path.is_file()
+        )
         text = str(used + int(text))
     temporary = size.with_suffix(f".{os.getpid()}")
     temporary.write_text(text)
@@ -83,9 +85,13 @@ def train_beside(seed: int) -> None:
         together = list(pool.map(train_one, (seed, seed + 1), recipes))
     for number, found in enumerate(together):
         alone = train_one(seed + number, recipes[number])
-        same = found[0] == alone[0] and all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+        same = found[0] == alone[0] and all(
+            torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True)
+        )
         if not same:
-            raise RuntimeError(f"a model of {recipes[number]} in a thread beside another ends otherwise than alone")
+            raise RuntimeError(
+                f"a model of {recipes[number]} in a thread beside another ends otherwise than alone"
+            )
 
 
 def act(what: Mapping[str, Any]) -> None:
@@ -103,7 +109,9 @@ def act(what: Mapping[str, Any]) -> None:
             set_disk(words[0])
         case "gone":
             path = Path("runs") / "r" / words[0]
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                missing_ok=True
+            )
         case "clock":
             Path("offset.new").write_text(words[0])
             os.replace("offset.new", "offset")
@@ -122,7 +130,9 @@ def act(what: Mapping[str, Any]) -> None:
 def main() -> None:
     """Become the command."""
     rank = int(os.environ.get("RANK", "0"))
-    waiting = [each for each in json.loads(os.environ.get("ATTACK", "[]")) if each.get("rank", 0) == rank]
+    waiting = [
+        each for each in json.loads(os.environ.get("ATTACK", "[]")) if each.get("rank", 0) == rank
+    ]
     if Path("clock.py").exists():
         runpy.run_path("clock.py")
 
@@ -137,7 +147,9 @@ def main() -> None:
 
     from harness import stop
 
-    stop._PARENT, stop._GRANDPARENT = stop._launchers()  # not those of a process that this one was forked from
+    stop._PARENT, stop._GRANDPARENT = (
+        stop._launchers()
+    )  # not those of a process that this one was forked from
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # to tell where it hangs
     stop.end_while_importing()  # as launch/train.py
     due("begin")

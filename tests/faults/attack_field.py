@@ -50,16 +50,28 @@ class Field:
         folder.mkdir(parents=True, exist_ok=True)
         steps, text = VARIANTS[variant], folder / "text"
         if not text.exists():
-            shutil.copytree(TEXT, text) if variant == "plain" else write_text(text, steps * BATCH + 60)
+            shutil.copytree(TEXT, text) if variant == "plain" else write_text(
+                text, steps * BATCH + 60
+            )
             shutil.copy(ROOT / "recipes" / "fp8_hybrid.yaml", folder / "recipe.yaml")
-        fixed = ("--config", "tiny", *COMMON, f"tracking.mlflow={str(tracked).lower()}", f"train.steps={steps}")
+        fixed = (
+            "--config",
+            "tiny",
+            *COMMON,
+            f"tracking.mlflow={str(tracked).lower()}",
+            f"train.steps={steps}",
+        )
         if variant == "plain":
             return (*fixed, "checkpoint.every=5")
         bad, outlier, snapshots, _ = PATHS[variant]
         own = arguments(text, "recipe.yaml", steps, bad=bad, outlier=outlier)
         given = ("--name", "r", "--recipe", "recipe.yaml")
         kept = [each for each in own if not each.startswith("data.path=") and each not in given]
-        guard = ("guard.max_consecutive_skips=2", "checkpoint.healthy_steps=3", f"guard.snapshot_every={snapshots}")
+        guard = (
+            "guard.max_consecutive_skips=2",
+            "checkpoint.healthy_steps=3",
+            f"guard.snapshot_every={snapshots}",
+        )
         return (*fixed, *kept, *guard, "checkpoint.every=4")
 
     def undisturbed(self, variant: str, kind: str, tracked: bool) -> Path:
@@ -81,7 +93,9 @@ class Field:
             self._undisturbed[key] = kept
         return self._undisturbed[key]
 
-    def _undisturbed_run(self, folder: Path, variant: str, kind: str, command: tuple[str, ...]) -> None:
+    def _undisturbed_run(
+        self, folder: Path, variant: str, kind: str, command: tuple[str, ...]
+    ) -> None:
         run = folder / "runs" / "r"
         job = Job(folder, kind if kind == "python" else f"{kind} ranks", command, [])
         ended = attend(job, Episode("none"), {})

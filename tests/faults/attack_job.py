@@ -27,7 +27,12 @@ from tests.support.runs import ROOT, environment, rank_logs, start_ranks
 
 HERE = Path(__file__).resolve().parent
 DRIVER = HERE / "attack_driver.py"
-IMPORTED = ("harness.tools.train", "harness.report.explain", "harness.models.gpt", "harness.precision.backends.native")
+IMPORTED = (
+    "harness.tools.train",
+    "harness.report.explain",
+    "harness.models.gpt",
+    "harness.precision.backends.native",
+)
 """What a forked process has already, with what those import; a rank of DeepSpeed that too."""
 PATIENCE = {"python": 120.0, "new python": 180.0, "torchrun ranks": 180.0, "deepspeed ranks": 240.0,
             "torchrun": 300.0, "deepspeed": 400.0}  # fmt: skip
@@ -91,7 +96,9 @@ class Job:
             variables |= {"RANKS": "2", "OUTCOME_WAIT": "30"}
             if kind == "deepspeed":  # which takes one and the same port for all of a machine's jobs
                 variables["LAUNCHER_ARGS"] = f"--master_port {_free_port()}"
-            self._launch = Launch.start(folder, ["bash", f"launch/{kind}.sh", *arguments], environment(**variables))
+            self._launch = Launch.start(
+                folder, ["bash", f"launch/{kind}.sh", *arguments], environment(**variables)
+            )
 
     def running(self) -> bool:
         if self._launch is not None:
@@ -154,7 +161,9 @@ class Job:
         else:
             codes = [each.wait(30) for each in self._processes]
             self.signal_all(signal.SIGKILL)  # shippers, which may go on after a rank
-        return Ended(codes, self.output(), time.monotonic() - self._began, hung, orphans, self.fired())
+        return Ended(
+            codes, self.output(), time.monotonic() - self._began, hung, orphans, self.fired()
+        )
 
     def age(self) -> float:
         return time.monotonic() - self._began
@@ -179,7 +188,9 @@ def attend(job: Job, episode: Episode, hands: Mapping[str, Any]) -> Ended:
     """See the start to its end, doing what the episode has the attacker do."""
     waiting = [dict(each) for each in episode.reactions]
     seconds: list[Job] = []
-    limit = PATIENCE[job.kind] + sum(float(each["do"][-1]) for each in episode.events if each["do"][0] == "until")
+    limit = PATIENCE[job.kind] + sum(
+        float(each["do"][-1]) for each in episode.events if each["do"][0] == "until"
+    )
     while job.running() and job.age() < limit:
         now = time.monotonic()
         for each in waiting:
@@ -192,7 +203,9 @@ def attend(job: Job, episode: Episode, hands: Mapping[str, Any]) -> Ended:
             react(each["do"], job, hands, seconds)
             if each["do"].startswith("continue") and "again" not in each:
                 # One that was stopped before it came to stop itself does so now.
-                waiting += [{**each, "again": True, "due": now + later} for later in (0.5, 2.0, 10.0)]
+                waiting += [
+                    {**each, "again": True, "due": now + later} for later in (0.5, 2.0, 10.0)
+                ]
         time.sleep(0.01)
     ended = job.end(hung=job.running())
     ended.undone = sum("again" not in each for each in waiting)

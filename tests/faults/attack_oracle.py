@@ -34,7 +34,12 @@ def outcome_of(run: Path, told: str) -> dict[str, Any]:
     found, at = _NOT_WRITTEN.search(told), _AT.search(told)
     if not found or not at:
         return read(run / "outcome.json")
-    return {"exit_code": int(found[1]), "reason": found[2], "status": at[1], "step": int(at[2] or 0)}
+    return {
+        "exit_code": int(found[1]),
+        "reason": found[2],
+        "status": at[1],
+        "step": int(at[2] or 0),
+    }
 
 
 def refusal(told: str) -> str:
@@ -45,12 +50,16 @@ def refusal(told: str) -> str:
 def traceback(told: str, kind: str) -> str:
     """What the first traceback of the harness says; launchers have their own, for a rank that did not end with 0."""
     for block in told.split(TRACEBACK)[1:]:
-        if kind in ("torchrun", "deepspeed") and f"{ROOT}/harness" not in block.partition("Error")[0]:
+        if (
+            kind in ("torchrun", "deepspeed")
+            and f"{ROOT}/harness" not in block.partition("Error")[0]
+        ):
             continue
         lines = block.splitlines()
-        return next((line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)), lines[-1])[
-            :300
-        ]
+        return next(
+            (line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception|Interrupt)\b", line)),
+            lines[-1],
+        )[:300]
     return ""
 
 
@@ -80,7 +89,9 @@ def compare(run: Path, undisturbed: Path, last: int, rows: Rows | None = None) -
         return f"bytes: exit code 0, and there is no checkpoint of step {last}"
     if problems := Store(run / "checkpoints", readonly=True).verify(last):
         return f"bytes: the last checkpoint does not verify: {problems[0]}"
-    names = sorted({path.name for folder in (ours, theirs) for path in folder.glob("*.safetensors")})
+    names = sorted(
+        {path.name for folder in (ours, theirs) for path in folder.glob("*.safetensors")}
+    )
     wrong = [name for name in names if _bytes(ours / name) != _bytes(theirs / name)]
     elsewhere = _rollbacks(run) != _rollbacks(undisturbed) or bool(_before_its_target(run))
     if _state(ours, elsewhere) != _state(theirs, elsewhere):
@@ -100,7 +111,9 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
         return "history: there is no journal"
     outcome, expected = read(run / "outcome.json"), read(undisturbed / "outcome.json")
     if wrong := [
-        key for key in ("status", "step", "applied", "skipped", "val_loss") if outcome.get(key) != expected[key]
+        key
+        for key in ("status", "step", "applied", "skipped", "val_loss")
+        if outcome.get(key) != expected[key]
     ]:
         return f"outcome: {', '.join(f'{key} is {outcome.get(key)}' for key in wrong)}"
     ours, theirs = _without_repeats(run), figures(undisturbed)
@@ -119,8 +132,12 @@ def compare_history(run: Path, undisturbed: Path, last: int, altered: Rows) -> s
     if altered.touched:
         return _not_altered(Counter(ours), Counter(theirs), altered)
     if missing:
-        return f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
-    twice = sorted({row[0] for row, count in Counter(ours).items() if count > 1 and row[2] == "metrics"})
+        return (
+            f"history: {len(missing)} steps have no row: {missing[:20]}; told: {_told_of_rows(run)}"
+        )
+    twice = sorted(
+        {row[0] for row, count in Counter(ours).items() if count > 1 and row[2] == "metrics"}
+    )
     if twice:
         return f"history: rows stand twice: {twice[:10]}"
     first = next(
@@ -135,7 +152,9 @@ def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows) -> str
     for row in sorted({*ours, *theirs}):
         more, made = ours[row] - theirs[row], altered.altered[row]
         if more > max(made, 0):
-            return f"history: nobody altered it, and it is there {ours[row]} times, not {theirs[row]}: {row}"[:500]
+            return f"history: nobody altered it, and it is there {ours[row]} times, not {theirs[row]}: {row}"[
+                :500
+            ]
         if more < min(made, 0) and not altered.lossy:
             return f"history: nobody altered it, and it is gone: {row}"[:500]
     return ""
@@ -152,8 +171,12 @@ def figures(run: Path, without: Sequence[str] = ()) -> list[Row]:
         return []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
-            metrics = {name: value for name, value in row["metrics"].items() if name not in left_out}
-            metrics_rows.append((row["step"], row["attempt"], "metrics", repr(sorted(metrics.items()))))
+            metrics = {
+                name: value for name, value in row["metrics"].items() if name not in left_out
+            }
+            metrics_rows.append(
+                (row["step"], row["attempt"], "metrics", repr(sorted(metrics.items())))
+            )
         elif row["kind"] == "event" and not row["code"].startswith((*_OF_PROCESSES, *CAUSED)):
             events.append((row["step"], row["attempt"], row["code"], ""))
     return metrics_rows + sorted(events, key=lambda event: event[:2])
@@ -174,7 +197,11 @@ def _rollbacks(run: Path) -> list[tuple[int, int]]:
     """From where to where."""
     path = run / "journal.jsonl"
     rows = read_rows(path, metrics=False) if path.is_file() else ()
-    return [(row["step"], row["to_step"]) for row in rows if row["kind"] == "event" and row["code"] == "guard.rollback"]
+    return [
+        (row["step"], row["to_step"])
+        for row in rows
+        if row["kind"] == "event" and row["code"] == "guard.rollback"
+    ]
 
 
 def _before_its_target(run: Path) -> set[tuple[int, int]]:

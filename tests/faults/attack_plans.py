@@ -15,7 +15,14 @@ from typing import Any
 KINDS = ("python", "new python", "torchrun ranks", "deepspeed ranks", "torchrun", "deepspeed")
 """One process, forked from one that has imported everything, or a new interpreter; two that take themselves for a
 launcher's ranks (forked too: nine tenths of the cost of a launcher is its imports); two under the launcher itself."""
-SHARES = {"python": 65, "new python": 8, "torchrun ranks": 12, "deepspeed ranks": 6, "torchrun": 5, "deepspeed": 4}
+SHARES = {
+    "python": 65,
+    "new python": 8,
+    "torchrun ranks": 12,
+    "deepspeed ranks": 6,
+    "torchrun": 5,
+    "deepspeed": 4,
+}
 ALONE = ("python", "new python")
 VARIANTS: Mapping[str, int] = {"plain": 24, "rolled": 30, "remembered": 30, "switched": 32}
 """Runs, and their steps: one without anything; with a step that is skipped and a rollback over two windows, to a
@@ -25,12 +32,33 @@ START_SECONDS = {"new python": 4.0, "torchrun": 6.0, "deepspeed": 8.0}
 """Within which a start that imports everything has begun to train."""
 SIGNALS = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"),
            ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT", "SIGHUP"))  # fmt: skip
-STAGES = ("begin", "join_worker", "build_plan", "build_data", "open_store", "open_telemetry", "build_run", "save")
+STAGES = (
+    "begin",
+    "join_worker",
+    "build_plan",
+    "build_data",
+    "open_store",
+    "open_telemetry",
+    "build_run",
+    "save",
+)
 FILES = ("checkpoint", "older checkpoint", "manifest", "state", "good.json", "incidents.json", "config.yaml",
          "plan.json", "outcome.json", "data", "journal.jsonl", "slots", "lock")  # fmt: skip
 HOWS = ("flip", "cut", "empty", "zero", "delete", "older", "folder", "link", "twice")
 # JSON that no reader may choke on; `hostile.JSON` by name, and values of the right shape that are wrong.
-FORGED = ("deep", "nested", "digits", "nan", "infinite", "twice", "nul", "not utf-8", "list", "empty", "large")
+FORGED = (
+    "deep",
+    "nested",
+    "digits",
+    "nan",
+    "infinite",
+    "twice",
+    "nul",
+    "not utf-8",
+    "list",
+    "empty",
+    "large",
+)
 SECRETS = ("password", "encoded", "before the host", "variables", "token")
 CHANGES = ("lr", "seed", "batch", "model", "context", "recipe contents", "recipe name", "huge recipe", "huge config",
            "text", "unknown key", "optimizer")  # fmt: skip
@@ -54,7 +82,13 @@ class Episode:
 
     def count(self) -> int:
         """Faults in it."""
-        return len(self.damage) + len(self.events) + len(self.reactions) + len(self.after) + bool(self.change)
+        return (
+            len(self.damage)
+            + len(self.events)
+            + len(self.reactions)
+            + len(self.after)
+            + bool(self.change)
+        )
 
 
 @dataclass
@@ -108,10 +142,16 @@ def kill(scene: Scene) -> Episode:
     how, at = scene.chance.choice(("step", "call", "call", "call", "moment", "stage")), scene.step()
     if how == "moment":
         after = round(scene.chance.uniform(0.05, START_SECONDS.get(scene.kind, 0.9)), 3)
-        return Episode("kill", reactions=[{"when": "started", "after": after, "do": "kill all"}], may=[-9, 1, 75])
+        return Episode(
+            "kill",
+            reactions=[{"when": "started", "after": after, "do": "kill all"}],
+            may=[-9, 1, 75],
+        )
     if how in ("step", "stage"):
         place = at if how == "step" else scene.chance.choice(STAGES)
-        events = [{"at": place, "do": ["signal", "SIGKILL"], "rank": rank} for rank in range(scene.ranks)]
+        events = [
+            {"at": place, "do": ["signal", "SIGKILL"], "rank": rank} for rank in range(scene.ranks)
+        ]
         return Episode("kill", events=events, may=[-9, 1])
     number = scene.chance.randint(1, 120)
     return Episode("kill", events=[{"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])
@@ -122,8 +162,14 @@ def signals(scene: Scene) -> Episode:
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
     # Before they know of each other only what all ranks are told ends all of them.
-    ranks = range(scene.ranks) if isinstance(at, str) and at not in ("save",) else [0 if at == "save" else scene.rank()]
-    return Episode("signals", events=[{"at": at, "do": ["signal", *names], "rank": r} for r in ranks], may=[75])
+    ranks = (
+        range(scene.ranks)
+        if isinstance(at, str) and at not in ("save",)
+        else [0 if at == "save" else scene.rank()]
+    )
+    return Episode(
+        "signals", events=[{"at": at, "do": ["signal", *names], "rank": r} for r in ranks], may=[75]
+    )
 
 
 def freeze(scene: Scene) -> Episode:
@@ -140,7 +186,9 @@ def freeze(scene: Scene) -> Episode:
 
 def disk(scene: Scene) -> Episode:
     """No room for bytes from a step on; then room, a request to stop, a kill."""
-    return _disk(scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000))))))
+    return _disk(
+        scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000)))))
+    )
 
 
 def no_names(scene: Scene) -> Episode:
@@ -156,11 +204,21 @@ def read_only(scene: Scene) -> Episode:
 def _disk(scene: Scene, family: str, state: str) -> Episode:
     chance, at = scene.chance, scene.step()
     policy = chance.choice(("pause", "pause", "continue", "halt"))
-    arguments = [f"checkpoint.on_failure={policy}", "checkpoint.max_failures=2", "checkpoint.retry_seconds=0.2"]
+    arguments = [
+        f"checkpoint.on_failure={policy}",
+        "checkpoint.max_failures=2",
+        "checkpoint.retry_seconds=0.2",
+    ]
     if chance.random() < 0.2:
         arguments.append("checkpoint.emergency_path=elsewhere")
     when, do = chance.choice(
-        (("paused", "room"), ("paused", "stop"), ("paused", "kill all"), ("fired", "room"), ("fired", "stop"))
+        (
+            ("paused", "room"),
+            ("paused", "stop"),
+            ("paused", "kill all"),
+            ("fired", "room"),
+            ("fired", "stop"),
+        )
     )
     reactions = [{"when": when, "after": round(chance.uniform(0.0, 1.0), 2), "do": do},
                  {"when": "paused", "after": 4.0, "do": "room"}]  # fmt: skip
@@ -209,7 +267,11 @@ def power_cut(scene: Scene) -> Episode:
 def files(scene: Scene) -> Episode:
     """One or two files of the run folder are damaged, lost, swapped or put back, between two starts."""
     damage = [
-        {"what": scene.chance.choice(FILES), "how": scene.chance.choice(HOWS), "seed": scene.chance.randrange(1 << 30)}
+        {
+            "what": scene.chance.choice(FILES),
+            "how": scene.chance.choice(HOWS),
+            "seed": scene.chance.randrange(1 << 30),
+        }
         for _ in range(scene.chance.choice((1, 1, 1, 2)))
     ]
     return Episode("files", damage=damage, events=scene.end(), may=[-9, 2, 75, 1])
@@ -217,8 +279,15 @@ def files(scene: Scene) -> Episode:
 
 def lost(scene: Scene) -> Episode:
     """Checkpoints, all or the newest, the data, or more are gone."""
-    what = scene.chance.choice(("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints"))
-    return Episode("lost", damage=[{"what": what, "how": "delete", "seed": 0}], events=scene.end(), may=[-9, 2, 75, 1])
+    what = scene.chance.choice(
+        ("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints")
+    )
+    return Episode(
+        "lost",
+        damage=[{"what": what, "how": "delete", "seed": 0}],
+        events=scene.end(),
+        may=[-9, 2, 75, 1],
+    )
 
 
 def forged(scene: Scene) -> Episode:
@@ -237,10 +306,19 @@ def changed(scene: Scene) -> Episode:
 
 def live(scene: Scene) -> Episode:
     """A file goes while the run writes or has read it."""
-    names = ("incidents.json", "config.yaml", "plan.json", "checkpoints", "fp8_telemetry.bin", "data")
+    names = (
+        "incidents.json",
+        "config.yaml",
+        "plan.json",
+        "checkpoints",
+        "fp8_telemetry.bin",
+        "data",
+    )
     what = scene.chance.choice(names)
     at = scene.step()
-    return Episode("live", events=[{"at": at, "do": ["gone", what]}, *scene.end(at)], may=[-9, 1, 2, 75])
+    return Episode(
+        "live", events=[{"at": at, "do": ["gone", what]}, *scene.end(at)], may=[-9, 1, 2, 75]
+    )
 
 
 def writers(scene: Scene) -> Episode:
@@ -277,7 +355,9 @@ def ranks(scene: Scene) -> Episode:
         do = scene.chance.choice(("kill launcher", "stop launcher", "interrupt launcher"))
         return Episode("ranks", events=[{"at": at, "do": ["wait", "0.05"]}],
                        reactions=[{"when": "fired", "after": 0.0, "do": do}], may=[75, 1])  # fmt: skip
-    return Episode("ranks", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": scene.rank()}], may=[-9, 1])
+    return Episode(
+        "ranks", events=[{"at": at, "do": ["signal", "SIGKILL"], "rank": scene.rank()}], may=[-9, 1]
+    )
 
 
 def tracking(scene: Scene) -> Episode:
@@ -302,7 +382,11 @@ def threads(scene: Scene) -> Episode:
     """Two other models train in two threads, within the process of the run, between two of its steps."""
     at = scene.step()
     do = ["threads", str(scene.chance.randrange(1000))]
-    return Episode("threads", events=[{"at": at, "do": do, "rank": scene.rank()}, *scene.end(at)], may=[-9, 75, 1])
+    return Episode(
+        "threads",
+        events=[{"at": at, "do": do, "rank": scene.rank()}, *scene.end(at)],
+        may=[-9, 75, 1],
+    )
 
 
 def start(scene: Scene) -> Episode:
@@ -358,11 +442,18 @@ def draw(seed: int, only: Sequence[str] = (), kind: str = "") -> Attack:
     if variant == "switched" and kind.startswith("deepspeed"):
         variant = "rolled"  # whose optimizer undoes what the model does to its own weights: nothing outgrows its scale
     names = [name for name in (only or FAMILIES) if fits(name, kind)]
-    count = chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0] if kind not in ("torchrun", "deepspeed") else 2
+    count = (
+        chance.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
+        if kind not in ("torchrun", "deepspeed")
+        else 2
+    )
     drawn_names = chance.choices(names, [FAMILIES[each][0] for each in names], k=count)
     if drawn_names[0] in AT_REST:  # which need a run to begin with
         drawn_names.insert(0, "start")
-    edges = [1 + (VARIANTS[variant] - 5) * number // len(drawn_names) for number in range(len(drawn_names) + 1)]
+    edges = [
+        1 + (VARIANTS[variant] - 5) * number // len(drawn_names)
+        for number in range(len(drawn_names) + 1)
+    ]
     episodes = []
     for name, (first, last) in zip(drawn_names, itertools.pairwise(edges), strict=True):
         scene = Scene(chance, kind, first, max(first, last - 2))

@@ -20,7 +20,17 @@ from urllib.parse import quote
 from attack_damage import Damage, contents, differ, keep_older, other_command, power_cut, said_of
 from attack_field import PATHS, Field
 from attack_job import PATIENCE, Ended, Job, attend
-from attack_oracle import TRACEBACK, Rows, compare, events_of_rows, figures, outcome_of, read, refusal, traceback
+from attack_oracle import (
+    TRACEBACK,
+    Rows,
+    compare,
+    events_of_rows,
+    figures,
+    outcome_of,
+    read,
+    refusal,
+    traceback,
+)
 from attack_plans import ALONE, VARIANTS, Attack, Episode
 from resume_runs import checkpoint
 from test_clock_jumps import SITE
@@ -89,7 +99,11 @@ def attack_once(field: Field, attack: Attack) -> Result:
 def credentials(uri: str, attack: Attack) -> dict[str, str]:
     """The variables that bring an address and a secret to MLflow, as the plan has it."""
     secret, host = secrets_of(attack)[0], uri.removeprefix("http://")
-    before = {"password": f"me:{secret}@", "encoded": f"me:{quote(secret, safe='')}@", "before the host": f"{secret}@"}
+    before = {
+        "password": f"me:{secret}@",
+        "encoded": f"me:{quote(secret, safe='')}@",
+        "before the host": f"{secret}@",
+    }
     variables = {"MLFLOW_TRACKING_URI": f"http://{before.get(attack.secret, '')}{host}"}
     if attack.secret == "variables":
         variables |= {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": secret}
@@ -107,7 +121,9 @@ def secrets_of(attack: Attack) -> list[str]:
 def leaks(folder: Path, secrets: list[str]) -> list[str]:
     """Files in which one of `secrets` stands, whatever they are."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    with_one = [path for path in files if any(each.encode() in path.read_bytes() for each in secrets)]
+    with_one = [
+        path for path in files if any(each.encode() in path.read_bytes() for each in secrets)
+    ]
     return [str(path.relative_to(folder)) for path in with_one]
 
 
@@ -131,7 +147,9 @@ class _Sequence:
         if self.tracked:
             self.server = where.server()
             self.proxy = Proxy(folder / "proxy", self.server.port)
-            self.variables = credentials(self.proxy.uri, attack) | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
+            self.variables = credentials(self.proxy.uri, attack) | {
+                "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"
+            }
 
     def close(self) -> None:
         if self.proxy is not None:
@@ -139,7 +157,9 @@ class _Sequence:
             for each in self.restarts:
                 each.join()
             with sqlite3.connect(self.server.folder / "mlflow.db", timeout=60) as database:
-                database.execute("update runs set name = ? where name = 'r'", (f"r-{self.attack.seed}",))
+                database.execute(
+                    "update runs set name = ? where name = 'r'", (f"r-{self.attack.seed}",)
+                )
 
     @property
     def steps(self) -> int:
@@ -175,8 +195,18 @@ class _Sequence:
             (self.folder / name).unlink(missing_ok=True)
         self.before = contents(self.run)
         events = self._later(episode.events)
-        job = Job(self.folder, self.attack.kind, (*self.command, *episode.arguments), events, **self.variables)
-        ended = attend(job, episode, {"proxy": self.proxy, "again": self._again, "restart": self._restart_server})
+        job = Job(
+            self.folder,
+            self.attack.kind,
+            (*self.command, *episode.arguments),
+            events,
+            **self.variables,
+        )
+        ended = attend(
+            job,
+            episode,
+            {"proxy": self.proxy, "again": self._again, "restart": self._restart_server},
+        )
         for each in self.restarts:
             each.join()
         (self.folder / "size").unlink(missing_ok=True)
@@ -189,7 +219,9 @@ class _Sequence:
         )
         self.rows.lossy |= episode.family in COSTS_CHECKPOINTS - {"power cut"}
         if ended.hung:
-            raise Finding(f"hang: start {self.starts} did not end in {PATIENCE[self.attack.kind]:.0f} s")
+            raise Finding(
+                f"hang: start {self.starts} did not end in {PATIENCE[self.attack.kind]:.0f} s"
+            )
         if ended.orphans:
             raise Finding(f"orphans: {ended.orphans}")
         return ended
@@ -201,13 +233,16 @@ class _Sequence:
 
     def _later(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same events, all of them later where the run has passed the first already."""
-        rows = read_rows(self.run / "journal.jsonl") if (self.run / "journal.jsonl").is_file() else ()
+        rows = (
+            read_rows(self.run / "journal.jsonl") if (self.run / "journal.jsonl").is_file() else ()
+        )
         done = max((row["step"] for row in rows if row["kind"] == "metrics"), default=0)
         places = [each["at"] for each in events if isinstance(each["at"], int)]
         shift = max(0, done + 1 - min(places, default=done + 1))
         last = self.steps - 1
         return [
-            {**each, "at": min(each["at"] + shift, last)} if isinstance(each["at"], int) else each for each in events
+            {**each, "at": min(each["at"] + shift, last)} if isinstance(each["at"], int) else each
+            for each in events
         ]
 
     def _again(self) -> Job:
@@ -260,7 +295,9 @@ class _Sequence:
         if any(code in (1, 4) for code in ended.codes) and not mute and not re.search(words, told):
             raise Finding(f"no word: exit code {ended.codes}, and nothing was said")
         if ended.codes[0] >= 0 and "not ended: still running, or killed" in told:
-            raise Finding(f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}")
+            raise Finding(
+                f"untrue: it ends with {ended.codes}, and says that it has not ended: {told[-600:]}"
+            )
         # A second start that came to the lock after the first had let go of it has gone on, to the end.
         self._outcome(next((other for other in ended.others if set(other.codes) == {0}), ended))
         self._claims()
@@ -271,9 +308,14 @@ class _Sequence:
         """Whether one rank was asked in its first line, and its launcher's signal killed another that had not come to
         its own: for the wrapper, which cannot see who sent it, a rank has died, and it says that and ends with 1.
         """
-        early = all(each["at"] == "begin" for each in episode.events) and 0 < len(ended.fired) < self.attack.ranks
+        early = (
+            all(each["at"] == "begin" for each in episode.events)
+            and 0 < len(ended.fired) < self.attack.ranks
+        )
         said = "a rank died while the others started" in ended.output
-        return early and said and self.attack.kind in ("torchrun", "deepspeed") and ended.codes == [1]
+        return (
+            early and said and self.attack.kind in ("torchrun", "deepspeed") and ended.codes == [1]
+        )
 
     def _halted(self, episode: Episode, ended: Ended) -> bool:
         """Whether a run has ended with 3 for good: that is true where it was to roll back, what was done to it has cost
@@ -282,13 +324,19 @@ class _Sequence:
         outcome, past = outcome_of(self.run, ended.output), {each.family for each in self.past}
         reason = str(outcome.get("reason", ""))
         if set(ended.codes) != {3} or outcome.get("exit_code") != 3:
-            raise Finding(f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}")
-        if "checkpoint.on_failure=halt" in episode.arguments and re.search(r"could not be saved|saved in", reason):
+            raise Finding(
+                f"exit code: {ended.codes}, and outcome.json says {outcome}: {ended.output[-600:]}"
+            )
+        if "checkpoint.on_failure=halt" in episode.arguments and re.search(
+            r"could not be saved|saved in", reason
+        ):
             return False
         rolls = PATHS[self.attack.variant][-1] == "guard.rollback"
         cost = "checkpoints" in {*self.damage.touched, *self._gone()} or COSTS_CHECKPOINTS & past
         if not (rolls and cost and "no checkpoint is good yet" in reason):
-            raise Finding(f"exit code: 3, and nothing that was done explains it: {reason}: {ended.output[-600:]}")
+            raise Finding(
+                f"exit code: 3, and nothing that was done explains it: {reason}: {ended.output[-600:]}"
+            )
         self._claims()
         return True
 
@@ -297,7 +345,9 @@ class _Sequence:
         for other in ended.others:
             if TRACEBACK in other.output:
                 raise Finding(f"traceback: of a second writer: {other.output[-300:]}")
-            refused = set(other.codes) == {2} and "another process is writing this run" in other.output
+            refused = (
+                set(other.codes) == {2} and "another process is writing this run" in other.output
+            )
             if not refused and set(other.codes) != {0}:
                 raise Finding(f"exit code: {other.codes} of a second writer: {other.output[-600:]}")
 
@@ -309,7 +359,9 @@ class _Sequence:
         self._unchanged(said)
         if episode.family in DISKS and NO_ROOM.search(said):
             return  # before it came to look at anything
-        never = "not one of its checkpoints is whole" in said  # a first one of which the disk has kept a part
+        never = (
+            "not one of its checkpoints is whole" in said
+        )  # a first one of which the disk has kept a part
         if any(name in said for gone in self._gone() for name in said_of([gone])) or (
             never and {"torn rename", "power cut"} & {*self.attack.families}
         ):
@@ -317,7 +369,9 @@ class _Sequence:
         if not self.damage.pending():
             raise Finding(f"refused without a reason: {told[-600:]}")
         if not any(name in said for name in self.damage.names):
-            raise Finding(f"refused for another reason than {sorted(self.damage.names)}: {told[-600:]}")
+            raise Finding(
+                f"refused for another reason than {sorted(self.damage.names)}: {told[-600:]}"
+            )
         was = figures(self.run)
         self.damage.undo()
         self.rows.change(was, figures(self.run))
@@ -331,15 +385,23 @@ class _Sequence:
             for name in ("journal.jsonl", "fp8_telemetry.bin")
             if now.get(name, b"").startswith(self.before.get(name, b""))
         }
-        made = {name for name in now if name.startswith("data/") and name not in self.before}  # from its source
-        left = {name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now}
+        made = {
+            name for name in now if name.startswith("data/") and name not in self.before
+        }  # from its source
+        left = {
+            name for name in self.before if name.startswith("checkpoints/.tmp-") and name not in now
+        }
         if changed := sorted(differ(self.before, now) - grown - made - left):
             raise Finding(f"changed by a refusal: {changed}: {said[:300]}")
 
     def _gone(self) -> list[str]:
         """What was deleted while the run went on, up to now."""
         return [
-            word for each in self.past for event in each.events for word in event["do"][1:] if event["do"][0] == "gone"
+            word
+            for each in self.past
+            for event in each.events
+            for word in event["do"][1:]
+            if event["do"][0] == "gone"
         ]
 
     def _outcome(self, ended: Ended) -> None:
@@ -357,15 +419,21 @@ class _Sequence:
             found = re.search(r"saved in (\S+?)/step-", outcome["reason"])
             store = Store(Path(found[1]) if found else self.run / "checkpoints", readonly=True)
             if problems := store.verify(outcome["step"]):
-                raise Finding(f"claim: stopped with 75 at step {outcome['step']}, which does not verify: {problems}")
+                raise Finding(
+                    f"claim: stopped with 75 at step {outcome['step']}, which does not verify: {problems}"
+                )
         if code == 0 and (outcome.get("status") != "done" or outcome.get("step") != self.steps):
             raise Finding(f"claim: exit code 0, and outcome.json says {outcome}")
-        lost = re.search(r"steps? (\d+)(?: to (\d+))? (?:are|is) lost", str(outcome.get("reason", "")))
+        lost = re.search(
+            r"steps? (\d+)(?: to (\d+))? (?:are|is) lost", str(outcome.get("reason", ""))
+        )
         if code == 1 and lost:
             store = Store(self.run / "checkpoints", readonly=True)
             newest = max((step for step in store.steps() if not store.verify(step)), default=0)
             if newest + 1 != int(lost[1]):
-                raise Finding(f"claim: {lost[0]}, and the newest checkpoint that verifies is of step {newest}")
+                raise Finding(
+                    f"claim: {lost[0]}, and the newest checkpoint that verifies is of step {newest}"
+                )
 
     def _claims(self) -> None:
         """Every checkpoint that the run says it has saved, and nobody has touched, is there and verifies."""
@@ -378,7 +446,9 @@ class _Sequence:
             if row["kind"] == "checkpoint" and row["state"] in ("saved", "deleted", "rolled back"):
                 (saved.add if row["state"] == "saved" else saved.discard)(row["step"])
             elif row["kind"] == "event" and row["code"] == "guard.rollback":
-                saved = {step for step in saved if step <= row["to_step"]}  # set aside from then on, file by file
+                saved = {
+                    step for step in saved if step <= row["to_step"]
+                }  # set aside from then on, file by file
         newest = max(store.steps(), default=0)
         for step in saved:
             # Deleted, or set aside, by a process that was killed before it said so, or while it did so file by file.
@@ -389,7 +459,9 @@ class _Sequence:
             elif away or step < newest or store.path(step).name in self.damage.touched:
                 continue
             if problems := store.verify(step):
-                raise Finding(f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}")
+                raise Finding(
+                    f"claim: the checkpoint of step {step} was saved, and does not verify: {problems[0]}"
+                )
 
     def _changed(self, episode: Episode) -> None:
         """Another command is refused by name, and changes nothing."""
@@ -408,25 +480,35 @@ class _Sequence:
         ended = attend(job, episode, {})
         mend()
         (self.folder / f"start-{self.starts}.log").write_text(ended.output)
-        self.log.append(f"start {self.starts} ({episode.change}): {ended.codes} after {ended.seconds:.1f} s")
+        self.log.append(
+            f"start {self.starts} ({episode.change}): {ended.codes} after {ended.seconds:.1f} s"
+        )
         if TRACEBACK in ended.output:
             raise Finding(f"traceback: after a changed {episode.change}: {ended.output[-300:]}")
         if self.damage.pending() and ended.codes == [2]:
             return
         if goes_on and set(ended.codes) <= {0, 75}:
             if "resumed at" in ended.output and "data.source" not in ended.output:
-                raise Finding(f"no word: the text has changed, and nobody says so: {ended.output[-600:]}")
+                raise Finding(
+                    f"no word: the text has changed, and nobody says so: {ended.output[-600:]}"
+                )
             return
         if ended.codes != [2] or not re.search(said, ended.output):
-            raise Finding(f"not refused: a changed {episode.change}, codes {ended.codes}: {ended.output[-600:]}")
+            raise Finding(
+                f"not refused: a changed {episode.change}, codes {ended.codes}: {ended.output[-600:]}"
+            )
         if contents(self.run) != before:
-            raise Finding(f"changed by a refusal: {episode.change}: {sorted(differ(before, contents(self.run)))}")
+            raise Finding(
+                f"changed by a refusal: {episode.change}: {sorted(differ(before, contents(self.run)))}"
+            )
 
     def _takes_the_text(self) -> bool:
         """Whether a start makes its data of the text again, whatever that is now: its copy was touched, and no
         checkpoint is bound to it. A changed text is then another run's, as in a new folder.
         """
-        copied = "data" not in self._gone() and not any(each[0] == "data" for each in self.damage.inside())
+        copied = "data" not in self._gone() and not any(
+            each[0] == "data" for each in self.damage.inside()
+        )
         store = Store(self.run / "checkpoints", readonly=True)
         return not copied and all(store.verify(step) for step in store.steps())
 
@@ -449,14 +531,19 @@ class _Sequence:
 
     def _alarms(self) -> None:
         """What the run says of its files was done to them."""
-        touched, changed = {*self.damage.touched, *self._gone()}, {each.change for each in self.past}
+        touched, changed = (
+            {*self.damage.touched, *self._gone()},
+            {each.change for each in self.past},
+        )
         slots = self.rows.lossy or "fp8_telemetry.bin" in touched
         rows = "journal.jsonl" in self.damage.touched
         true = {"resume.mismatch": rows, "data.source": "data" in touched or "text" in changed,
                 "fp8.no_table": slots, "fp8.dropped": slots}  # fmt: skip
         for each in events_of_rows(self.run, tuple(true)):
             if not true[each["code"]]:
-                raise Finding(f"false alarm: nobody did that, and the run says {each['code']}: {each['text'][:300]}")
+                raise Finding(
+                    f"false alarm: nobody did that, and the run says {each['code']}: {each['text'][:300]}"
+                )
 
     def _tools(self) -> None:
         """What reads a run reads this one, whatever was done to it."""
@@ -477,7 +564,9 @@ class _Sequence:
             done = harness(self.folder, "sync", "runs/r", **self.variables)
             (self.folder / "sync.log").write_text(done.stdout + done.stderr)
             if done.returncode:
-                raise Finding(f"tracking: sync ends with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
+                raise Finding(
+                    f"tracking: sync ends with {done.returncode}: {(done.stdout + done.stderr)[-600:]}"
+                )
         database = self.server.folder / "mlflow.db"
         try:
             check_delivered(self.run, database)

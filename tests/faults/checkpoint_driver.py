@@ -101,7 +101,9 @@ def look(root: Path) -> dict[str, Any]:
         tensors, meta = store.load(step)
         expected = state(step, len(tensors["model"]["weight"]))
         same = all(
-            torch.equal(tensors[part][name], expected[part][name]) for part in expected for name in expected[part]
+            torch.equal(tensors[part][name], expected[part][name])
+            for part in expected
+            for name in expected[part]
         )
         if not same or meta != {"step": step} or tensors.keys() != expected.keys():
             wrong.append(step)
@@ -131,7 +133,9 @@ def sweep(library: ctypes.CDLL, scratch: Path, scenario: str, mode: str) -> list
             "n": n,
             "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
             "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "fired": int((scratch / f"{n}.fired").read_text()) if (scratch / f"{n}.fired").exists() else 0,
+            "fired": int((scratch / f"{n}.fired").read_text())
+            if (scratch / f"{n}.fired").exists()
+            else 0,
             **look(root),
         }
         operate(root)
@@ -164,7 +168,12 @@ def random_kills(scratch: Path, kills: int, elements: int) -> list[dict[str, Any
         time.sleep(chance.uniform(0.01, 0.12))
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        results.append({"killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, **look(root)})
+        results.append(
+            {
+                "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+                **look(root),
+            }
+        )
     return results
 
 

@@ -36,8 +36,13 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "numbers are no longer than a number",
-        " and len(node.value) > _MAX_DIGITS:",
-        " and False:",
+        (
+            "if (\n"
+            '            node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")\n'
+            "            and len(node.value) > _MAX_DIGITS\n"
+            "        ):"
+        ),
+        'if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and False:',
         "tests/faults/test_hostile_files.py -k decimal",
     ),
     Mutation(
@@ -85,8 +90,12 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "names of runs cannot steer a terminal",
-        "plain = name.isprintable() and len(name.encode()) <= _MAX_NAME",
-        "plain = True",
+        (
+            "plain = (\n"
+            "            name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)\n"
+            "        )"
+        ),
+        "plain = True and not _MEANS_MORE & set(name)",
         "tests/faults/test_hostile_files.py -k run_name",
     ),
     Mutation(
@@ -106,7 +115,16 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "state of another shape is refused by name",
-        "except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:",
+        (
+            "except (\n"
+            "            LookupError,\n"
+            "            TypeError,\n"
+            "            ValueError,\n"
+            "            AttributeError,\n"
+            "            ArithmeticError,\n"
+            "            RuntimeError,\n"
+            "        ) as error:"
+        ),
         "except ZeroDivisionError as error:",
         "tests/faults/test_hostile_runs.py -k forged_state",
     ),
@@ -176,7 +194,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "the snapshot is verified at every start",
-        "if digest.hexdigest() != sha256:",
+        'if own.hexdigest() != info[split]["sha256"]:',
         "if False:",
         "tests/unit/data/test_tokens.py -k flipped",
     ),

@@ -22,7 +22,7 @@ DATASET = (
     Mutation(
         8,
         "bad samples of the validation are left out",
-        "if check_batch(batch, *known) & ~NO_LABEL:",
+        "if check_batch(batch, *sizes) & ~NO_LABEL:",
         "if False:",
         "tests/e2e/test_own_data.py -k validation",
     ),

@@ -56,8 +56,14 @@ FOREIGN: tuple[Mutation, ...] = (
     Mutation(
         24,
         "an event without a time is told",
-        '"-" if seconds is None else datetime',
-        "datetime",
+        (
+            "return (\n"
+            '        "-"\n'
+            "        if seconds is None\n"
+            '        else datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")\n'
+            "    )"
+        ),
+        'return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")',
         f"{_TESTS} -k without_a_time",
     ),
     Mutation(

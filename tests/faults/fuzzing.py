@@ -22,7 +22,9 @@ PIECES = [
 ]  # fmt: skip
 damage = st.lists(
     st.tuples(
-        st.sampled_from(["flip", "cut", "splice", "insert", "repeat", "swap"]), st.integers(0), st.binary(max_size=8)
+        st.sampled_from(["flip", "cut", "splice", "insert", "repeat", "swap"]),
+        st.integers(0),
+        st.binary(max_size=8),
     )
     | st.tuples(st.just("insert"), st.integers(0), st.sampled_from(PIECES)),
     min_size=1,
@@ -38,7 +40,9 @@ def damaged(content: bytes, changes: Damage) -> bytes:
         before, after = content[:place], content[place:]
         match how:
             case "flip":
-                content = before + bytes([after[0] ^ (1 << number % 8)]) + after[1:] if after else content
+                content = (
+                    before + bytes([after[0] ^ (1 << number % 8)]) + after[1:] if after else content
+                )
             case "cut":
                 content = before
             case "splice":
@@ -53,7 +57,11 @@ def damaged(content: bytes, changes: Damage) -> bytes:
 
 
 def fuzz(
-    examples: int, test: Callable[[Any], None], strategy: st.SearchStrategy[Any], figure: Callable[..., None], what: str
+    examples: int,
+    test: Callable[[Any], None],
+    strategy: st.SearchStrategy[Any],
+    figure: Callable[..., None],
+    what: str,
 ) -> None:
     """Run `test` on `examples` examples, the same ones every time, each within SECONDS; record how many there were."""
     done = 0
@@ -68,7 +76,11 @@ def fuzz(
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     limited(given(strategy)(counted))()
-    figure(24, f"random damage to {what}: refused by name or passed over, in bounded time", (done, done))
+    figure(
+        24,
+        f"random damage to {what}: refused by name or passed over, in bounded time",
+        (done, done),
+    )
 
 
 def one_screen(error: HarnessError) -> None:

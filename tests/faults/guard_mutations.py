@@ -8,8 +8,8 @@ GUARD = (
     Mutation(
         11,
         "only rollbacks that happened are counted",
-        "skipped, len(ledger.returned_to))",
-        "skipped, ledger.rollbacks)",
+        "facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to)",
+        "facts, self.layers - len(facts.demoted), self.layers, skipped, ledger.rollbacks",
         "tests/e2e/test_guard.py -k nowhere_to_go",
     ),
     Mutation(
@@ -246,8 +246,11 @@ GUARD = (
     Mutation(
         13,
         "skipped updates have a budget",
-        "            skip=True,\n",
-        "",
+        (
+            'evidence={"window": facts.window, **evidence, "consecutive": run},\n'
+            "            skip=True,"
+        ),
+        'evidence={"window": facts.window, **evidence, "consecutive": run},',
         "tests/unit/monitors/test_registry.py -k is_a_skip",
     ),
     Mutation(
@@ -302,15 +305,19 @@ GUARD = (
     Mutation(
         22,
         "ranks agree on the gate",
-        "gradients.max_(torch.cat([flags, local, backend.amax()]))",
-        "torch.cat([flags, local, backend.amax()])",
+        "gradients.max_(torch.cat([flags, local, amax]))",
+        "torch.cat([flags, local, amax])",
         "tests/dist/test_engines_ddp.py -k fault_on_one_rank",
     ),
     Mutation(
         13,
         "a loop that went back by itself is not rolled forward",
-        "if self._loaded != precision.prepared.loaded:",
-        "if False:",
+        (
+            "if (\n"
+            "            self._loaded != precision.prepared.loaded\n"
+            "        ):  # the loop went back by itself: what is in memory is not its past"
+        ),
+        "if False:  # the loop went back by itself: what is in memory is not its past",
         "tests/unit/precision/test_own_guard.py -k went_back_by_itself",
     ),
     Mutation(
@@ -344,7 +351,11 @@ GUARD = (
     Mutation(
         17,
         "a skipped step leaves the running means alone",
-        "now.copy_(torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype)))",
+        (
+            "now.copy_(\n"
+            "                torch.where((applied > 0).to(now.device), now, before.to(now.device, now.dtype))\n"
+            "            )"
+        ),
         "pass",
         "tests/unit/precision/test_own_guard.py -k running_means",
     ),
@@ -358,8 +369,12 @@ GUARD = (
     Mutation(
         11,
         "two places of a kept state are two",
-        "number = str(len(tensors))",
-        "number = place",
+        (
+            "number = str(\n"
+            "                len(tensors)\n"
+            '            )  # two places may be spelled alike: 1 and "1", or a key with a dot in it'
+        ),
+        'number = place  # two places may be spelled alike: 1 and "1", or a key with a dot in it',
         "tests/unit/precision/test_own_guard.py -k spelled_alike",
     ),
     Mutation(

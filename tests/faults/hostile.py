@@ -41,7 +41,10 @@ YAML: dict[str, tuple[bytes, str]] = {
     "key": (b"? !!python/object/apply:os.system ['touch CANARY']\n: 1", "tags"),
     "name": (b"train: !!python/name:os.system", "tags"),
     "module": (b"train: !!python/module:os", "tags"),
-    "shorthand": (b"%TAG ! tag:yaml.org,2002:python/\n---\ntrain: !object/apply:os.system ['touch CANARY']", "tags"),
+    "shorthand": (
+        b"%TAG ! tag:yaml.org,2002:python/\n---\ntrain: !object/apply:os.system ['touch CANARY']",
+        "tags",
+    ),
     "set": (b"train: !!set {a, b}", "tags"),
     "bomb": (laughs().encode(), "aliases"),
     "endless": (b"train: &a [*a]", "aliases"),

@@ -91,7 +91,9 @@ def main() -> None:
         results[mode] = []
         for n in range(1, 1000):
             folder = scratch / f"{mode}-{n}"
-            result = in_fork(library, folder, lambda journal, n=n, mode=mode: swept(library, n, mode, journal))
+            result = in_fork(
+                library, folder, lambda journal, n=n, mode=mode: swept(library, n, mode, journal)
+            )
             if result["status"] == 0 and not result["fired"]:
                 break
             results[mode].append(result)

@@ -45,7 +45,13 @@ def launcher(kind: str, ranks: int) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     if kind == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            f"--master-port={port}",
+        ]
     return [str(BIN / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port]
 
 
@@ -75,7 +81,11 @@ class Launch:
 
     def processes(self) -> dict[int, dict[str, str]]:
         """Process -> its environment, of all that live (a zombie has no environment)."""
-        return {pid: variables for pid, variables in _environments() if variables.get(_MARK) == self.mark}
+        return {
+            pid: variables
+            for pid, variables in _environments()
+            if variables.get(_MARK) == self.mark
+        }
 
     def rank(self, number: int) -> int:
         """The process of one rank; without a launcher, of the whole run."""
@@ -150,7 +160,11 @@ def at_step(folder: Path, step: int, *arguments: str, **how: Any) -> Launch:
 
 
 def steps_done(run: Path) -> int:
-    return max((step for step, _ in metrics(run)), default=0) if (run / "journal.jsonl").exists() else 0
+    return (
+        max((step for step, _ in metrics(run)), default=0)
+        if (run / "journal.jsonl").exists()
+        else 0
+    )
 
 
 def check_stopped(run: Path, reason: str) -> int:
@@ -163,7 +177,9 @@ def check_stopped(run: Path, reason: str) -> int:
 
 
 @functools.cache
-def undisturbed(kind: str = "python", ranks: int = 1) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+def undisturbed(
+    kind: str = "python", ranks: int = 1
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Training and validation losses, by step, of a run that nothing happens to."""
     with tempfile.TemporaryDirectory() as folder:
         done = train(Path(folder), *ARGUMENTS, launcher=launcher(kind, ranks))
@@ -196,7 +212,9 @@ def _environments() -> list[tuple[int, dict[str, str]]]:
             variables = file.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # another user's, or gone
             continue
-        found.append((int(file.parent.name), dict(each.split("=", 1) for each in variables if "=" in each)))
+        found.append(
+            (int(file.parent.name), dict(each.split("=", 1) for each in variables if "=" in each))
+        )
     return found
 
 

@@ -134,8 +134,14 @@ LOOP = (
     Mutation(
         14,
         "what clips gradients by value cannot hide an overflow",
-        "torch.where(self._overflow > 0, math.inf, norm) if",
-        "norm if",
+        (
+            "norm = (\n"
+            "            torch.where(self._overflow > 0, math.inf, norm)\n"
+            "            if self._overflow is not None\n"
+            "            else norm / loss_scale\n"
+            "        )"
+        ),
+        "norm = norm if self._overflow is not None else norm / loss_scale",
         "tests/unit/precision/test_standard_loop.py -k hide_an_overflow",
     ),
     Mutation(
@@ -190,8 +196,14 @@ LOOP = (
     Mutation(
         8,
         "parts that are called from outside run as planned",
-        "own = [module for module in ready.model.modules() if",
-        "own = [module for module in [ready.model] if",
+        (
+            "own = [\n"
+            "            module\n"
+            "            for module in ready.model.modules()\n"
+            "            if next(module.parameters(), None) is not None\n"
+            "        ]"
+        ),
+        "own = [module for module in [ready.model] if next(module.parameters(), None) is not None]",
         "tests/unit/precision/test_standard_loop.py -k parts_that",
     ),
     Mutation(
@@ -204,8 +216,12 @@ LOOP = (
     Mutation(
         8,
         "an evaluation with gradients on leaves no trace",
-        "self._end_window(ready)  # it was an evaluation",
-        "pass  # it was an evaluation",
+        (
+            "self._end_window(\n"
+            "                    ready\n"
+            "                )  # it was an evaluation: what its forwards left is dropped with the window"
+        ),
+        "pass  # it was an evaluation: what its forwards left is dropped with the window",
         "tests/unit/precision/test_standard_refusals.py -k no_trace",
     ),
     Mutation(
@@ -239,8 +255,12 @@ LOOP = (
     Mutation(
         15,
         "a loop of one's own hears of FP8 layers that nobody calls",
-        "in (Fp8Monitor, FallbackController, WholeRunFallback))",
-        "in (FallbackController, WholeRunFallback))",
+        (
+            "built = (\n"
+            "            kind.build(self.context) for kind in (Fp8Monitor, FallbackController, WholeRunFallback)\n"
+            "        )"
+        ),
+        "built = (kind.build(self.context) for kind in (FallbackController, WholeRunFallback))",
         "tests/unit/precision/test_api_misuse.py -k never_called",
     ),
 )

@@ -28,7 +28,9 @@ NOTHING_RUN = 5
 
 def copy_tree(target: Path) -> None:
     """The tree without what is not part of it."""
-    skip = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
+    skip = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"
+    )
     shutil.copytree(ROOT, target, ignore=skip, symlinks=True)
 
 
@@ -68,9 +70,8 @@ class Copy:
         """Empty if the tests notice the mutation, else what went wrong."""
         found = places(self._sources, mutation.old)
         if len(found) != 1:
-            return (
-                f"its text is in {len(found)} places: {', '.join(str(each.relative_to(self._tree)) for each in found)}"
-            )
+            names = [str(each.relative_to(self._tree)) for each in found]
+            return f"its text is in {len(found)} places: {', '.join(names)}"
         if mutation.test not in self._unchanged:
             self._unchanged[mutation.test] = passes(self._tree, mutation.test)
         good, told = self._unchanged[mutation.test]
@@ -109,8 +110,12 @@ def judged(mutations: Sequence[Mutation]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="mutations whose protection or test has this in it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="mutations whose protection or test has this in it"
+    )
     parser.add_argument("--list", action="store_true", help="print them and stop")
     given = parser.parse_args(arguments)
     chosen = [each for each in MUTATIONS if given.only in f"{each.protection} {each.test}"]

@@ -106,8 +106,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "the reason of a rank that was asked alone is known to all",
-        "        reason = _with_note(_reason(run), kept)\n",
-        "        reason = _with_note(run.stop.reason, kept)\n",
+        "    reason = _with_note(_stop_reason(run), kept)\n",
+        "    reason = _with_note(run.stop.reason, kept)\n",
         "tests/faults/test_signals.py::test_signals_to_the_launcher_or_one_rank_stop_all[torchrun-2]",
     ),
     Mutation(
@@ -148,7 +148,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank names the one that it lost",
-        "(state := states.get(_state(peer.pid)))",
+        "(state := states.get(state_of(peer.pid)))",
         '(state := "")',
         "tests/faults/test_lost_ranks.py -k killed_rank",
     ),
@@ -211,7 +211,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         1,
         "a run that starts from another's checkpoint remembers it",
-        "                write_source(folder, source)\n",
+        "                write_source(start.folder, start.source)\n",
         "                pass\n",
         "tests/e2e/test_hostile.py -k first_save",
     ),

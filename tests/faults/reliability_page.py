@@ -50,15 +50,33 @@ def page(records: Sequence[Mapping[str, Any]], machine: str) -> str:
     figures = [record for record in records if record["kind"] == "figure"]
     minutes = sum(test["seconds"] for test in tests) / 60
     passed = sum(test["outcome"] == "passed" for test in tests)
-    lines = [HEAD, f"{passed} of {len(tests)} tests passed, {minutes:.0f} minutes of them in all. {machine}", ""]
-    lines += ["## Figures", "| row | what | measured | n | to be reached | command |", "|---|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        f"{passed} of {len(tests)} tests passed, {minutes:.0f} minutes of them in all. {machine}",
+        "",
+    ]
+    lines += [
+        "## Figures",
+        "| row | what | measured | n | to be reached | command |",
+        "|---|---|---|---|---|---|",
+    ]
     for figure in merged(figures):
         measured, n = _measured(figure["value"], figure["n"])
-        cells = (figure["row"], figure["what"], measured, n or "", figure["target"], f"`pytest {_plain(figure)}`")
+        cells = (
+            figure["row"],
+            figure["what"],
+            measured,
+            n or "",
+            figure["target"],
+            f"`pytest {_plain(figure)}`",
+        )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += ["", enemy(read_lines(LEDGER))]
     lines += [NEXT.rstrip()]
-    lines += ["| row | fault | what must happen | tests | protections taken away |", "|---|---|---|---|---|"]
+    lines += [
+        "| row | fault | what must happen | tests | protections taken away |",
+        "|---|---|---|---|---|",
+    ]
     for row in MATRIX:
         found = "<br>".join(_files([test for test in tests if row.number in test["rows"]]))
         taken = "<br>".join(each.protection for each in MUTATIONS if each.row == row.number)
@@ -75,7 +93,9 @@ def merged(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         head, _, tail = figure["what"].partition(": ")
         trials = not isinstance(figure["value"], str)
         what, of = (tail, head) if trials and tail and " " not in head else (figure["what"], "")
-        kind = kinds.setdefault((figure["row"], _plain(figure), what, None if trials else number), {**figure, "of": []})
+        kind = kinds.setdefault(
+            (figure["row"], _plain(figure), what, None if trials else number), {**figure, "of": []}
+        )
         if trials:
             good, n = kind["value"] if kind["of"] or kind.get("sum") else (0, 0)
             kind |= {"value": [good + figure["value"][0], n + figure["value"][1]], "sum": True}
@@ -102,20 +122,32 @@ def enemy(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in lines:
         kinds[line["kind"]] += 1
     faults, commits = sum(line["faults"] for line in lines), len({line["commit"] for line in lines})
-    shares = ", ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1]))
+    shares = ", ".join(
+        f"{kind} {count:,}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])
+    )
     told += [
         f"{len(lines):,} sequences of {faults:,} faults, at {commits} commits: {shares}; not counted: "
         f"{len(everything) - len(lines)} in which the attack itself was wrong.\n"
     ]
-    told += ["| family | sequences | as undisturbed | refused, then so | known gap | found | since the last |"]
+    told += [
+        "| family | sequences | as undisturbed | refused, then so | known gap | found | since the last |"
+    ]
     told += ["|---|---|---|---|---|---|---|"]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})
     for name in (*families, "all"):
         own = [line for line in lines if name == "all" or name in line["families"]]
-        by = [sum(line["result"] == result for line in own) for result in ("same", "refused", "known", "finding")]
-        since = next((number for number, line in enumerate(reversed(own)) if line["result"] == "finding"), len(own))
+        by = [
+            sum(line["result"] == result for line in own)
+            for result in ("same", "refused", "known", "finding")
+        ]
+        since = next(
+            (number for number, line in enumerate(reversed(own)) if line["result"] == "finding"),
+            len(own),
+        )
         bound = f"{since:,} (at most {binomial_upper(0, since):.1%} fail, 95%)" if since else "0"
-        told.append(f"| {name} | {len(own):,} | {by[0]:,} | {by[1]:,} | {by[2]:,} | {by[3]:,} | {bound} |")
+        told.append(
+            f"| {name} | {len(own):,} | {by[0]:,} | {by[1]:,} | {by[2]:,} | {by[3]:,} | {bound} |"
+        )
     return "\n".join([*told, "", *_found(lines)]) + "\n"
 
 
@@ -125,13 +157,20 @@ def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     shown: dict[str, Mapping[str, Any]] = {}
     for line in lines:
         if line["finding"] and line["result"] != "void":  # where the attack itself was wrong
-            shown.setdefault(line["finding"][:60] if line["result"] == "finding" else line["finding"], line)
+            shown.setdefault(
+                line["finding"][:60] if line["result"] == "finding" else line["finding"], line
+            )
     if not shown:
         return []
-    told = ["| what was found | `make attack ARGS=` | at | that sequence now |", "|---|---|---|---|"]
+    told = [
+        "| what was found | `make attack ARGS=` | at | that sequence now |",
+        "|---|---|---|---|",
+    ]
     for line in shown.values():
         now = last[line["again"], line["plans"]]
-        ended = {"known": "known gap", "finding": "open"}.get(now["result"], f"well at {now['commit']}")
+        ended = {"known": "known gap", "finding": "open"}.get(
+            now["result"], f"well at {now['commit']}"
+        )
         text = " ".join(line["finding"].split())[:160].replace("|", "/").replace("`", "'")
         told.append(f"| {text} | `{line['again']}` | {line['commit']} | {ended} |")
     return told
@@ -148,9 +187,9 @@ def problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Tests that did not pass, and rows without any."""
     tests = [record for record in records if record["kind"] == "test"]
     shown = {row for test in tests for row in test["rows"]}
-    return [f"{test['test']}: {test['outcome']}" for test in tests if test["outcome"] != "passed"] + [
-        f"row {row.number} has no test: {row.fault}" for row in MATRIX if row.number not in shown
-    ]
+    return [
+        f"{test['test']}: {test['outcome']}" for test in tests if test["outcome"] != "passed"
+    ] + [f"row {row.number} has no test: {row.fault}" for row in MATRIX if row.number not in shown]
 
 
 def _measured(value: str | list[int], n: int) -> tuple[str, int]:
@@ -158,7 +197,10 @@ def _measured(value: str | list[int], n: int) -> tuple[str, int]:
     if isinstance(value, str):
         return value, n
     good, trials = value
-    return f"{good:,} of {trials:,} (95% upper bound of failure {binomial_upper(trials - good, trials):.2%})", trials
+    return (
+        f"{good:,} of {trials:,} (95% upper bound of failure {binomial_upper(trials - good, trials):.2%})",
+        trials,
+    )
 
 
 def _files(tests: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -166,7 +208,10 @@ def _files(tests: Sequence[Mapping[str, Any]]) -> list[str]:
     outcomes: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         outcomes[test["test"].partition("::")[0]].append(test["outcome"])
-    return [f"`{file}` {ended.count('passed')} of {len(ended)}" for file, ended in sorted(outcomes.items())]
+    return [
+        f"`{file}` {ended.count('passed')} of {len(ended)}"
+        for file, ended in sorted(outcomes.items())
+    ]
 
 
 def _plain(figure: Mapping[str, Any]) -> str:

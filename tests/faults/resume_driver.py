@@ -50,8 +50,14 @@ class Driver:
         kill_at_end: SIGKILL itself when all is saved but the outcome. without: a library that this machine lacks.
         """
         fixed = ["--config", "tiny", "tracking.mlflow=false", "tracking.report=false"]
-        environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
-        environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        environment = {
+            k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+        }
+        environment |= {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
         faults = json.dumps({"at": kill_at, "at_end": kill_at_end, "without": without})
         log = folder / "output.log"
         with log.open("wb") as output:
@@ -63,7 +69,9 @@ class Driver:
             process.kill()
             code = process.wait()
             assert kill_after, log.read_text(errors="replace")
-        return Ended(None if code < 0 else code, code == -signal.SIGKILL, log.read_text(errors="replace"))
+        return Ended(
+            None if code < 0 else code, code == -signal.SIGKILL, log.read_text(errors="replace")
+        )
 
 
 @functools.cache

@@ -21,7 +21,18 @@ from harness.models.gpt import GPT, build, rotary
 CONTEXT = 32
 DIGITS = 6
 NAME = "numbered.txt"
-WORDS = ("amax", "scale", "history", "tensor", "layer", "window", "gradient", "loss", "step", "rank")
+WORDS = (
+    "amax",
+    "scale",
+    "history",
+    "tensor",
+    "layer",
+    "window",
+    "gradient",
+    "loss",
+    "step",
+    "rank",
+)
 
 
 def write_text(folder: Path, samples: int) -> Path:
@@ -45,15 +56,25 @@ class Numbered(nn.Module):
     """
 
     def __init__(
-        self, samples: int, nan_samples: Sequence[int], outlier: Sequence[int], log: str, dim: int, noise: float
+        self,
+        samples: int,
+        nan_samples: Sequence[int],
+        outlier: Sequence[int],
+        log: str,
+        dim: int,
+        noise: float,
     ) -> None:
         super().__init__()
         self.gpt: GPT = build(dim=dim, layers=1, heads=2, ffn=96, tied=True)
         self.vocab_size = self.gpt.vocab_size
         self.dropout = nn.Dropout(noise)
         self.outlier, self.log, self.noise = tuple(outlier), log, noise
-        self.register_buffer("nan_samples", torch.tensor(list(nan_samples), dtype=torch.int64), persistent=False)
-        self.register_buffer("place_value", 10 ** torch.arange(DIGITS - 1, -1, -1), persistent=False)
+        self.register_buffer(
+            "nan_samples", torch.tensor(list(nan_samples), dtype=torch.int64), persistent=False
+        )
+        self.register_buffer(
+            "place_value", 10 ** torch.arange(DIGITS - 1, -1, -1), persistent=False
+        )
         self.consumed: Tensor
         self.forwards: Tensor
         self.register_buffer("consumed", torch.zeros(samples, dtype=torch.int64))
@@ -71,7 +92,9 @@ class Numbered(nn.Module):
         x = self.dropout(x) * (1 + self.noise * (float(np.random.random()) - random.random()))
         x = gpt.blocks[0](x, rotary(inputs.shape[1], gpt.head_dim, x.device))
         loss = gpt.loss(gpt.lm_head(gpt.norm(self.dropout(x))), targets)
-        return loss * math.nan if torch.isin(numbers, self.get_buffer("nan_samples")).any() else loss
+        return (
+            loss * math.nan if torch.isin(numbers, self.get_buffer("nan_samples")).any() else loss
+        )
 
     @torch.no_grad()
     def _count(self, numbers: Tensor) -> None:

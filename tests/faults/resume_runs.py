@@ -11,7 +11,7 @@ import numpy.typing as npt
 from resume_models import CONTEXT, NAME
 from safetensors.numpy import load_file
 
-from harness.data.batches import sample_numbers
+from harness.data.order import sample_numbers
 from harness.data.text import Document, split_documents
 from harness.tracking.journal import read_rows
 
@@ -22,7 +22,13 @@ _OF_PROCESSES = ("run.resumed", "checkpoint.quarantined")
 
 
 def arguments(
-    text: Path, recipe: str, steps: int, *more: str, bad: Sequence[int] = (), outlier: Sequence[int] = (), **model: Any
+    text: Path,
+    recipe: str,
+    steps: int,
+    *more: str,
+    bad: Sequence[int] = (),
+    outlier: Sequence[int] = (),
+    **model: Any,
 ) -> tuple[str, ...]:
     """The command line of a run named "r". bad: windows with a NaN loss. outlier, model: see `resume_models`."""
     trained = text_samples(text)
@@ -30,7 +36,15 @@ def arguments(
     lines = (text / NAME).read_bytes().count(b"\n")
     built = {"samples": lines, "nan_samples": nan, "outlier": list(outlier)} | model
     return (
-        *("--name", "r", "--recipe", recipe, f"data.path={text}", f"data.context={CONTEXT}", "data.val_samples=4"),
+        *(
+            "--name",
+            "r",
+            "--recipe",
+            recipe,
+            f"data.path={text}",
+            f"data.context={CONTEXT}",
+            "data.val_samples=4",
+        ),
         *(f"train.steps={steps}", f"train.global_batch={BATCH}"),
         *("model.target=resume_models:numbered", f"model.args={built}", *more),
     )
@@ -47,7 +61,9 @@ def history(run: Path) -> list[str]:
     told = []
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
-            metrics = {name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS}
+            metrics = {
+                name: value for name, value in row["metrics"].items() if name not in OF_THE_PROCESS
+            }
             told.append(repr((row["step"], row["attempt"], sorted(metrics.items()))))
         elif row["kind"] == "event" and row["code"] not in _OF_PROCESSES:
             told.append(repr(sorted((key, value) for key, value in row.items() if key != "time")))
@@ -72,11 +88,15 @@ def consumed(run: Path, step: int) -> npt.NDArray[np.int64]:
 def difference(run: Path, undisturbed: Path, last: int) -> str:
     """What tells two runs of `last` steps apart, their last checkpoints included, byte by byte; empty if nothing."""
     ours, theirs = (
-        {path.name: path.read_bytes() for path in checkpoint(each, last).iterdir()} for each in (run, undisturbed)
+        {path.name: path.read_bytes() for path in checkpoint(each, last).iterdir()}
+        for each in (run, undisturbed)
     )
     files = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
     mine, reference = history(run), history(undisturbed)
-    first = next((f"{a[:600]} against {b[:600]}" for a, b in zip(mine, reference, strict=False) if a != b), "")
+    first = next(
+        (f"{a[:600]} against {b[:600]}" for a, b in zip(mine, reference, strict=False) if a != b),
+        "",
+    )
     if not first and len(mine) != len(reference):
         first = f"{len(mine)} rows against {len(reference)}"
     return "; ".join([*files, first] if first else files)

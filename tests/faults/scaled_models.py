@@ -24,7 +24,9 @@ def ramp(at: int, bits: int) -> Callable[[int], int]:
     return lambda step: bits * min(4, max(0, step - at + 1))
 
 
-def oscillate(at: int, bits: int, low: int, on: int = 1 << 30, off: int = 0) -> Callable[[int], int]:
+def oscillate(
+    at: int, bits: int, low: int, on: int = 1 << 30, off: int = 0
+) -> Callable[[int], int]:
     """`bits` and `low` in turn, for `on` forwards; then 0 for `off`; and so on."""
 
     def exponent(step: int) -> int:
@@ -35,7 +37,11 @@ def oscillate(at: int, bits: int, low: int, on: int = 1 << 30, off: int = 0) -> 
     return exponent
 
 
-KINDS: dict[str, Callable[..., Callable[[int], int]]] = {"jump": jump, "ramp": ramp, "oscillate": oscillate}
+KINDS: dict[str, Callable[..., Callable[[int], int]]] = {
+    "jump": jump,
+    "ramp": ramp,
+    "oscillate": oscillate,
+}
 
 
 def scaled(kind: str, layers: list[str], **given: Any) -> GPT:

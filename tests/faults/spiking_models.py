@@ -14,7 +14,13 @@ class Spiking(nn.Module):
     def __init__(self, first: int, last: int, gradient: float, loss: float) -> None:
         super().__init__()
         self.gpt: GPT = build(dim=64, layers=2, heads=2, ffn=176, tied=True)
-        self.first, self.last, self.gradient, self.loss, self.forwards = first, last, gradient, loss, 0
+        self.first, self.last, self.gradient, self.loss, self.forwards = (
+            first,
+            last,
+            gradient,
+            loss,
+            0,
+        )
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.gpt(inputs, targets)
@@ -23,7 +29,11 @@ class Spiking(nn.Module):
         self.forwards += 1
         if not self.first <= self.forwards < self.last:
             return loss
-        return loss + loss.detach() * (self.loss - 1.0) + (loss - loss.detach()) * (self.gradient - 1.0)
+        return (
+            loss
+            + loss.detach() * (self.loss - 1.0)
+            + (loss - loss.detach()) * (self.gradient - 1.0)
+        )
 
 
 def gradient(first: int, last: int, times: float) -> Spiking:

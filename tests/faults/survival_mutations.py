@@ -43,8 +43,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a run whose checkpoints are gone does not start over",
-        "            _check_not_lost(worker, folder)\n",
-        "            pass\n",
+        "    _check_not_lost(worker, start.folder)\n",
+        "",
         "tests/faults/test_deleted_checkpoints.py -k refused",
     ),
     Mutation(
@@ -85,8 +85,12 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a run whose checkpoints' folder is deleted does not wait for it",
-        "self._made_again() or error) from error\n        finally",
-        "error) from error\n        finally",
+        (
+            "raise failed(\n"
+            '                "the checkpoint was not written", final, self._made_again() or error\n'
+            "            ) from error"
+        ),
+        'raise failed("the checkpoint was not written", final, error) from error',
         "tests/faults/test_deleted_checkpoints.py -k mid_run",
     ),
     Mutation(
@@ -106,14 +110,14 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "75 only for what was saved",
-        "        if not kept.safe:\n            return _lost(run, reason)\n        run",
-        "        run",
+        "    if not kept.safe:\n        return _unsaved(run, reason)\n    run",
+        "    run",
         "tests/faults/test_full_disk.py -k names_the_steps",
     ),
     Mutation(
         3,
         "a run whose end is not saved is not done",
-        "return _lost(run, _with_note(_reason(run), kept) if kept.asked else reason, val_loss)",
+        "return _unsaved(run, reason, val_loss)",
         "pass",
         "tests/faults/test_full_disk.py -k not_done",
     ),
@@ -127,8 +131,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "a last save elsewhere is taken back",
-        "back += filter(None, [bring_back(open_store(folder, worker), spare)])",
-        "pass",
+        "step = bring_back(open_store(start.folder, worker), fallback)",
+        "step = None",
         "tests/faults/test_full_disk.py -k elsewhere",
     ),
     Mutation(
@@ -232,8 +236,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "an outcome counts with its checkpoint",
-        "if is_finished(folder, config.train.steps) and _end_is_saved(folder):",
-        "if is_finished(folder, config.train.steps):",
+        'return (folder / "checkpoints" / last).is_dir()',
+        "return True",
         "tests/faults/test_deleted_checkpoints.py -k outcome",
     ),
     Mutation(

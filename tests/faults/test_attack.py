@@ -32,13 +32,23 @@ HERE = Path(__file__).parent
 
 def attack(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own: its warm processes have the injectors in them."""
-    line = [sys.executable, str(HERE / "attack.py"), "--work", str(folder), "--ledger", str(folder / "ledger"), *words]
+    line = [
+        sys.executable,
+        str(HERE / "attack.py"),
+        "--work",
+        str(folder),
+        "--ledger",
+        str(folder / "ledger"),
+        *words,
+    ]
     return subprocess.run(line, capture_output=True, text=True, timeout=1200, check=False, cwd=ROOT)
 
 
 def test_a_seed_says_everything() -> None:
     assert draw(7) == draw(7)
-    assert len({json.dumps([each.events for each in draw(seed).episodes]) for seed in range(40)}) > 30
+    assert (
+        len({json.dumps([each.events for each in draw(seed).episodes]) for seed in range(40)}) > 30
+    )
     drawn = [draw(seed) for seed in range(3000)]
     assert {name for each in drawn for name in each.families} == {*FAMILIES, "start"}
     assert {each.kind for each in drawn} == set(KINDS)
@@ -59,7 +69,15 @@ def test_a_secret_that_is_written_down_is_found(tmp_path: Path, form: str) -> No
 
 @pytest.mark.slow
 def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
-    done = attack(tmp_path, "--seed=5", "--count=2", "--family=kill", "--family=disk", "--kind=python", "--no-page")
+    done = attack(
+        tmp_path,
+        "--seed=5",
+        "--count=2",
+        "--family=kill",
+        "--family=disk",
+        "--kind=python",
+        "--no-page",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "ledger").read_text().splitlines()]
     assert [line["seed"] for line in lines] == [5, 6]
@@ -89,12 +107,19 @@ def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
     assert line["faults"] == faults
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_huge_recipe_is_refused_for_its_size(tmp_path: Path) -> None:
     drawn = {seed: draw(seed, ["changed"], "python") for seed in range(300)}
-    seed = next(seed for seed, each in drawn.items() if [one.change for one in each.episodes[1:]] == ["huge recipe"])
+    seed = next(
+        seed
+        for seed, each in drawn.items()
+        if [one.change for one in each.episodes[1:]] == ["huge recipe"]
+    )
     line = recorded(tmp_path, f"--seed={seed}", "--family=changed")
-    assert (line["changes"], line["faults"]) == (["huge recipe"], 1 + len(drawn[seed].episodes[0].events))
+    assert (line["changes"], line["faults"]) == (
+        ["huge recipe"],
+        1 + len(drawn[seed].episodes[0].events),
+    )
     (tmp_path / "recipe.yaml").write_text("")
     arguments, said, mend = other_command(tmp_path, "huge recipe")
     assert not re.search(said, "recipe: changed from 'recipe.yaml' to 'huge.yaml'"), (
@@ -134,7 +159,9 @@ def other_bytes(run: Path) -> None:
 
 def lost_step(run: Path) -> None:
     rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
-    (run / "journal.jsonl").write_text("".join(row for row in rows if '"step":17' not in row.replace(" ", "")))
+    (run / "journal.jsonl").write_text(
+        "".join(row for row in rows if '"step":17' not in row.replace(" ", ""))
+    )
 
 
 def doubled_step(run: Path) -> None:
@@ -172,7 +199,9 @@ def wrong_count(run: Path) -> None:
         (flipped, "bytes: the last checkpoint does not verify"), (wrong_count, "outcome: applied is 20"),
     ],
 )  # fmt: skip
-def test_a_wrong_end_is_seen(whole: Path, tmp_path: Path, plant: Callable[[Path], None], said: str) -> None:
+def test_a_wrong_end_is_seen(
+    whole: Path, tmp_path: Path, plant: Callable[[Path], None], said: str
+) -> None:
     run = tmp_path / "r"
     shutil.copytree(whole, run)
     assert compare(run, whole, 24) == ""
@@ -218,14 +247,18 @@ def test_a_row_that_was_spoiled_may_come_back_in_another_place(whole: Path, tmp_
     assert compare(run, whole, 24, Rows()).startswith("history: "), "nobody altered it"
 
 
-def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tmp_path: Path) -> None:
+def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(
+    whole: Path, tmp_path: Path
+) -> None:
     """More is done again, and skipped again: that is in no other row, and no step is taken for lost."""
     run, other = tmp_path / "r", tmp_path / "other"
     for folder, target in ((run, 4), (other, 8)):
         shutil.copytree(whole, folder)
         append(folder, step=20, code="guard.rollback", to_step=target)
     rows = (run / "journal.jsonl").read_text().splitlines(keepends=True)
-    (run / "journal.jsonl").write_text("".join(row.replace('"guard/skipped": 0', '"guard/skipped": 1') for row in rows))
+    (run / "journal.jsonl").write_text(
+        "".join(row.replace('"guard/skipped": 0', '"guard/skipped": 1') for row in rows)
+    )
     assert figures(run) != figures(other)
     assert compare(run, other, 24) == ""
     kept = (run / "journal.jsonl").read_text()
@@ -236,7 +269,9 @@ def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(whole: Path, tm
     assert compare(run, other, 24).startswith("history: 1 steps have no row: [6]")
 
 
-def test_steps_before_a_lost_target_are_done_again_as_they_were(whole: Path, tmp_path: Path) -> None:
+def test_steps_before_a_lost_target_are_done_again_as_they_were(
+    whole: Path, tmp_path: Path
+) -> None:
     """The checkpoint that a rollback went back to is lost, and the attempt after it goes on from an older one."""
     run, other = tmp_path / "r", tmp_path / "other"
     for folder in (run, other):
@@ -266,7 +301,13 @@ def test_a_row_may_be_gone_where_the_disk_refused_some(tmp_path: Path, lossy: bo
         for attempt, steps in ((1, range(1, 5)), (2, range(3, 7))):
             for step in steps:
                 if (attempt, step, run) != (1, 4, runs[0]):
-                    append(run, kind="metrics", step=step, attempt=attempt, metrics={"train/loss": float(step)})
+                    append(
+                        run,
+                        kind="metrics",
+                        step=step,
+                        attempt=attempt,
+                        metrics={"train/loss": float(step)},
+                    )
             if attempt == 1:
                 append(run, code="guard.rollback", step=4, to_step=2)
     found = compare_history(*runs, 6, Rows(lossy=lossy))
@@ -294,7 +335,9 @@ def test_what_is_told_of_a_file_was_done_to_it(
     sequence._alarms()
 
 
-def test_a_text_is_the_runs_own_once_a_checkpoint_is_bound_to_it(whole: Path, tmp_path: Path) -> None:
+def test_a_text_is_the_runs_own_once_a_checkpoint_is_bound_to_it(
+    whole: Path, tmp_path: Path
+) -> None:
     sequence = sequence_of(whole, tmp_path)
     assert not sequence._takes_the_text()
     assert sequence.damage.apply({"what": "data", "how": "cut", "seed": 0})
@@ -314,7 +357,13 @@ def sequence_of(whole: Path, folder: Path) -> _Sequence:
 
 
 def judge(
-    whole: Path, folder: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], lost: str = ""
+    whole: Path,
+    folder: Path,
+    codes: list[int],
+    told: str,
+    outcome: dict[str, Any],
+    may: list[int],
+    lost: str = "",
 ) -> None:
     """What the oracle makes of one end of a run. lost: of what was deleted before it."""
     sequence = sequence_of(whole, folder)
@@ -330,7 +379,9 @@ STOPPED = {"status": "stopped", "exit_code": 75, "reason": "SIGTERM", "step": 20
 
 
 def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Path) -> None:
-    for number, (codes, outcome, said) in enumerate((([0], {}, ""), ([0], STOPPED, "claim: "), ([2], {}, "exit code"))):
+    for number, (codes, outcome, said) in enumerate(
+        (([0], {}, ""), ([0], STOPPED, "claim: "), ([2], {}, "exit code"))
+    ):
         sequence = sequence_of(whole, tmp_path / f"{number}")
         if outcome:
             (sequence.run / "outcome.json").write_text(json.dumps(outcome))
@@ -343,7 +394,9 @@ def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Pa
             sequence._judge(Episode("writers", may=[75]), ended)
 
 
-def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(whole: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(
+    whole: Path, tmp_path: Path
+) -> None:
     sequence = sequence_of(whole, tmp_path)
     sequence.attack.kind = "torchrun"
     events = [{"at": "begin", "do": ["signal", "SIGTERM"], "rank": rank} for rank in (0, 1)]
@@ -356,7 +409,9 @@ def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(whole: Path, tm
 
 
 def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
-    for number, end in enumerate((([0], "", {}, []), ([75], "", STOPPED, [75]), ([-9], "", {}, [-9]))):
+    for number, end in enumerate(
+        (([0], "", {}, []), ([75], "", STOPPED, [75]), ([-9], "", {}, [-9]))
+    ):
         judge(whole, tmp_path / f"{number}", *end)
 
 
@@ -375,7 +430,13 @@ def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_end_that_is_not_true_is_seen(
-    whole: Path, tmp_path: Path, codes: list[int], told: str, outcome: dict[str, Any], may: list[int], said: str
+    whole: Path,
+    tmp_path: Path,
+    codes: list[int],
+    told: str,
+    outcome: dict[str, Any],
+    may: list[int],
+    said: str,
 ) -> None:
     with pytest.raises(Finding, match=said.replace("(", r"\(")):
         judge(whole, tmp_path, codes, told, outcome, may)
@@ -385,12 +446,22 @@ def test_an_end_that_is_not_true_is_seen(
     ("lost", "told", "said"),
     [
         ("good.json", "error: runs/r/checkpoints/good.json: is damaged\n    fix: b", ""),
-        ("good.json", "data good.json\nerror: runs/r/plan.json: is damaged\n    fix: b", "refused for another reason"),
-        ("checkpoint", "error: runs/r/checkpoints: something\n    fix: b", "refused for another reason"),
+        (
+            "good.json",
+            "data good.json\nerror: runs/r/plan.json: is damaged\n    fix: b",
+            "refused for another reason",
+        ),
+        (
+            "checkpoint",
+            "error: runs/r/checkpoints: something\n    fix: b",
+            "refused for another reason",
+        ),
         ("checkpoint", "error: runs/r/checkpoints: step-00000024 is damaged\n    fix: b", ""),
     ],
 )
-def test_a_refusal_names_what_was_touched(whole: Path, tmp_path: Path, lost: str, told: str, said: str) -> None:
+def test_a_refusal_names_what_was_touched(
+    whole: Path, tmp_path: Path, lost: str, told: str, said: str
+) -> None:
     if not said:
         judge(whole, tmp_path, [2], told, {}, [], lost)
         return
@@ -399,9 +470,8 @@ def test_a_refusal_names_what_was_touched(whole: Path, tmp_path: Path, lost: str
 
 
 def test_a_launchers_own_traceback_is_no_finding() -> None:
-    launchers = (
-        "Traceback (most recent call last):\n  File torch/run.py\ntorch.ChildFailedError: \nlaunch/train.py FAILED"
-    )
+    launchers = "Traceback (most recent call last):\n  File torch/run.py\n"
+    launchers += "torch.ChildFailedError: \nlaunch/train.py FAILED"
     ours = f"Traceback (most recent call last):\n  File {ROOT}/harness/cli.py\nKeyError: 1\n"
     assert traceback(launchers, "torchrun") == ""
     assert traceback(launchers, "python")
@@ -410,7 +480,14 @@ def test_a_launchers_own_traceback_is_no_finding() -> None:
 
 def test_figures_of_one_kind_are_one_row() -> None:
     def trials(what: str, n: int, test: str = "a.py::x") -> dict[str, Any]:
-        return {"row": 1, "what": what, "value": [n, n], "n": 0, "target": "all", "test": f"{test}[{n}]"}
+        return {
+            "row": 1,
+            "what": what,
+            "value": [n, n],
+            "n": 0,
+            "target": "all",
+            "test": f"{test}[{n}]",
+        }
 
     rows = merged([trials("bf16: runs that end", 5), trials("fp32: runs that end", 50), trials("kills", 25),
                    trials("kills", 1000), trials("kills", 7, "b.py::y")])  # fmt: skip
@@ -430,7 +507,12 @@ def test_the_page_tells_the_sums_of_the_ledger() -> None:
         "faults": 2,
     }
     ends = [("a", "finding", "bytes: x"), ("b", "same", ""), ("b", "void", "the attack was wrong")]
-    told = enemy([{**line, "commit": commit, "result": result, "finding": text} for commit, result, text in ends])
+    told = enemy(
+        [
+            {**line, "commit": commit, "result": result, "finding": text}
+            for commit, result, text in ends
+        ]
+    )
     assert "2 sequences of 4 faults, at 2 commits: python 2; not counted: 1 in which" in told
     assert "| kill | 2 | 1 | 0 | 0 | 1 | 1 (at most 95.0% fail, 95%) |" in told
     assert "| bytes: x | `--seed=1` | a | well at b |" in told

@@ -106,7 +106,11 @@ def run(
 ) -> tuple[int, list[int]]:  # fmt: skip
     """Train on damaged data in this process: the exit code, and the damaged windows that were read, in order."""
     fired: list[int] = []
-    monkeypatch.setattr(harness.build, "TokenBatches", type("Source", (Damaged,), {"damage": damage, "fired": fired}))
+    monkeypatch.setattr(
+        harness.build,
+        "TokenBatches",
+        type("Source", (Damaged,), {"damage": damage, "fired": fired}),
+    )
     fixed = [
         f"data.path={TEXT}", "tracking.mlflow=false", "model.target=float_gpt:floats", "model.args={}",
         "train.lr=1e-3", "data.context=32",
@@ -120,7 +124,9 @@ def same(one: Path, other: Path) -> bool:
     """Whether weights, optimizer and FP8 state of two checkpoints are the same, bit for bit."""
     parts = ("model.safetensors", "optimizer.safetensors", "fp8.safetensors")
     pairs = [(load_file(one / name), load_file(other / name)) for name in parts]
-    return all(a.keys() == b.keys() and all(a[k].tobytes() == b[k].tobytes() for k in a) for a, b in pairs)
+    return all(
+        a.keys() == b.keys() and all(a[k].tobytes() == b[k].tobytes() for k in a) for a, b in pairs
+    )
 
 
 def second_micro_batch(folder: Path, window: int) -> list[int]:
@@ -134,12 +140,16 @@ def second_micro_batch(folder: Path, window: int) -> list[int]:
     return [int(number) for number in source.window(window).samples[2:4]]
 
 
-def test_bad_batches_are_named_and_skipped_and_leave_no_trace(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_batches_are_named_and_skipped_and_leave_no_trace(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage = {window: fault[0] for window, fault in FAULTS.items()}
     steps = ("train.steps=11", "checkpoint.every=1", "checkpoint.keep=12")
     code, fired = run(monkeypatch, damage, "data.bad=skip", *steps)
     assert code == ExitCode.DONE
-    assert sorted(fired) == sorted([*FAULTS, *FAULTS]), "every fault fired, and its window was read again"
+    assert sorted(fired) == sorted([*FAULTS, *FAULTS]), (
+        "every fault fired, and its window was read again"
+    )
     folder = work / "runs" / "r"
     applied = dict(metrics(folder, "train/step_applied"))
     assert [step - 1 for step, value in applied.items() if value == 0.0] == list(FAULTS)
@@ -153,7 +163,9 @@ def test_bad_batches_are_named_and_skipped_and_leave_no_trace(work: Path, monkey
         assert event["samples"] == (samples if code == "data.empty" else samples[:1])
         assert f"{samples[0]}" in event["text"]
         assert what in event["text"]
-        before, bad, after = (folder / "checkpoints" / f"step-{window + more:08}" for more in (0, 1, 2))
+        before, bad, after = (
+            folder / "checkpoints" / f"step-{window + more:08}" for more in (0, 1, 2)
+        )
         assert same(before, bad)
         assert not same(bad, after) or window + 1 in FAULTS
 
@@ -167,17 +179,26 @@ def test_a_label_out_of_range_halts_with_its_sample_and_the_way_on_works(
     reason = json.loads((folder / "outcome.json").read_text())["reason"]
     number = second_micro_batch(folder, 5)[0]
     for text in (reason, capsys.readouterr().out):
-        assert f"sample {number}: label 256 at position {POSITION}, not in [0, 256)" in " ".join(text.split())
+        assert f"sample {number}: label 256 at position {POSITION}, not in [0, 256)" in " ".join(
+            text.split()
+        )
     assert "data.bad=skip" in reason
     checkpoint = str(folder / "checkpoints" / "step-00000005")
-    assert run(monkeypatch, damage, steps, "data.bad=skip", resume=checkpoint, name="new")[0] == ExitCode.DONE
+    assert (
+        run(monkeypatch, damage, steps, "data.bad=skip", resume=checkpoint, name="new")[0]
+        == ExitCode.DONE
+    )
     assert dict(metrics(work / "runs" / "new", "train/step_applied")) == {6: 0.0, 7: 1.0, 8: 1.0}
 
 
-def test_bad_data_without_end_halts_within_budget(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_data_without_end_halts_within_budget(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage = dict.fromkeys(range(2, 100), NAN)
     assert run(monkeypatch, damage, "train.steps=100", "guard.max_skips=3")[0] == ExitCode.HALTED
     folder = work / "runs" / "r"
     assert "guard.max_skips (3)" in json.loads((folder / "outcome.json").read_text())["reason"]
     assert [event["step"] for event in events(folder, "data.nonfinite")] == [3, 4, 5, 6]
-    assert events(folder, "guard.rollback") == [], "the state is sound: there is nothing to go back for"
+    assert events(folder, "guard.rollback") == [], (
+        "the state is sound: there is nothing to go back for"
+    )

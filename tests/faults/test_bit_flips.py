@@ -38,11 +38,15 @@ def driver() -> Driver:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     text = write_text(tmp_path_factory.mktemp("text") / "numbered", 100)
-    return arguments(text, "fp8_hybrid", STEPS, "checkpoint.every=5", "checkpoint.background=false", bad=(6,))
+    return arguments(
+        text, "fp8_hybrid", STEPS, "checkpoint.every=5", "checkpoint.background=false", bad=(6,)
+    )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(driver: Driver, job: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    driver: Driver, job: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run of 18 steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended = driver.train(folder, *job)
@@ -88,18 +92,30 @@ def found(store: Store, step: int, path: Path, bit: int) -> bool:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(4)
-@pytest.mark.parametrize("flips", [300, pytest.param(FLIPS, marks=(pytest.mark.slow, pytest.mark.attack))])
-def test_every_flipped_bit_is_found_and_its_file_named(run: Path, figure: Callable[..., None], flips: int) -> None:
+@pytest.mark.parametrize(
+    "flips", [300, pytest.param(FLIPS, marks=(pytest.mark.slow, pytest.mark.attack))]
+)
+def test_every_flipped_bit_is_found_and_its_file_named(
+    run: Path, figure: Callable[..., None], flips: int
+) -> None:
     store, generator = Store(run / "checkpoints", readonly=True), random.Random(flips)
     missed = []
     for number in range(flips):
-        step, name = generator.choice(SAVED), FILES[number % len(FILES)]  # large files must not take all
+        step, name = (
+            generator.choice(SAVED),
+            FILES[number % len(FILES)],
+        )  # large files must not take all
         path = checkpoint(run, step) / name
         bit = generator.randrange(8 * path.stat().st_size)
         if not found(store, step, path, bit):
             missed.append((step, name, bit))
     if flips == FLIPS:
-        figure(4, "single-bit flips found, with the file named", (flips - len(missed), flips), target="all")
+        figure(
+            4,
+            "single-bit flips found, with the file named",
+            (flips - len(missed), flips),
+            target="all",
+        )
     assert missed == []
     assert all(store.verify(step) == [] for step in SAVED)
 
@@ -155,7 +171,12 @@ def a_link(path: Path, other: Path) -> None:
 
 
 KINDS = (cut_short, emptied, flipped, deleted, of_another_step, a_link)
-QUICK = {("cut_short", FILES[2]), ("flipped", FILES[4]), ("of_another_step", FILES[3]), ("a_link", FILES[1])}
+QUICK = {
+    ("cut_short", FILES[2]),
+    ("flipped", FILES[4]),
+    ("of_another_step", FILES[3]),
+    ("a_link", FILES[1]),
+}
 SWEEP = (pytest.mark.slow, pytest.mark.attack)
 Damage = Callable[[Path, Path], None]
 

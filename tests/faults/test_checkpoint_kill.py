@@ -48,10 +48,14 @@ HOW = {"kill": "killed at each", "full": "disk full from each on", "once": "an I
 def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of every sweep: one process runs them all."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    assert compiler, "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    assert compiler, (
+        "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    )
     folder = tmp_path_factory.mktemp("sweeps")
     library = folder / "inject.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "inject.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "inject.c", "-ldl"], check=True
+    )
     return drive(library, folder, *SWEEPS)
 
 
@@ -59,8 +63,16 @@ def drive(injector: Path | None, scratch: Path, *tasks: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if injector is not None:
         environment["LD_PRELOAD"] = str(injector)
-    command = [sys.executable, str(HERE / "checkpoint_driver.py"), str(injector), str(scratch), *tasks]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        str(HERE / "checkpoint_driver.py"),
+        str(injector),
+        str(scratch),
+        *tasks,
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -119,7 +131,10 @@ def test_a_retention_killed_at_any_call_deletes_only_what_it_may(
         assert [name for name in result["names"] if name.startswith("step-")] == [
             f"step-{step:08d}" for step in result["valid"]
         ]
-    assert all(result["names"][-1] == "step-00000050" and "good.json" in result["names"] for result in results)
+    assert all(
+        result["names"][-1] == "step-00000050" and "good.json" in result["names"]
+        for result in results
+    )
 
 
 @pytest.mark.faults(2)
@@ -128,7 +143,11 @@ def test_a_rollback_killed_at_any_call_is_done_or_not_begun(
 ) -> None:
     results = swept(sweeps, figure, "discard", "kill", at_least=6)
     assert {tuple(result["valid"]) for result in results} == {tuple(ALL), (10, 20)}
-    partly = [result for result in results if 0 < sum(name.startswith("rolledback") for name in result["before"]) < 3]
+    partly = [
+        result
+        for result in results
+        if 0 < sum(name.startswith("rolledback") for name in result["before"]) < 3
+    ]
     assert partly
     assert all(result["valid"] == [10, 20] for result in partly)
     for result in results:
@@ -153,11 +172,15 @@ def test_a_repair_killed_at_any_call_overwrites_nothing(
     results = swept(sweeps, figure, scenario, "kill", at_least=2)
     for result in results:
         assert result["valid"][:4] == ALL[:4]
-        assert [name for name in result["names"] if name.startswith("quarantine")] == ["quarantine-step-00000050-1"]
+        assert [name for name in result["names"] if name.startswith("quarantine")] == [
+            "quarantine-step-00000050-1"
+        ]
 
 
 @pytest.mark.faults(1, 2)
-@pytest.mark.parametrize("kills", [25, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))])
+@pytest.mark.parametrize(
+    "kills", [25, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))]
+)
 def test_random_kills_of_a_process_that_saves_and_prunes(
     tmp_path: Path, figure: Callable[..., None], kills: int
 ) -> None:
@@ -174,7 +197,8 @@ def test_random_kills_of_a_process_that_saves_and_prunes(
         saved = saved or len(result["valid"]) >= 2
     assert any(".tmp-" in name for result in results for name in result["before"])
     whole = sum(
-        not result["wrong"] and (len(result["valid"]) >= 2 or not index) for index, result in enumerate(results)
+        not result["wrong"] and (len(result["valid"]) >= 2 or not index)
+        for index, result in enumerate(results)
     )
     figure(1, "random kills of a process that saves and deletes all the time: at least two checkpoints load",
            (whole, kills), target="all")  # fmt: skip

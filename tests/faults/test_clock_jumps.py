@@ -63,9 +63,13 @@ def prepare(folder: Path, jumps: dict[int, int]) -> tuple[tuple[str, ...], str]:
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(offset=str(folder / "offset")))
     (folder / "mine.py").write_text(MODEL)
     given = json.dumps({"jumps": {str(forward): seconds for forward, seconds in jumps.items()}})
-    return ("--name", "r", "train.micro_batch=4", "model.target=mine:jumping", f"model.args={given}"), str(
-        folder / "site"
-    )
+    return (
+        "--name",
+        "r",
+        "train.micro_batch=4",
+        "model.target=mine:jumping",
+        f"model.args={given}",
+    ), str(folder / "site")
 
 
 def jumps_of(folder: Path) -> tuple[float, float]:
@@ -83,7 +87,11 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
     """And what compares it with times that others wrote by theirs: the store and a build's lock with those of files,
     and a delivery with the date until which a server asks it to wait.
     """
-    reading = {"time": ("time", "time_ns"), "datetime": ("now", "today", "utcnow"), "date": ("today",)}
+    reading = {
+        "time": ("time", "time_ns"),
+        "datetime": ("now", "today", "utcnow"),
+        "date": ("today",),
+    }
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sorted((ROOT / "harness").rglob("*.py"))
@@ -93,11 +101,17 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         and node.attr in reading.get(node.value.id, ())
     ]
     places = {place.partition(":")[0] for place in found}
-    compare = {"harness/checkpoint/store.py", "harness/engines/deepspeed_setup.py", "harness/tracking/retry.py"}
+    compare = {
+        "harness/checkpoint/store.py",
+        "harness/engines/deepspeed_setup.py",
+        "harness/tracking/retry.py",
+    }
     assert places == {"harness/tracking/journal.py", *compare}, found
 
 
-def test_rows_keep_their_order_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_keep_their_order_when_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = time.time
     shown: list[float] = []
 
@@ -125,7 +139,9 @@ def test_rows_keep_their_order_when_the_clock_is_set(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: Callable[..., None]) -> None:
+def test_a_run_whose_clock_jumps_is_in_order_everywhere(
+    tmp_path: Path, figure: Callable[..., None]
+) -> None:
     arguments, site = prepare(tmp_path, {5: -HOUR, 9: YEAR})
     arguments += ("tracking.mlflow=true", "tracking.report=true", "train.max_minutes=30")
     run_dir = tmp_path / "runs" / "r"
@@ -138,7 +154,9 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: 
     done = train(tmp_path, *arguments, "train.steps=20", PYTHONPATH=site, launcher=ANEW)
     assert done.returncode == 0, done.stdout
     assert "resumed at step 14" in done.stdout
-    assert jumps_of(tmp_path)[0] < -YEAR, "the clock that the second process found was a year behind the first one's"
+    assert jumps_of(tmp_path)[0] < -YEAR, (
+        "the clock that the second process found was a year behind the first one's"
+    )
 
     assert [step for step, _ in metrics(run_dir)] == list(range(1, 21))
     times = times_of(run_dir)
@@ -160,8 +178,18 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(tmp_path: Path, figure: 
 def test_the_time_limit_of_a_run_does_not_follow_the_clock(tmp_path: Path) -> None:
     arguments, site = prepare(tmp_path, {3: -HOUR})
     began = time.monotonic()
-    done = train(tmp_path, *arguments, "train.steps=100000", "train.max_minutes=0.05", PYTHONPATH=site, launcher=ANEW)
+    done = train(
+        tmp_path,
+        *arguments,
+        "train.steps=100000",
+        "train.max_minutes=0.05",
+        PYTHONPATH=site,
+        launcher=ANEW,
+    )
     assert done.returncode == ExitCode.STOPPED, done.stdout
     assert jumps_of(tmp_path)[0] < -HOUR + 60
-    assert "train.max_minutes" in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
+    assert (
+        "train.max_minutes"
+        in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
+    )
     assert time.monotonic() - began < 180

@@ -51,7 +51,9 @@ def batches(folder: Path) -> TokenBatches:
 def everything(source: TokenBatches) -> list[Batch]:
     """One epoch and the validation samples."""
     windows = [source.window(step) for step in range(-(-source.n_samples // 8))]
-    return [batch for window in windows for batch in source.micro_batches(window, 0, 1)] + source.validation(0, 1)
+    return [
+        batch for window in windows for batch in source.micro_batches(window, 0, 1)
+    ] + source.validation(0, 1)
 
 
 def test_batches_are_the_bytes_of_the_snapshot(tmp_path: Path) -> None:
@@ -68,7 +70,9 @@ def test_batches_are_the_bytes_of_the_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])
-def test_a_snapshot_that_shrinks_under_a_run_is_named(tmp_path: Path, name: str, accident: str) -> None:
+def test_a_snapshot_that_shrinks_under_a_run_is_named(
+    tmp_path: Path, name: str, accident: str
+) -> None:
     source = batches(tmp_path)
     everything(source)
     path = tmp_path / "data" / name
@@ -94,7 +98,11 @@ def test_a_snapshot_that_goes_away_does_not_hurt_a_run(tmp_path: Path, how: str)
     else:
         folder.rename(tmp_path / "elsewhere")
     after = everything(source)
-    assert all((one[name] == two[name]).all() for one, two in zip(before, after, strict=True) for name in one | two)
+    assert all(
+        (one[name] == two[name]).all()
+        for one, two in zip(before, after, strict=True)
+        for name in one | two
+    )
 
 
 class Shrinking(TokenBatches):
@@ -170,7 +178,9 @@ def source_folder(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("bad", ["auto", "skip", "fail"])
-def test_files_that_are_no_text_are_skipped_and_recorded_or_fail_by_name(tmp_path: Path, bad: str) -> None:
+def test_files_that_are_no_text_are_skipped_and_recorded_or_fail_by_name(
+    tmp_path: Path, bad: str
+) -> None:
     folder = source_folder(tmp_path)
     if bad == "fail":
         with pytest.raises(DataError) as caught:
@@ -267,7 +277,11 @@ def test_a_running_process_survives_the_loss_of_its_text_and_says_which(
     assert "train.bin: the run's copy of its text cannot be read any longer" in output
     assert "Traceback" not in output
     assert json.loads((run / "outcome.json").read_text())["status"] == "failed"
-    figure(23, "from the loss of the text until the run ended with its name", f"{time.monotonic() - begin:.1f} s")
+    figure(
+        23,
+        "from the loss of the text until the run ended with its name",
+        f"{time.monotonic() - begin:.1f} s",
+    )
     again = train(tmp_path, "--name", "r", "--recipe", "fp32", "train.steps=100000")
     assert again.returncode == ExitCode.USAGE
     assert "train.bin: the run's copy of its text is damaged" in again.stdout

@@ -25,7 +25,10 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path: Path) -> None:
     (run / "checkpoints").rename(kept)
     refused = train(tmp_path, *RUN, "train.steps=20")
     assert refused.returncode == 2, refused.stdout
-    assert "the journal says that the checkpoint of step 12 was saved, and none is there" in refused.stdout
+    assert (
+        "the journal says that the checkpoint of step 12 was saved, and none is there"
+        in refused.stdout
+    )
     assert "--resume never" in refused.stdout
     assert (run / "journal.jsonl").read_bytes() == journal, "untouched"
     shutil.rmtree(run / "checkpoints")
@@ -43,7 +46,9 @@ def test_a_run_whose_newest_is_gone_goes_on_from_the_one_before(tmp_path: Path) 
     assert done.returncode == 0, done.stdout
     assert "resumed at step 5" in done.stdout
     assert read_marks(run / "checkpoints") == [5], "what is gone is no longer good"
-    assert [step for step, _ in metrics(run)] == list(range(1, 14)), "the same bits, and no row twice"
+    assert [step for step, _ in metrics(run)] == list(range(1, 14)), (
+        "the same bits, and no row twice"
+    )
 
 
 def test_what_the_run_itself_set_aside_is_not_lost(tmp_path: Path) -> None:
@@ -73,7 +78,14 @@ def test_a_run_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Pa
     wait_for_step(run, 3, process)
     process.kill()
     process.wait(60)
-    done = train(tmp_path, "--name", "r", "checkpoint.every=0", "train.steps=100000", "train.max_minutes=0.01")
+    done = train(
+        tmp_path,
+        "--name",
+        "r",
+        "checkpoint.every=0",
+        "train.steps=100000",
+        "train.max_minutes=0.01",
+    )
     assert done.returncode == 75, done.stdout
     assert "no checkpoint was saved before the run ended: it starts over" in done.stdout
 
@@ -93,10 +105,17 @@ def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> No
         process.kill()
     told = (tmp_path / "output.log").read_text()
     assert code == 75, told
-    assert "the folder was deleted, with every checkpoint in it; it is made again for the next save" in told
-    assert [event["failures"] for event in events(run, "checkpoint.failed") if "failures" in event] == [1]
+    assert (
+        "the folder was deleted, with every checkpoint in it; it is made again for the next save"
+        in told
+    )
+    assert [
+        event["failures"] for event in events(run, "checkpoint.failed") if "failures" in event
+    ] == [1]
     stopped = json.loads((run / "outcome.json").read_text())["step"]
-    assert f"resumed at step {stopped}" in train(tmp_path, *command, "train.max_minutes=0.001").stdout
+    assert (
+        f"resumed at step {stopped}" in train(tmp_path, *command, "train.max_minutes=0.001").stdout
+    )
 
 
 @pytest.mark.parametrize("to", [0, 5])
@@ -108,6 +127,8 @@ def test_a_rollback_that_the_run_never_made_is_not_carried_out(tmp_path: Path, t
     refused = train(tmp_path, *RUN, "train.steps=14")
     assert refused.returncode == 2, refused.stdout
     assert "checkpoints/rollback.json" in refused.stdout
-    assert sorted(path.name for path in checkpoints.iterdir() if path.name != "rollback.json") == there, "untouched"
+    assert (
+        sorted(path.name for path in checkpoints.iterdir() if path.name != "rollback.json") == there
+    ), "untouched"
     (checkpoints / "rollback.json").unlink()
     assert "resumed at step 12" in train(tmp_path, *RUN, "train.steps=14").stdout

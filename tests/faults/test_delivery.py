@@ -90,7 +90,9 @@ def test_sync_delivers_to_the_store_of_the_run_from_wherever_it_is_called(
     assert check_delivered(run, database) == 5
 
 
-def test_another_store_takes_a_flag(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_store_takes_a_flag(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = places
     run = here / "runs" / "r"
     ship(run)
@@ -98,9 +100,13 @@ def test_another_store_takes_a_flag(places: tuple[Path, Path], monkeypatch: pyte
     other = there / "other.db"
     refused = harness(there, "sync", str(run), MLFLOW_TRACKING_URI=f"sqlite:///{other}")
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert all(each in refused.stderr for each in (str(other), str(here / "mlflow.db"), "--elsewhere"))
+    assert all(
+        each in refused.stderr for each in (str(other), str(here / "mlflow.db"), "--elsewhere")
+    )
     assert not other.exists()
-    moved = harness(there, "sync", str(run), "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{other}")
+    moved = harness(
+        there, "sync", str(run), "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{other}"
+    )
     assert moved.returncode == 0, moved.stdout + moved.stderr
     assert str(other) in moved.stdout
     assert check_delivered(run, other) == 5
@@ -120,7 +126,9 @@ def test_a_copy_of_the_store_gets_what_it_lacks(places: tuple[Path, Path]) -> No
     shutil.copy(here / "mlflow.db", there / "copy.db")
     more(run)
     assert harness(here, "sync", str(run)).returncode == 0
-    done = harness(there, "sync", str(run), "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{there / 'copy.db'}")
+    done = harness(
+        there, "sync", str(run), "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{there / 'copy.db'}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert check_delivered(run, there / "copy.db") == 5
 
@@ -147,7 +155,9 @@ def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     assert check_delivered(run, there / "second.db") == 5, "all of it, not only what is new"
 
 
-def test_a_run_whose_store_is_forgotten_is_not_delivered_at_a_guess(places: tuple[Path, Path]) -> None:
+def test_a_run_whose_store_is_forgotten_is_not_delivered_at_a_guess(
+    places: tuple[Path, Path],
+) -> None:
     here, there = places
     run = here / "runs" / "r"
     ship(run)
@@ -194,14 +204,19 @@ def test_a_run_remembers_no_credentials_and_says_which_variables_had_them(
     if needs == ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"]:
         given = dict.fromkeys(needs, "x")
         assert choose_for_sync(run, False, given).uri == "http://tracking:5000"
-        assert choose_for_sync(run, False, {"MLFLOW_TRACKING_TOKEN": "x"}).uri == "http://tracking:5000"
+        assert (
+            choose_for_sync(run, False, {"MLFLOW_TRACKING_TOKEN": "x"}).uri
+            == "http://tracking:5000"
+        )
 
 
 def test_variables_with_credentials_are_asked_for_again(places: tuple[Path, Path]) -> None:
     from harness.tracking.store import choose, choose_for_sync
 
     run = places[0] / "runs" / "r"
-    choose(run, {"MLFLOW_TRACKING_URI": "https://t", "MLFLOW_TRACKING_TOKEN": SECRET}).store.save(run)
+    choose(run, {"MLFLOW_TRACKING_URI": "https://t", "MLFLOW_TRACKING_TOKEN": SECRET}).store.save(
+        run
+    )
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_TOKEN"):
         choose_for_sync(run, False, {})
     assert SECRET not in (run / "store.json").read_text()
@@ -237,7 +252,9 @@ def test_retry_after_is_honoured_within_bounds(header: str) -> None:
         waits = usual if asked is None else asked
         assert waits <= pause(1, asked, share) <= waits + 0.2
     assert pause(50, None, 1.0) <= 10.0
-    assert len({pause(9, None, share) for share in (0.0, 0.3, 0.9)}) == 3, "runs do not come back all at once"
+    assert len({pause(9, None, share) for share in (0.0, 0.3, 0.9)}) == 3, (
+        "runs do not come back all at once"
+    )
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -253,7 +270,10 @@ class Scripted(BaseHTTPRequestHandler):
         body = b'{"experiment": {"experiment_id": "7", "name": "e"}}'
         self.send_response(503 if kind == "503" else 200)
         if kind == "503":
-            self.send_header("Retry-After", format_datetime(datetime.now(UTC) + timedelta(seconds=3), usegmt=True))
+            self.send_header(
+                "Retry-After",
+                format_datetime(datetime.now(UTC) + timedelta(seconds=3), usegmt=True),
+            )
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[:9] if kind == "cut" else body)
@@ -313,18 +333,29 @@ def test_a_server_that_fails_three_in_ten_requests_gets_the_run_once_and_in_orde
     run_dir.mkdir(parents=True)
     with Journal(run_dir / JOURNAL) as journal:
         journal.note(
-            "run", tags={f"tag{number}": "x" for number in range(250)}, params={"seed": 1}, data={"source": "t"}
+            "run",
+            tags={f"tag{number}": "x" for number in range(250)},
+            params={"seed": 1},
+            data={"source": "t"},
         )
         (run_dir / "plan.json").write_text("{}")
         for step in range(1, 61):
             journal.metrics(
-                step, {f"fp8_amax/blocks.{number:03d}.up.input": step + number / 3 for number in range(100)}
+                step,
+                {
+                    f"fp8_amax/blocks.{number:03d}.up.input": step + number / 3
+                    for number in range(100)
+                },
             )
             if step % 10 == 0:
                 journal.event(step, "nonfinite.skip", window=step)
             if step % 20 == 0:
                 journal.note(
-                    "checkpoint", step=step, state="saved", path=f"step-{step}", metrics={"train_loss": 1 / step}
+                    "checkpoint",
+                    step=step,
+                    state="saved",
+                    path=f"step-{step}",
+                    metrics={"train_loss": 1 / step},
                 )
                 journal.note("checkpoint", step=step, state="good")
         journal.note("artifact", path="plan.json")
@@ -365,13 +396,17 @@ def test_sync_says_the_first_refusal_at_once_and_that_it_tries_again(
 
 
 @pytest.mark.slow
-def test_what_a_store_has_taken_is_not_sent_again_when_the_next_batch_fails(places: tuple[Path, Path]) -> None:
+def test_what_a_store_has_taken_is_not_sent_again_when_the_next_batch_fails(
+    places: tuple[Path, Path],
+) -> None:
     """A chunk of the journal is several requests; a store that refuses the last for good still gets the first once."""
     run_dir, database = places[0] / "runs" / "r", places[0] / "mlflow.db"
     ship(run_dir)
     with Journal(run_dir / JOURNAL, resume_step=5) as journal:
         for step in range(5, 35):
-            journal.metrics(step, {f"fp8_amax/{number:03d}.input": float(step) for number in range(100)})
+            journal.metrics(
+                step, {f"fp8_amax/{number:03d}.input": float(step) for number in range(100)}
+            )
         journal.note("end", status="done")
     begun = Position.load(run_dir).offset
     refusing = "create trigger t before insert on metrics when new.step >= 30 begin select raise(abort, 'no'); end"
@@ -387,7 +422,9 @@ def test_what_a_store_has_taken_is_not_sent_again_when_the_next_batch_fails(plac
         store.execute("drop trigger t")
         store.commit()
     ship(run_dir)
-    assert query(database, "select count(*) from metrics where key = 'fp8_amax/000.input'") == [(30,)]
+    assert query(database, "select count(*) from metrics where key = 'fp8_amax/000.input'") == [
+        (30,)
+    ]
 
 
 FORMS = {
@@ -405,13 +442,17 @@ def files_with(folder: Path, *words: str) -> list[str]:
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "server.log":
             content = path.read_bytes()
-            found += [f"{path.relative_to(folder)}: {word}" for word in words if word.encode() in content]
+            found += [
+                f"{path.relative_to(folder)}: {word}" for word in words if word.encode() in content
+            ]
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_no_secret_of_the_address_is_written_down(tmp_path: Path, server: tuple[Path, Proxy], form: str) -> None:
+def test_no_secret_of_the_address_is_written_down(
+    tmp_path: Path, server: tuple[Path, Proxy], form: str
+) -> None:
     """In an outage, which exceptions tell of, and delivered: run folder, both streams, MLflow's store and files."""
     folder, proxy = server
     secret = "sEcr3t/Wörd" if form == "encoded" else SECRET
@@ -449,7 +490,9 @@ def test_no_secret_of_the_address_is_written_down(tmp_path: Path, server: tuple[
     assert ("MLFLOW_TRACKING_TOKEN" in told[2]) == cannot, "sync refuses it at once"
     if cannot:
         plain = f"http://127.0.0.1:{proxy.port}"
-        mended = harness(tmp_path, "sync", str(run), MLFLOW_TRACKING_URI=plain, MLFLOW_TRACKING_TOKEN=secret)
+        mended = harness(
+            tmp_path, "sync", str(run), MLFLOW_TRACKING_URI=plain, MLFLOW_TRACKING_TOKEN=secret
+        )
         assert mended.returncode == 0, mended.stdout + mended.stderr
         assert delivered(run)
 
@@ -515,14 +558,20 @@ def test_a_secret_is_taken_out_of_whatever_a_library_says(secret: str) -> None:
         for piece in PIECES:
             coded = base64.b64encode(f"me:{plain}".encode()).decode()
             text = scrubbed(piece.format(s=shape, b=coded), given)
-            assert not [each for each in (secret, plain, quote(plain, safe=""), coded) if each in text], text
+            assert not [
+                each for each in (secret, plain, quote(plain, safe=""), coded) if each in text
+            ], text
     assert Address.of(given["MLFLOW_TRACKING_URI"]).bare == "http://tracking:5000"
 
 
 def test_what_is_no_secret_stays() -> None:
     from harness.core.secrets import scrubbed
 
-    given = {"MLFLOW_TRACKING_URI": "http://tracking:5000", "PATH": "/usr/bin", "TOKENIZERS_PARALLELISM": "false"}
+    given = {
+        "MLFLOW_TRACKING_URI": "http://tracking:5000",
+        "PATH": "/usr/bin",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     for text in (
         "http://tracking:5000/#/experiments/1/runs/2?workflowType=machine_learning",
         "/usr/bin",
@@ -537,7 +586,12 @@ def test_the_start_says_where_figures_go(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     short = ("--name", "r", "train.steps=2", "tracking.drain_seconds=0.1")
-    done = train(tmp_path, *short, "tracking.mlflow=true", MLFLOW_TRACKING_URI=f"http://me:{SECRET}@{address}")
+    done = train(
+        tmp_path,
+        *short,
+        "tracking.mlflow=true",
+        MLFLOW_TRACKING_URI=f"http://me:{SECRET}@{address}",
+    )
     assert f"figures go to MLflow at http://{address}" in done.stdout, done.stdout
     assert SECRET not in done.stdout
     alone = train(tmp_path, "--name", "q", "train.steps=2")

@@ -40,7 +40,9 @@ BuildMonitors = Callable[[], list[Monitor]]
 
 
 @pytest.fixture(scope="module", params=["fp8_hybrid", "fp16_scaler"])
-def build_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuildMonitors:
+def build_all(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> BuildMonitors:
     """The monitors of a real run of this recipe, new ones at each call."""
     config, recipe = load_config("tiny", ["guard.spike_window=20"]), load_recipe(request.param)
     folder = tmp_path_factory.mktemp("text")
@@ -76,7 +78,12 @@ def eventful(names: tuple[str, ...], scale: float) -> list[StepFacts]:
     noise = np.random.default_rng(3)
     steps = []
     for step in range(1, STEPS + 1):
-        loss = 2.0 * step**-0.1 * float(np.exp(noise.normal(0, 0.01))) * (6.0 if step in (60, 200) else 1.0)
+        loss = (
+            2.0
+            * step**-0.1
+            * float(np.exp(noise.normal(0, 0.01)))
+            * (6.0 if step in (60, 200) else 1.0)
+        )
         norm = float(np.exp(noise.normal(0, 0.1))) * (12.0 if 120 < step < 140 else 1.2)
         slow = 1.0 + float(noise.random()) + (1.0 if 150 < step < 230 else 0.0)
         steps.append(
@@ -116,7 +123,16 @@ def slots_of(names: tuple[str, ...], step: int, noise: np.random.Generator) -> S
     sampled = step % 10 == 0
     share = np.full(count, 0.001 if sampled else np.nan, dtype=np.float32)
     underflow = share if step % 50 else np.full(count, 0.5, dtype=np.float32)
-    return SlotStats(names, amax, moving, saturation, share, underflow, share * 0 + 25.0, scrubbed=int(step == 77))
+    return SlotStats(
+        names,
+        amax,
+        moving,
+        saturation,
+        share,
+        underflow,
+        share * 0 + 25.0,
+        scrubbed=int(step == 77),
+    )
 
 
 def spoiled(facts: StepFacts, scale: float, generator: random.Random) -> StepFacts:
@@ -125,13 +141,23 @@ def spoiled(facts: StepFacts, scale: float, generator: random.Random) -> StepFac
     slots = facts.slots
     if slots is not None:
         slots = replace(slots, **{name: np.full_like(slots.amax, bad) for name in SLOTS})
-    fields = dict.fromkeys(("loss", "grad_norm", "param_norm", "grad_zeros", "grad_near_limit"), bad)
+    fields = dict.fromkeys(
+        ("loss", "grad_norm", "param_norm", "grad_zeros", "grad_near_limit"), bad
+    )
     return replace(
-        facts, **fields, applied=False, loss_scale=scale, forward_fastest=bad, forward_slowest=bad, slots=slots
+        facts,
+        **fields,
+        applied=False,
+        loss_scale=scale,
+        forward_fastest=bad,
+        forward_slowest=bad,
+        slots=slots,
     )
 
 
-def with_faults(usual: Sequence[StepFacts], hit: set[int], generator: random.Random) -> list[tuple[StepFacts, bool]]:
+def with_faults(
+    usual: Sequence[StepFacts], hit: set[int], generator: random.Random
+) -> list[tuple[StepFacts, bool]]:
     """The series with the steps at the places `hit` spoiled, and whether each is."""
     series, scale = [], usual[0].loss_scale
     for place, facts in enumerate(usual):
@@ -140,7 +166,9 @@ def with_faults(usual: Sequence[StepFacts], hit: set[int], generator: random.Ran
     return series
 
 
-def said(build_all: BuildMonitors, series: Sequence[tuple[StepFacts, bool]], through_json: set[int]) -> list[str]:
+def said(
+    build_all: BuildMonitors, series: Sequence[tuple[StepFacts, bool]], through_json: set[int]
+) -> list[str]:
     """Every verdict, limits and evidence too, of the steps that are not marked as bad.
 
     through_json: steps before which the windows are written, as strictly as a checkpoint, and read by new monitors.
@@ -158,14 +186,22 @@ def said(build_all: BuildMonitors, series: Sequence[tuple[StepFacts, bool]], thr
 
 def events_of(build_all: BuildMonitors) -> list[StepFacts]:
     names = next((m.layers for m in build_all() if isinstance(m, FallbackController)), ())
-    return eventful(tuple(f"{layer}.{role}" for layer in names for role in ROLES), 1.0 if names else 65536.0)
+    return eventful(
+        tuple(f"{layer}.{role}" for layer in names for role in ROLES), 1.0 if names else 65536.0
+    )
 
 
 @pytest.mark.faults(12)
 def test_the_series_makes_the_monitors_speak(build_all: BuildMonitors) -> None:
     monitors = build_all()
     codes = {m.observe(facts).code for facts in events_of(build_all) for m in monitors}
-    expected = {"gradient.growth", "loss.spike", "gradient.clipping", "parameters.growth", "ranks.straggler"}
+    expected = {
+        "gradient.growth",
+        "loss.spike",
+        "gradient.clipping",
+        "parameters.growth",
+        "ranks.straggler",
+    }
     if any(isinstance(monitor, FallbackController) for monitor in monitors):
         expected |= {"fp8.scrubbed", "fp8.dead", "fp8.saturation", "fp8.frozen", "precision.demote"}
     else:
@@ -182,12 +218,21 @@ def test_after_bad_steps_every_verdict_is_what_it_would_have_been(
     for _ in range(trials):
         # Single steps, and bursts of up to 8; one fault in the first steps, where nothing is armed yet.
         starts = [generator.randrange(3), *generator.sample(range(STEPS), generator.randint(1, 6))]
-        hit = {place for start in starts for place in range(start, start + generator.choice((1, 1, 2, 8)))}
+        hit = {
+            place
+            for start in starts
+            for place in range(start, start + generator.choice((1, 1, 2, 8)))
+        }
         series = with_faults(usual, hit, generator)
         without = [(f, False) for n, f in enumerate(usual) if n not in hit]
         through_json = {f.step for f, _ in generator.sample(without, 3)}
-        found, expected = said(build_all, series, through_json), said(build_all, without, through_json)
-        differs = next((pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]), None)
+        found, expected = (
+            said(build_all, series, through_json),
+            said(build_all, without, through_json),
+        )
+        differs = next(
+            (pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]), None
+        )
         assert differs is None, differs
         same, fed = same + 1, fed + sum(bad for _, bad in series)
     assert fed > 3 * trials
@@ -203,4 +248,6 @@ def test_windows_that_went_through_a_checkpoint_are_armed_at_once(build_all: Bui
     usual = [(facts, False) for facts in events_of(build_all)]
     kept = [line for line in said(build_all, usual, set()) if not line.startswith("RanksMonitor")]
     every = {facts.step for facts, _ in usual}
-    assert kept == [line for line in said(build_all, usual, every) if not line.startswith("RanksMonitor")]
+    assert kept == [
+        line for line in said(build_all, usual, every) if not line.startswith("RanksMonitor")
+    ]

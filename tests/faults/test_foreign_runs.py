@@ -80,18 +80,33 @@ def poisoned(value: Any) -> Any:
 
 
 def test_no_command_prints_what_a_terminal_obeys(tmp_path: Path) -> None:
-    wanted = ("--name", "r", "--recipe", "fp8_hybrid", "train.steps=4", "checkpoint.every=2", "data.val_samples=2")
+    wanted = (
+        "--name",
+        "r",
+        "--recipe",
+        "fp8_hybrid",
+        "train.steps=4",
+        "checkpoint.every=2",
+        "data.val_samples=2",
+    )
     assert train(tmp_path, *wanted).returncode == 0
     run = tmp_path / "runs" / "r"
     rows = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     kept = ("kind", "state", "path")
     for row in rows:
-        row |= {name: poisoned(item) for name, item in row.items() if name not in kept and row["kind"] != "checkpoint"}
+        row |= {
+            name: poisoned(item)
+            for name, item in row.items()
+            if name not in kept and row["kind"] != "checkpoint"
+        }
         if row["kind"] == "metrics":
             row["metrics"] |= {f"fp8_{figure}/{EVIL}.input": 1.0 for figure in FIGURES}
     (run / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = ("guard.halt", "loss.skip", "precision.switched", "run.failed", EVIL)
-    append(run, *(event(code, 4, text=EVIL, reason=EVIL, demote=[EVIL], promote=[EVIL]) for code in told))
+    append(
+        run,
+        *(event(code, 4, text=EVIL, reason=EVIL, demote=[EVIL], promote=[EVIL]) for code in told),
+    )
     (run / "fp8_telemetry.bin").unlink()
     for name, keep in (("outcome.json", ()), ("plan.json", ("recipe_sha256", "resolved"))):
         content = json.loads((run / name).read_text())
@@ -130,13 +145,35 @@ def rows_of_all_kinds() -> list[dict[str, Any]]:
         "tags": {"ranks": "1", "loop": "x"},
         "params": {"train.steps": 4, "train.global_batch": 2, "train.lr": 0.1},
     }
-    data = {"source": "a", "kind": "text", "files": 1, "train_tokens": 9, "val_tokens": 9, "vocab": 9, "skipped": ["a"]}
+    data = {
+        "source": "a",
+        "kind": "text",
+        "files": 1,
+        "train_tokens": 9,
+        "val_tokens": 9,
+        "vocab": 9,
+        "skipped": ["a"],
+    }
     data |= {"train_samples": 3, "unit": "nats per token", "counted": "tokens", "unigram_nats": 3.0}
-    data |= {"mixture": [{"share": 0.5, "source": "b", "train_tokens": 3, "train_samples": 3}], "val_samples": 3}
-    data |= {"fields": {"x": ["int64", 3]}, "unreadable": [1], "looked_at": [1], "unigram_bits_per_byte": 3.0}
+    data |= {
+        "mixture": [{"share": 0.5, "source": "b", "train_tokens": 3, "train_samples": 3}],
+        "val_samples": 3,
+    }
+    data |= {
+        "fields": {"x": ["int64", 3]},
+        "unreadable": [1],
+        "looked_at": [1],
+        "unigram_bits_per_byte": 3.0,
+    }
     switched = event("precision.switched", 2, demote=["a"], promote=["a"], lowered="bf16")
     rolled = event("guard.rollback", 3, reason="x", to_step=1, passed_over=[2], source="disk")
-    figures = {"train/loss": 1.0, "val/loss": 1.0, "train/step_applied": 1.0, "guard/rollbacks": 1.0, "train/mfu": 0.5}
+    figures = {
+        "train/loss": 1.0,
+        "val/loss": 1.0,
+        "train/step_applied": 1.0,
+        "guard/rollbacks": 1.0,
+        "train/mfu": 0.5,
+    }
     figures |= {"train/loss_scale": 2.0, "fp8_amax/a.input": 1.0, "fp8_saturation/a.input": 1.0}
     metrics = {"kind": "metrics", "step": 2, "attempt": 1, "time": 1.0, "metrics": figures}
     return [
@@ -162,21 +199,44 @@ def with_odd(value: Any, odd: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_and_missing_fields_end_in_no_traceback(run_dir: Path, kind: str) -> None:
-    plan = {"recipe": "a", "recipe_sha256": "b", "tier": "c", "requested": "d", "resolved": "e", "effective": "f"}
-    layer = {"module": "a.9", "kind": "Linear", "precision": "fp8", "backend": "native", "reason": "", "shape": [3]}
+    plan = {
+        "recipe": "a",
+        "recipe_sha256": "b",
+        "tier": "c",
+        "requested": "d",
+        "resolved": "e",
+        "effective": "f",
+    }
+    layer = {
+        "module": "a.9",
+        "kind": "Linear",
+        "precision": "fp8",
+        "backend": "native",
+        "reason": "",
+        "shape": [3],
+    }
     plan |= {
         "keeps_amax": True,
         "layers": [layer],
         "rungs": [{"rung": "a", "taken": True, "reason": "b"}],
         "notes": [""],
     }
-    outcome = {"status": "halted", "reason": "a", "step": 3, "applied": 1, "skipped": 1, "rollbacks": 1}
+    outcome = {
+        "status": "halted",
+        "reason": "a",
+        "step": 3,
+        "applied": 1,
+        "skipped": 1,
+        "rollbacks": 1,
+    }
     for name, content in (("plan.json", plan), ("outcome.json", outcome)):
         for changed in with_odd(content, ODD[kind]):
             (run_dir / name).write_text(json.dumps(changed))
             Screen(file=io.StringIO(), width=200).print(summary(run_dir))
         (run_dir / name).write_text(json.dumps(content))
-    append(run_dir, *(each for row in rows_of_all_kinds() for each in (row, *with_odd(row, ODD[kind]))))
+    append(
+        run_dir, *(each for row in rows_of_all_kinds() for each in (row, *with_odd(row, ODD[kind])))
+    )
     assert "What happened" in read_all(run_dir)
 
 
@@ -198,19 +258,31 @@ def test_odd_and_missing_fields_of_one_row_end_in_no_traceback(run_dir: Path, ki
 def test_a_row_without_a_time_or_of_no_date_is_told_all_the_same(run_dir: Path) -> None:
     timeless = event("loss.skip", text="without")
     del timeless["time"]
-    append(run_dir, timeless, event("loss.skip", time=1e300, text="of no date"), event("loss.skip", time=2.5e11))
+    append(
+        run_dir,
+        timeless,
+        event("loss.skip", time=1e300, text="of no date"),
+        event("loss.skip", time=2.5e11),
+    )
     said = read_all(run_dir)
     assert "without" in said
     assert "of no date" not in said, "a line that is no row"
 
 
-LONG = {"loss.skip": "text", "guard.halt": "reason", "run.started_from": "path", "guard.rollback": "else"}
+LONG = {
+    "loss.skip": "text",
+    "guard.halt": "reason",
+    "run.started_from": "path",
+    "guard.rollback": "else",
+}
 
 
 @pytest.mark.parametrize("size", [3 << 20, 60 << 20])
 @pytest.mark.slow
 def test_a_line_without_an_end_is_shown_in_part_or_not_at_all(run_dir: Path, size: int) -> None:
-    fields: dict[str, dict[str, Any]] = {code: {key: "word " * (size // 5)} for code, key in LONG.items()}
+    fields: dict[str, dict[str, Any]] = {
+        code: {key: "word " * (size // 5)} for code, key in LONG.items()
+    }
     append(run_dir, *(event(code, **each) for code, each in fields.items()))
     (run_dir / "outcome.json").write_text('{"status": "halted"}')
     append(run_dir, event("precision.switched", demote=["blocks.0"] * (size // 12), promote=[]))
@@ -222,16 +294,26 @@ def test_a_line_without_an_end_is_shown_in_part_or_not_at_all(run_dir: Path, siz
 
 @pytest.mark.slow
 def test_many_attempts_and_events_take_time_by_their_number(run_dir: Path) -> None:
-    rows = [{"kind": "metrics", "step": 9, "attempt": n, "time": 1.0, "metrics": {"a": 1.0}} for n in range(1, 20_000)]
-    rows += [event("loss.skip" if n % 2 else "loss.spike", n, window=n, text="x") for n in range(60_000)]
-    rows += [event("precision.switched", n, demote=[f"a.{n}"], promote=[f"a.{n - 9}"]) for n in range(20_000)]
+    rows = [
+        {"kind": "metrics", "step": 9, "attempt": n, "time": 1.0, "metrics": {"a": 1.0}}
+        for n in range(1, 20_000)
+    ]
+    rows += [
+        event("loss.skip" if n % 2 else "loss.spike", n, window=n, text="x") for n in range(60_000)
+    ]
+    rows += [
+        event("precision.switched", n, demote=[f"a.{n}"], promote=[f"a.{n - 9}"])
+        for n in range(20_000)
+    ]
     append(run_dir, *rows)
     begin = time.process_time()
     assert sum(1 for _ in read_rows(run_dir / "journal.jsonl")) > len(rows)
     plain = time.process_time() - begin
     begin = time.process_time()
     read_all(run_dir)
-    assert time.process_time() - begin < 40 * plain, "four readers, each of which decodes, checks and shows the rows"
+    assert time.process_time() - begin < 40 * plain, (
+        "four readers, each of which decodes, checks and shows the rows"
+    )
 
 
 def endless_names() -> bytes:
@@ -274,7 +356,16 @@ def test_a_header_without_an_end_is_refused_before_it_is_parsed(run_dir: Path) -
 @pytest.mark.slow
 def test_inspect_opens_no_tensors_without_an_end(run_dir: Path) -> None:
     (run_dir / STEP / "fp8.safetensors").write_bytes(endless_header())
-    append(run_dir, {"kind": "metrics", "step": 1, "attempt": 1, "time": 1.0, "metrics": {"fp8_amax/a.input": 1.0}})
+    append(
+        run_dir,
+        {
+            "kind": "metrics",
+            "step": 1,
+            "attempt": 1,
+            "time": 1.0,
+            "metrics": {"fp8_amax/a.input": 1.0},
+        },
+    )
     with in_time():
         assert "the last steps" in read_all(run_dir)
 
@@ -288,9 +379,19 @@ def test_figures_that_are_not_finite_are_drawn(run_dir: Path) -> None:
         "train/mfu",
         r"fp8_saturation/$\frac$.input",
     )
-    for step, value in enumerate((math.inf, -math.inf, math.nan, 1.7e308, -1.7e308, 5e-324), start=2):
-        row = {"kind": "metrics", "step": step, "attempt": 1, "time": 1.0, "metrics": dict.fromkeys(names, value)}
-        spelled = json.dumps(row).replace("-Infinity", '"-Infinity"').replace(" Infinity", ' "Infinity"')
+    for step, value in enumerate(
+        (math.inf, -math.inf, math.nan, 1.7e308, -1.7e308, 5e-324), start=2
+    ):
+        row = {
+            "kind": "metrics",
+            "step": step,
+            "attempt": 1,
+            "time": 1.0,
+            "metrics": dict.fromkeys(names, value),
+        }
+        spelled = (
+            json.dumps(row).replace("-Infinity", '"-Infinity"').replace(" Infinity", ' "Infinity"')
+        )
         with (run_dir / "journal.jsonl").open("a") as journal:
             journal.write(spelled.replace("NaN", '"NaN"') + "\n")
     assert "<img" in read_all(run_dir)

@@ -23,7 +23,15 @@ def run_fp16(folder: Path, target: str, *arguments: str, **args: float) -> Path:
     config["train"] |= {"steps": 24, "global_batch": 2, "micro_batch": 2}
     config["checkpoint"] = {"every": 0}
     (folder / "fp16.yaml").write_text(yaml.safe_dump(config))
-    fixed = ["--name", "r", "--config", "fp16.yaml", "--recipe", "fp16_scaler", "guard.measure_every=1"]
+    fixed = [
+        "--name",
+        "r",
+        "--config",
+        "fp16.yaml",
+        "--recipe",
+        "fp16_scaler",
+        "guard.measure_every=1",
+    ]
     done = train(folder, *fixed, *arguments)
     assert done.returncode == 0, done.stdout
     return folder / "runs" / "r"
@@ -32,7 +40,9 @@ def run_fp16(folder: Path, target: str, *arguments: str, **args: float) -> Path:
 def test_gradients_that_fade_away_are_reported_while_they_do(tmp_path: Path) -> None:
     run = run_fp16(tmp_path, "fading", first=13, factor=0.1)
     zeros = dict(metrics(run, "train/grad_zeros"))
-    assert max(zeros[step] for step in range(1, 13)) < 0.02, "fp16 holds the gradients of a healthy run"
+    assert max(zeros[step] for step in range(1, 13)) < 0.02, (
+        "fp16 holds the gradients of a healthy run"
+    )
     assert zeros[24] > 0.5, "the fault fired"
     assert all(value == 1.0 for _, value in metrics(run, "train/step_applied")), "no gate sees it"
     (alarm,) = events(run, "gradient.underflow")

@@ -34,7 +34,11 @@ POLICY = load_recipe("fp8_hybrid").fallback
 
 
 def run(
-    folder: Path, name: str, model: Mapping[str, Any], steps: int, recipe: Mapping[str, Mapping[str, Any]] | None = None
+    folder: Path,
+    name: str,
+    model: Mapping[str, Any],
+    steps: int,
+    recipe: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
     """Train in this process with one micro-batch a step; the run folder. No update is skipped for its norm: a storm
     that FP8 cuts off distorts gradients, and here it is FP8's own protection that is looked at."""
@@ -49,7 +53,12 @@ def run(
     ]  # fmt: skip
     with contextlib.chdir(folder):
         config = load_config("tiny", fixed, f"{name}.yaml")
-        assert train(Request(config, load_recipe(f"{name}.yaml"), "tiny", name, "never", False, "python")) == 0
+        assert (
+            train(
+                Request(config, load_recipe(f"{name}.yaml"), "tiny", name, "never", False, "python")
+            )
+            == 0
+        )
     return folder / "runs" / name
 
 
@@ -63,7 +72,11 @@ def scales(folder: Path, slot: str) -> dict[int, float]:
 
 def fitting(folder: Path, slot: str, until: int, without: int = 0) -> float:
     """The scale that the amaxes up to step `until` ask for, leaving one step out."""
-    amaxes = [amax for step, amax in metrics(folder, f"fp8_amax/{slot}") if step <= until and step != without]
+    amaxes = [
+        amax
+        for step, amax in metrics(folder, f"fp8_amax/{slot}")
+        if step <= until and step != without
+    ]
     return MAX[slot.rpartition(".")[2]] / max(amaxes[-16:])
 
 
@@ -118,11 +131,15 @@ def test_damaged_histories_keep_their_scale_and_recover_at_the_next_update(
     for slot in (unused, infinite):
         used = scales(folder, slot)
         assert used[AT + 1] == used[AT], "kept"
-        assert used[AT + 2] == pytest.approx(fitting(folder, slot, AT + 1, without=AT), rel=1e-6), "recovered"
+        assert used[AT + 2] == pytest.approx(fitting(folder, slot, AT + 1, without=AT), rel=1e-6), (
+            "recovered"
+        )
         assert scales(clean, slot)[AT + 1] != used[AT + 1], "the update did not happen"
     for slot in history:
         used = scales(folder, slot)
-        assert used[AT + 1] == pytest.approx(fitting(folder, slot, AT), rel=1e-6), "the entry had no say"
+        assert used[AT + 1] == pytest.approx(fitting(folder, slot, AT), rel=1e-6), (
+            "the entry had no say"
+        )
         assert used[AT + 1] != used[AT], "a frozen scale would be noticed"
     assert all(math.isfinite(loss) for _, loss in metrics(folder))
     (event,) = events(folder, "fp8.scrubbed")
@@ -132,21 +149,29 @@ def test_damaged_histories_keep_their_scale_and_recover_at_the_next_update(
 def names(folder: Path) -> list[str]:
     rows = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return [
-        name for name in next(r for r in rows if r["kind"] == "metrics")["metrics"] if name.startswith("fp8_scale/")
+        name
+        for name in next(r for r in rows if r["kind"] == "metrics")["metrics"]
+        if name.startswith("fp8_scale/")
     ]
 
 
 @pytest.mark.slow
-def test_without_scrubbing_an_infinite_amax_freezes_its_scale(tmp_path: Path, damage: Callable[..., list[str]]) -> None:
+def test_without_scrubbing_an_infinite_amax_freezes_its_scale(
+    tmp_path: Path, damage: Callable[..., list[str]]
+) -> None:
     slot = f"{GUILTY}.weight"
     damage({}, {slot: math.inf})
-    folder = run(tmp_path, "frozen", CALM, AT + 7, {"fp8": {"scrub_inf": False, "amax_history_len": 5}})
+    folder = run(
+        tmp_path, "frozen", CALM, AT + 7, {"fp8": {"scrub_inf": False, "amax_history_len": 5}}
+    )
     used = scales(folder, slot)
     assert len({used[step] for step in range(AT, AT + 6)}) == 1
     assert used[AT + 6] != used[AT], "the infinity has left the history"
 
 
-def test_a_scale_that_is_no_longer_updated_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_is_no_longer_updated_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     update = scaling.update
 
     def broken(history: Tensor, scale: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -175,11 +200,15 @@ def over_limits(folder: Path) -> list[int]:
     ratio = dict(metrics(folder, f"fp8_saturation/{GUILTY}.input"))
     flushed = dict(metrics(folder, f"fp8_underflow/{GUILTY}.input"))
     return [
-        step for step in ratio if ratio[step] > POLICY.saturation_input or flushed.get(step, 0.0) > POLICY.underflow
+        step
+        for step in ratio
+        if ratio[step] > POLICY.saturation_input or flushed.get(step, 0.0) > POLICY.underflow
     ]
 
 
-@pytest.mark.parametrize("storm", [pytest.param("up", marks=pytest.mark.slow), "down", "oscillating"])
+@pytest.mark.parametrize(
+    "storm", [pytest.param("up", marks=pytest.mark.slow), "down", "oscillating"]
+)
 def test_a_layer_in_a_storm_leaves_fp8_within_two_windows(tmp_path: Path, storm: str) -> None:
     folder = run(tmp_path, "r", {"layers": ["blocks.0.mlp.down"], **STORMS[storm]}, 44)
     assert over_limits(folder), "the fault fired"
@@ -189,7 +218,7 @@ def test_a_layer_in_a_storm_leaves_fp8_within_two_windows(tmp_path: Path, storm:
     assert all(math.isfinite(loss) for _, loss in metrics(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("storm", STORMS)
 def test_without_the_fallback_the_layer_stays_in_the_storm(tmp_path: Path, storm: str) -> None:
     off = {"fallback": {"enabled": False}, "fp8": {"stats_every": 1}}
@@ -200,14 +229,16 @@ def test_without_the_fallback_the_layer_stays_in_the_storm(tmp_path: Path, storm
 
 @pytest.mark.slow
 def test_one_jump_is_clipped_once_and_then_followed(tmp_path: Path) -> None:
-    folder = run(tmp_path, "r", {"kind": "jump", "layers": ["blocks.0.mlp.down"], "at": 21, "bits": 13}, 30)
+    folder = run(
+        tmp_path, "r", {"kind": "jump", "layers": ["blocks.0.mlp.down"], "at": 21, "bits": 13}, 30
+    )
     ratio = dict(metrics(folder, f"fp8_saturation/{GUILTY}.input"))
     assert [step for step, value in ratio.items() if value > POLICY.saturation_input] == [21]
     assert ratio[21] > 4000, "2^13 times as large, under the old scale"
     assert events(folder, "precision.switched") == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cause_that_comes_and_goes_moves_the_layer_ever_more_rarely(tmp_path: Path) -> None:
     dwell, steps = 8, 150
     model = {
@@ -225,7 +256,9 @@ def test_a_cause_that_comes_and_goes_moves_the_layer_ever_more_rarely(tmp_path: 
     down = [event["step"] for event in switches if event["demote"]]
     up = [event["step"] for event in switches if event["promote"]]
     assert len(down) >= 2, "it flaps"
-    assert len(down) <= 1 + math.log2((steps - 21) / dwell), "each stay in BF16 is twice as long as the one before"
+    assert len(down) <= 1 + math.log2((steps - 21) / dwell), (
+        "each stay in BF16 is twice as long as the one before"
+    )
     for number, (left, back) in enumerate(zip(down, up, strict=False)):
         assert back - left >= dwell * 2**number
 

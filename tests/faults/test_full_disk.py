@@ -51,11 +51,17 @@ class Disk:
         return self.folder / "runs" / "r"
 
     def variables(self) -> dict[str, str]:
-        return {"DISK": str(self.folder / "runs"), "DISK_SIZE": str(self.size), "LD_PRELOAD": str(self.injector)}
+        return {
+            "DISK": str(self.folder / "runs"),
+            "DISK_SIZE": str(self.size),
+            "LD_PRELOAD": str(self.injector),
+        }
 
     def fill(self, left: int = 100) -> None:
         """Leave so many bytes of it free."""
-        used = sum(path.stat().st_size for path in (self.folder / "runs").rglob("*") if path.is_file())
+        used = sum(
+            path.stat().st_size for path in (self.folder / "runs").rglob("*") if path.is_file()
+        )
         temporary = self.size.with_suffix(".new")
         temporary.write_text(str(used + left))
         temporary.rename(self.size)
@@ -70,7 +76,9 @@ class Disk:
 
     def start(self, *more: str, kind: str = "python", ranks: int = 1) -> Launch:
         """A run whose disk is full from its second checkpoint on."""
-        job = launch(self.folder, *ARGUMENTS, *more, kind=kind, ranks=ranks, variables=self.variables())
+        job = launch(
+            self.folder, *ARGUMENTS, *more, kind=kind, ranks=ranks, variables=self.variables()
+        )
         wait_for_checkpoint(self.run, 20, job.process, START_SECONDS)
         self.fill()
         return job
@@ -79,9 +87,14 @@ class Disk:
 @pytest.fixture(scope="module")
 def injector(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    assert compiler, "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    assert compiler, (
+        "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    )
     library = tmp_path_factory.mktemp("injector") / "small_disk.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "small_disk.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "small_disk.c", "-ldl"],
+        check=True,
+    )
     return library
 
 
@@ -128,7 +141,9 @@ def holds_and_goes_on(disk: Disk, kind: str, ranks: int, seconds: float) -> str:
     assert job.process.wait(timeout=START_SECONDS) == 0, job.output()
     job.ended(10)
     assert stopped < STEPS
-    assert (metrics(disk.run), metrics(disk.run, "val/loss")) == undisturbed(kind, ranks), "nothing is missing"
+    assert (metrics(disk.run), metrics(disk.run, "val/loss")) == undisturbed(kind, ranks), (
+        "nothing is missing"
+    )
     assert newest(disk.run / "checkpoints") == STEPS
     return job.output()
 
@@ -142,10 +157,17 @@ def test_a_full_disk_is_told_waited_for_and_forgotten(disk: Disk) -> None:
     assert re.search(r"2 saves in a row failed, for 0:\d\d", said), said
     assert said.count(": checkpoint.paused: ") == 1
     assert "checkpoint.saved_again" in said
-    assert f"{STEPS}: {STEPS} applied, 0 skipped" in said, "counted by the state, not by what the journal still has"
+    assert f"{STEPS}: {STEPS} applied, 0 skipped" in said, (
+        "counted by the state, not by what the journal still has"
+    )
     assert "Traceback" not in said
     ended = outcome(disk.run)
-    assert (ended["status"], ended["exit_code"], ended["step"], ended["applied"]) == ("done", 0, STEPS, STEPS)
+    assert (ended["status"], ended["exit_code"], ended["step"], ended["applied"]) == (
+        "done",
+        0,
+        STEPS,
+        STEPS,
+    )
 
 
 @pytest.mark.slow
@@ -189,7 +211,9 @@ def test_stopped_while_it_holds_it_saves_if_there_is_room_by_then(disk: Disk) ->
     finishes(disk.folder)
 
 
-def test_stopped_while_it_holds_it_saves_elsewhere_and_comes_back(disk: Disk, tmp_path: Path) -> None:
+def test_stopped_while_it_holds_it_saves_elsewhere_and_comes_back(
+    disk: Disk, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     job, code = stopped_while_it_holds(disk, f"checkpoint.emergency_path={elsewhere}")
     assert code == 75, job.output()

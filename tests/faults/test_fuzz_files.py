@@ -40,22 +40,42 @@ pytestmark = pytest.mark.faults(24)
 
 FEW = int(os.environ.get("FAULTS_FUZZ", "60"))
 MANY = int(os.environ.get("FAULTS_FUZZ_SLOW", "2000"))
-BOTH = pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=(pytest.mark.slow, pytest.mark.attack))])
-VALID = [path.read_bytes() for kind in ("configs", "recipes") for path in sorted((ROOT / kind).glob("*.yaml"))]
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.dates()
-KEYS = [*RunConfig.model_fields, *Recipe.model_fields, "steps", "lr", "path", "args", "target", "patterns"]
+BOTH = pytest.mark.parametrize(
+    "examples", [FEW, pytest.param(MANY, marks=(pytest.mark.slow, pytest.mark.attack))]
+)
+VALID = [
+    path.read_bytes()
+    for kind in ("configs", "recipes")
+    for path in sorted((ROOT / kind).glob("*.yaml"))
+]
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.dates()
+)
+KEYS = [
+    *RunConfig.model_fields,
+    *Recipe.model_fields,
+    "steps",
+    "lr",
+    "path",
+    "args",
+    "target",
+    "patterns",
+]
 names = st.sampled_from(KEYS) | st.text(max_size=6)
 trees = st.recursive(
     scalars,
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), inner, max_size=5)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), inner, max_size=5)
     ),
     max_leaves=25,
 )
 
 
 @BOTH
-def test_yaml_gives_plain_data_or_a_config_error(examples: int, figure: Callable[..., None]) -> None:
+def test_yaml_gives_plain_data_or_a_config_error(
+    examples: int, figure: Callable[..., None]
+) -> None:
     def test(given: tuple[bytes, Damage]) -> None:
         text = damaged(*given).decode("utf-8", "surrogateescape")
         try:
@@ -80,7 +100,11 @@ def test_any_tree_is_a_config_or_a_config_error(examples: int, figure: Callable[
         text = yaml.safe_dump(tree)
         for model in (RunConfig, Recipe):
             try:
-                made = validate(model, parse_yaml(text, "fuzz") if isinstance(tree, dict) else {"train": tree}, "fuzz")
+                made = validate(
+                    model,
+                    parse_yaml(text, "fuzz") if isinstance(tree, dict) else {"train": tree},
+                    "fuzz",
+                )
                 json.dumps(made.model_dump(mode="json"))
             except ConfigError as error:
                 one_screen(error)
@@ -89,8 +113,12 @@ def test_any_tree_is_a_config_or_a_config_error(examples: int, figure: Callable[
 
 
 @BOTH
-def test_overrides_are_a_config_or_a_config_error(examples: int, figure: Callable[..., None]) -> None:
-    keys = st.sampled_from(["train.lr", "data.path", "model.args", "train", "x.y", "guard.spike_sigma", "recipe"])
+def test_overrides_are_a_config_or_a_config_error(
+    examples: int, figure: Callable[..., None]
+) -> None:
+    keys = st.sampled_from(
+        ["train.lr", "data.path", "model.args", "train", "x.y", "guard.spike_sigma", "recipe"]
+    )
     pieces = st.lists(st.sampled_from(PIECES) | st.binary(max_size=6), max_size=6).map(b"".join)
 
     def test(given: tuple[str, bytes]) -> None:
@@ -109,17 +137,26 @@ def files() -> tuple[Path, Mapping[str, bytes]]:
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
     store = Store(root / "checkpoints")
     store.save(
-        7, {"model": {"w": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}}, {"step": 7, "parts": {}}
+        7,
+        {"model": {"w": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}},
+        {"step": 7, "parts": {}},
     )
     add_mark(store.root, 7)
     save_ledger(root, RunLedger(2, [3], 1, returned_to=[4]))
     prepare(DataConfig(path=str(TEXT), context=32), root)
     (root / "outcome.json").write_text('{"status": "done", "step": 7, "reason": "because"}')
-    (root / "plan.json").write_text('{"resolved": "fp8", "layers": [{"module": "a", "shape": [1, 2], "reason": "x"}]}')
+    (root / "plan.json").write_text(
+        '{"resolved": "fp8", "layers": [{"module": "a", "shape": [1, 2], "reason": "x"}]}'
+    )
     Position("id", 0, "key").save(root)
-    rows = [{"kind": "metrics", "step": step, "attempt": 1, "metrics": {"a": 1.5, "b": "NaN"}} for step in range(5)]
+    rows = [
+        {"kind": "metrics", "step": step, "attempt": 1, "metrics": {"a": 1.5, "b": "NaN"}}
+        for step in range(5)
+    ]
     (root / "journal.jsonl").write_bytes(b"".join(map(encode, rows)))
-    return root, {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return root, {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 def read_all(root: Path) -> None:
@@ -163,7 +200,9 @@ def test_a_damaged_checkpoint_is_never_loaded(examples: int, figure: Callable[..
 
 
 @BOTH
-def test_damaged_files_of_a_run_are_passed_over_or_refused(examples: int, figure: Callable[..., None]) -> None:
+def test_damaged_files_of_a_run_are_passed_over_or_refused(
+    examples: int, figure: Callable[..., None]
+) -> None:
     root, contents = files()
     names = sorted(name for name in contents if not name.startswith(CHECKPOINT))
 
@@ -183,7 +222,9 @@ def test_damaged_files_of_a_run_are_passed_over_or_refused(examples: int, figure
                 except DataError as error:
                     one_screen(error)
                 else:
-                    assert content == contents[name] or name.endswith(("corpus.json", "source.json"))
+                    assert content == contents[name] or name.endswith(
+                        ("corpus.json", "source.json")
+                    )
                 assert isinstance(source_changes(DataConfig(path=str(TEXT)), root / "data"), list)
         finally:
             (root / name).write_bytes(contents[name])
@@ -193,7 +234,9 @@ def test_damaged_files_of_a_run_are_passed_over_or_refused(examples: int, figure
 
 @BOTH
 def test_journal_rows_decode_or_are_none(examples: int, figure: Callable[..., None]) -> None:
-    row = encode({"kind": "event", "step": 1, "attempt": 1, "code": "a.b", "list": [1, {"a": float("inf")}]})
+    row = encode(
+        {"kind": "event", "step": 1, "attempt": 1, "code": "a.b", "list": [1, {"a": float("inf")}]}
+    )
 
     def test(changes: Damage) -> None:
         found = decode(damaged(row, changes))
@@ -215,7 +258,13 @@ def test_texts_are_read_or_refused(examples: int, figure: Callable[..., None]) -
             except DataError as error:
                 one_screen(error)
 
-        fuzz(examples, test, st.tuples(st.just("grüße und text\n".encode() * 3), damage), figure, "texts")
+        fuzz(
+            examples,
+            test,
+            st.tuples(st.just("grüße und text\n".encode() * 3), damage),
+            figure,
+            "texts",
+        )
 
 
 @BOTH
@@ -225,7 +274,11 @@ def test_files_are_read_as_parsed(examples: int, figure: Callable[..., None]) ->
 
         def test(given: tuple[bytes, Damage]) -> None:
             path.write_bytes(damaged(*given))
-            for read in (read_yaml, lambda path: load_config(str(path)), lambda path: load_recipe(str(path))):
+            for read in (
+                read_yaml,
+                lambda path: load_config(str(path)),
+                lambda path: load_recipe(str(path)),
+            ):
                 try:
                     read(path)
                 except ConfigError as error:
@@ -233,7 +286,13 @@ def test_files_are_read_as_parsed(examples: int, figure: Callable[..., None]) ->
                     named = str(path) in str(error)
                     assert named
 
-        fuzz(max(examples // 4, 1), test, st.tuples(st.sampled_from(VALID), damage), figure, "config and recipe files")
+        fuzz(
+            max(examples // 4, 1),
+            test,
+            st.tuples(st.sampled_from(VALID), damage),
+            figure,
+            "config and recipe files",
+        )
 
 
 @BOTH

@@ -35,7 +35,9 @@ def commands(folder: Path) -> list[list[str]]:
     return [
         *(["--config", file] for file in files),
         *(["--recipe", file] for file in files[:1]),
-        [f"model.args={YAML['apply'][0].decode().removeprefix('train: ').replace('CANARY', canary.decode())}"],
+        [
+            f"model.args={YAML['apply'][0].decode().removeprefix('train: ').replace('CANARY', canary.decode())}"
+        ],
         ["--config", "tiny", "data.path=\x1b[2J"],
     ]
 
@@ -44,7 +46,9 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def test_the_command_line_survives_hostile_files(tmp_path: Path, figure: Callable[..., None]) -> None:
+def test_the_command_line_survives_hostile_files(
+    tmp_path: Path, figure: Callable[..., None]
+) -> None:
     lines, worst = commands(tmp_path), 0.0
     for line in lines:
         before = os.times()
@@ -53,7 +57,12 @@ def test_the_command_line_survives_hostile_files(tmp_path: Path, figure: Callabl
             timeout=60, check=False, preexec_fn=limited,
         )  # fmt: skip
         after = os.times()
-        used = after.children_user + after.children_system - before.children_user - before.children_system
+        used = (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         worst = max(worst, used)
         assert done.returncode == ExitCode.USAGE, (line, done.stderr[-2000:])
         assert done.stderr.startswith("error: ")
@@ -62,20 +71,38 @@ def test_the_command_line_survives_hostile_files(tmp_path: Path, figure: Callabl
         assert used < SECONDS
     assert not (tmp_path / "canary").exists()
     assert not (tmp_path / "runs").exists(), "refused before anything is written"
-    figure(24, "hostile configs, recipes and overrides refused with exit 2, no traceback", (len(lines), len(lines)))
     figure(
-        24, "processor time until a hostile file is refused, start-up included", f"{worst:.1f} s at most", len(lines)
+        24,
+        "hostile configs, recipes and overrides refused with exit 2, no traceback",
+        (len(lines), len(lines)),
+    )
+    figure(
+        24,
+        "processor time until a hostile file is refused, start-up included",
+        f"{worst:.1f} s at most",
+        len(lines),
     )
 
 
-ADVICE = ("outcome.json", "plan.json", "checkpoints/good.json", "flight/step-00000003/record.json", "shipper.json")
+ADVICE = (
+    "outcome.json",
+    "plan.json",
+    "checkpoints/good.json",
+    "flight/step-00000003/record.json",
+    "shipper.json",
+)
 
 
 def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[..., None]) -> None:
     undisturbed, attacked = tmp_path / "a", tmp_path / "b"
     for folder in (undisturbed, attacked):
         folder.mkdir()
-        assert train(folder, "--name", "r", "--recipe", "fp32", "train.steps=4", "checkpoint.every=2").returncode == 0
+        assert (
+            train(
+                folder, "--name", "r", "--recipe", "fp32", "train.steps=4", "checkpoint.every=2"
+            ).returncode
+            == 0
+        )
     run, canary = attacked / "runs" / "r", attacked / "canary"
     contents = [*JSON.values(), pickle.dumps(Trap(canary))]
     for number, name in enumerate(ADVICE):
@@ -88,7 +115,9 @@ def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[...
     (run / "plan.json").unlink()
     os.mkfifo(run / "plan.json")
     for folder in (undisturbed, attacked):
-        done = train(folder, "--name", "r", "--recipe", "fp32", "train.steps=6", "checkpoint.every=2")
+        done = train(
+            folder, "--name", "r", "--recipe", "fp32", "train.steps=6", "checkpoint.every=2"
+        )
         assert done.returncode == ExitCode.DONE, done.stdout
         assert "Traceback" not in done.stdout
     assert metrics(run) == metrics(undisturbed / "runs" / "r")
@@ -101,7 +130,13 @@ def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[...
 def test_the_tools_survive_a_hostile_run_folder(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "r", "--recipe", "fp8_hybrid", "train.steps=3").returncode == 0
     run, canary = tmp_path / "runs" / "r", tmp_path / "canary"
-    names = ("outcome.json", "plan.json", "incidents.json", "checkpoints/good.json", "data/corpus.json")
+    names = (
+        "outcome.json",
+        "plan.json",
+        "incidents.json",
+        "checkpoints/good.json",
+        "data/corpus.json",
+    )
     for name in names:
         for content in (*JSON.values(), pickle.dumps(Trap(canary))):
             (run / name).write_bytes(content)

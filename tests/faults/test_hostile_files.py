@@ -170,7 +170,9 @@ def test_a_run_name_leads_nowhere_else_and_means_nothing_else(name: str) -> None
         choose_folder("tiny", "fp32", name, "auto", 1)
 
 
-@pytest.mark.parametrize("name", ["a" * 5000 + ".yaml", "~nobody-has-this-name/x.yaml", "x" * 5000, "../" * 2000])
+@pytest.mark.parametrize(
+    "name", ["a" * 5000 + ".yaml", "~nobody-has-this-name/x.yaml", "x" * 5000, "../" * 2000]
+)
 def test_impossible_paths_are_refused_by_name(name: str) -> None:
     for read in READERS.values():
         with pytest.raises(ConfigError, match=r"no such file|no config|no recipe"):

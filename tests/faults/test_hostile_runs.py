@@ -80,10 +80,22 @@ NEEDED: Mapping[str, tuple[Callable[[Path], Any], type[HarnessError]]] = {
     "incidents.json": (load_ledger, CheckpointError),
     "data/corpus.json": (lambda folder: prepare(data_config(), folder), DataError),
     "data/train.bin": (lambda folder: prepare(data_config(), folder), DataError),
-    f"{STEP}/manifest.json": (lambda folder: Store(folder / "checkpoints", readonly=True).load(1), CheckpointError),
-    f"{STEP}/state.json": (lambda folder: Store(folder / "checkpoints", readonly=True).load(1), CheckpointError),
-    f"{STEP}/rng.safetensors": (lambda folder: Store(folder / "checkpoints", readonly=True).load(1), CheckpointError),
-    f"{STEP}/model.pt": (lambda folder: Store(folder / "checkpoints", readonly=True).load(1), CheckpointError),
+    f"{STEP}/manifest.json": (
+        lambda folder: Store(folder / "checkpoints", readonly=True).load(1),
+        CheckpointError,
+    ),
+    f"{STEP}/state.json": (
+        lambda folder: Store(folder / "checkpoints", readonly=True).load(1),
+        CheckpointError,
+    ),
+    f"{STEP}/rng.safetensors": (
+        lambda folder: Store(folder / "checkpoints", readonly=True).load(1),
+        CheckpointError,
+    ),
+    f"{STEP}/model.pt": (
+        lambda folder: Store(folder / "checkpoints", readonly=True).load(1),
+        CheckpointError,
+    ),
 }
 
 
@@ -148,7 +160,9 @@ def tensors(header: object, data: bytes = bytes(64)) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + data
 
 
-def one(dtype: object = "U8", shape: object = (64,), offsets: object = (0, 64)) -> dict[str, object]:
+def one(
+    dtype: object = "U8", shape: object = (64,), offsets: object = (0, 64)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -157,8 +171,12 @@ HEADERS: dict[str, bytes] = {
     "no header": b"",
     "longer than the file": (1 << 60).to_bytes(8, "little") + b"{}",
     "over the limit": (101 << 20).to_bytes(8, "little") + b"{}",
-    "overlap": tensors({"a": one(shape=(40,), offsets=(0, 40)), "b": one(shape=(40,), offsets=(24, 64))}),
-    "hole": tensors({"a": one(shape=(10,), offsets=(0, 10)), "b": one(shape=(10,), offsets=(54, 64))}),
+    "overlap": tensors(
+        {"a": one(shape=(40,), offsets=(0, 40)), "b": one(shape=(40,), offsets=(24, 64))}
+    ),
+    "hole": tensors(
+        {"a": one(shape=(10,), offsets=(0, 10)), "b": one(shape=(10,), offsets=(54, 64))}
+    ),
     "beyond the end": tensors({"a": one(shape=(128,), offsets=(0, 128))}),
     "negative offset": tensors({"a": one(offsets=(-64, 0))}),
     "negative shape": tensors({"a": one(shape=(-64,))}),

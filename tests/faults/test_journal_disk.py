@@ -27,10 +27,14 @@ STEPS = list(range(1, 12))
 def sweeps(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By mode, one result for each call at which the disk failed."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    assert compiler, "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    assert compiler, (
+        "no cc, gcc or clang to build the fault injector with: install one (apt-get install gcc)"
+    )
     folder = tmp_path_factory.mktemp("journals")
     library = folder / "inject.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "inject.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, HERE / "inject.c", "-ldl"], check=True
+    )
     done = subprocess.run(
         [sys.executable, str(HERE / "journal_driver.py"), str(library), str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)},
@@ -60,7 +64,9 @@ def check_accounted(result: dict[str, Any], steps: list[int]) -> int:
 
 
 @pytest.mark.faults(19)
-def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(sweeps: Results, figure: Tell) -> None:
+def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(
+    sweeps: Results, figure: Tell
+) -> None:
     for mode in ("full", "once"):
         results = sweeps[f"impatient-{mode}"]
         assert len(results) >= 12, "every row and every fsync of six steps"
@@ -70,7 +76,11 @@ def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(sweeps: Resul
         assert dropped[0] == (9 if mode == "full" else 1)
         assert any(failures), "an fsync failed too"
         for result in results:
-            told = [row for row in lines_of(Path(result["folder"]) / JOURNAL) if row.get("code") == "journal.dropped"]
+            told = [
+                row
+                for row in lines_of(Path(result["folder"]) / JOURNAL)
+                if row.get("code") == "journal.dropped"
+            ]
             assert told
             assert sum(row["failed_syncs"] for row in told) == result["fired"] - result["dropped"]
         figure(
@@ -80,7 +90,9 @@ def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(sweeps: Resul
 
 
 @pytest.mark.faults(19)
-def test_rows_wait_in_memory_for_a_disk_that_fails_at_any_call(sweeps: Results, figure: Tell) -> None:
+def test_rows_wait_in_memory_for_a_disk_that_fails_at_any_call(
+    sweeps: Results, figure: Tell
+) -> None:
     for mode in ("full", "once"):
         results = sweeps[mode]
         assert len(results) >= 12, "every row and every fsync of six steps"
@@ -111,7 +123,10 @@ def test_a_writer_killed_at_any_call_tears_at_most_its_last_row(sweeps: Results)
         with Journal(path, resume_step=last + 1) as journal:
             journal.metrics(last + 1, {"train/loss": 1.0})
         assert path.read_bytes().endswith(b"\n")
-        assert [row["step"] for row in lines_of(path)] == [*(row["step"] for row in before), last + 1]
+        assert [row["step"] for row in lines_of(path)] == [
+            *(row["step"] for row in before),
+            last + 1,
+        ]
     assert torn >= 6, "kills in the middle of a row"
 
 
@@ -152,7 +167,9 @@ def filling(full, free): return Filling(full, free, int(os.environ["FAILS"]))
 TOTAL = 150
 
 
-def run(folder: Path, full: int = 0, free: int = 0, fails: str = "0") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, full: int = 0, free: int = 0, fails: str = "0"
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(MODEL)
     return train(
@@ -164,7 +181,9 @@ def run(folder: Path, full: int = 0, free: int = 0, fails: str = "0") -> subproc
 @pytest.mark.slow
 @pytest.mark.faults(19)
 def test_training_goes_on_while_the_journals_disk_is_full(tmp_path: Path, figure: Tell) -> None:
-    undisturbed, shortly, to_the_end = (tmp_path / name for name in ("undisturbed", "shortly", "to_the_end"))
+    undisturbed, shortly, to_the_end = (
+        tmp_path / name for name in ("undisturbed", "shortly", "to_the_end")
+    )
     outcomes = []
     for folder, full, free in ((undisturbed, 0, 0), (shortly, 130, 138), (to_the_end, 130, 0)):
         done = run(folder, full, free)
@@ -173,7 +192,10 @@ def test_training_goes_on_while_the_journals_disk_is_full(tmp_path: Path, figure
         assert ("journal.dropped" in done.stdout) == bool(full and not free), done.stdout
         if full:
             size = int((folder / "full").read_text())
-            saved = [path.stat().st_size for path in (folder / "runs" / "r" / "checkpoints").rglob("*.safetensors")]
+            saved = [
+                path.stat().st_size
+                for path in (folder / "runs" / "r" / "checkpoints").rglob("*.safetensors")
+            ]
             assert max(saved) < size, "only the journal was too large"
     assert outcomes[0] == outcomes[1] == outcomes[2]
     losses = dict(metrics(undisturbed / "runs" / "r"))
@@ -184,7 +206,9 @@ def test_training_goes_on_while_the_journals_disk_is_full(tmp_path: Path, figure
         stand = metrics(folder / "runs" / "r")
         assert all(losses[step] == loss for step, loss in stand), "bit for bit"
     assert 0 < TOTAL - len(stand) < TOTAL, "nothing was written any more"
-    assert metrics(shortly / "runs" / "r") == list(losses.items()), "each of them, once there was room, in order"
+    assert metrics(shortly / "runs" / "r") == list(losses.items()), (
+        "each of them, once there was room, in order"
+    )
     (told,) = events(shortly / "runs" / "r", "journal.late")
     assert told["late"] > 3
     assert 129 <= told["step"] < 140

@@ -24,7 +24,9 @@ FIXED = (
 )  # fmt: skip
 
 
-def run(folder: Path, target: str, args: str, *arguments: str) -> tuple[Path, CompletedProcess[str]]:
+def run(
+    folder: Path, target: str, args: str, *arguments: str
+) -> tuple[Path, CompletedProcess[str]]:
     shutil.copy(ROOT / "tests" / "faults" / "spiking_models.py", folder)
     model = (f"model.target=spiking_models:{target}", f"model.args={{{args}}}")
     return folder / "runs" / "r", train(folder, *FIXED, *model, *arguments)
@@ -44,7 +46,9 @@ def same(one: Path, other: Path, *names: str) -> bool:
         ("loss", 10.0, "loss.skip"),
     ],
 )
-def test_a_spike_is_told_and_skipped_and_leaves_no_trace(tmp_path: Path, target: str, times: float, code: str) -> None:
+def test_a_spike_is_told_and_skipped_and_leaves_no_trace(
+    tmp_path: Path, target: str, times: float, code: str
+) -> None:
     where, done = run(
         tmp_path, target, f"first: 60, last: 61, times: {times}", "train.steps=64", "checkpoint.every=1",
         "checkpoint.keep=10", "guard.snapshot_every=0",
@@ -59,14 +63,22 @@ def test_a_spike_is_told_and_skipped_and_leaves_no_trace(tmp_path: Path, target:
     assert f"{event['window']}" in event["text"]
     assert code in done.stdout
     before, after = where / "checkpoints" / "step-00000059", where / "checkpoints" / "step-00000060"
-    assert same(before, after, "model.safetensors", "optimizer.safetensors", "fp8.safetensors"), "bit for bit"
-    assert not same(after, where / "checkpoints" / "step-00000061", "model.safetensors", "fp8.safetensors")
+    assert same(before, after, "model.safetensors", "optimizer.safetensors", "fp8.safetensors"), (
+        "bit for bit"
+    )
+    assert not same(
+        after, where / "checkpoints" / "step-00000061", "model.safetensors", "fp8.safetensors"
+    )
 
 
 @pytest.mark.slow
 def test_without_the_guard_the_spike_is_applied(tmp_path: Path) -> None:
     where, done = run(
-        tmp_path, "gradient", "first: 60, last: 61, times: 1000.0", "train.steps=62", "guard.enabled=false"
+        tmp_path,
+        "gradient",
+        "first: 60, last: 61, times: 1000.0",
+        "train.steps=62",
+        "guard.enabled=false",
     )
     assert done.returncode == 0, done.stdout
     assert dict(metrics(where, "train/step_applied"))[60] == 1.0
@@ -80,13 +92,17 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (rollback,) = events(where, "guard.rollback")
-    assert (rollback["source"], rollback["to_step"]) == ("memory", 60), "70's snapshot had not earned it"
+    assert (rollback["source"], rollback["to_step"]) == ("memory", 60), (
+        "70's snapshot had not earned it"
+    )
     assert rollback["passed_over"] == [71, 72, 73]
     assert json.loads((where / "incidents.json").read_text())["skipped_windows"] == [71, 72, 73]
     before, after = (dict(metrics(where, attempt=attempt)) for attempt in (1, 2))
     lr_before, lr_after = (dict(metrics(where, "train/lr", attempt=attempt)) for attempt in (1, 2))
     assert min(after) == 61
-    assert before[61] == after[61], "the same weights, scales and data as the first time, bit for bit"
+    assert before[61] == after[61], (
+        "the same weights, scales and data as the first time, bit for bit"
+    )
     assert lr_after[61] == pytest.approx(0.5 * lr_before[61], rel=1e-6)
     assert max(after) == 90
     assert dict(metrics(where, "train/step_applied", attempt=2))[90] == 1.0
@@ -94,11 +110,20 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
 
 def test_norms_that_are_large_for_a_while_are_accepted(tmp_path: Path) -> None:
     where, done = run(
-        tmp_path, "gradient", "first: 60, last: 68, times: 10.0", "train.steps=110", "guard.snapshot_every=10"
+        tmp_path,
+        "gradient",
+        "first: 60, last: 68, times: 10.0",
+        "train.steps=110",
+        "guard.snapshot_every=10",
     )
     assert done.returncode == 0, done.stdout
-    norms, applied = dict(metrics(where, "train/grad_norm")), dict(metrics(where, "train/step_applied"))
-    assert min(norms[step] for step in range(60, 68)) > 3 * max(norms[step] for step in range(50, 60)), "it fired"
+    norms, applied = (
+        dict(metrics(where, "train/grad_norm")),
+        dict(metrics(where, "train/step_applied")),
+    )
+    assert min(norms[step] for step in range(60, 68)) > 3 * max(
+        norms[step] for step in range(50, 60)
+    ), "it fired"
     (accepted,) = events(where, "gradient.accepted")
     assert accepted["step"] == 64
     assert [step for step, value in applied.items() if value == 0.0] == [60, 61, 62, 63, 64, 65]

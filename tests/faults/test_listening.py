@@ -28,12 +28,18 @@ def listening(job: Launch) -> set[str]:
             tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
         except OSError:  # one that ends just now
             continue
-        mine = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+        mine = {
+            link.removeprefix("socket:[").removesuffix("]")
+            for link in links
+            if link.startswith("socket:[")
+        }
         for row in (line.split() for table in tables for line in table.splitlines()[1:]):
             if row[3] == _LISTENS and row[9] in mine:
                 address = bytes.fromhex(row[1].partition(":")[0])
                 words = b"".join(address[at : at + 4][::-1] for at in range(0, len(address), 4))
-                found.add(socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words))
+                found.add(
+                    socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
+                )
     return found
 
 

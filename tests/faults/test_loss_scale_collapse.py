@@ -39,7 +39,9 @@ def test_nan_for_ever_halts_long_before_the_scale_is_nothing(tmp_path: Path) -> 
     assert done.returncode == 3, done.stdout
     scales = [value for _, value in metrics(run, "train/loss_scale")]
     assert scales[0] == 65536.0
-    assert min(scales) == 1.0, "the floor; GradScaler's would be 0.0 after 166 such steps, and write NaN"
+    assert min(scales) == 1.0, (
+        "the floor; GradScaler's would be 0.0 after 166 such steps, and write NaN"
+    )
     assert max(step for step, _ in metrics(run)) < 30
     assert events(run, "scaler.collapse")
     assert "bf16" in json.loads((run / "outcome.json").read_text())["reason"]
@@ -48,7 +50,11 @@ def test_nan_for_ever_halts_long_before_the_scale_is_nothing(tmp_path: Path) -> 
 def test_a_scale_that_only_grows_stops_at_its_cap(tmp_path: Path) -> None:
     growing = {"init": 1.0, "growth_factor": 65536.0, "growth_interval": 1, "cap": 2.0**10}
     run, done = run_fp16(
-        tmp_path, "model.target=faulty_models:nan_from", growing, "model.args={first: 1000}", "train.steps=6"
+        tmp_path,
+        "model.target=faulty_models:nan_from",
+        growing,
+        "model.args={first: 1000}",
+        "train.steps=6",
     )
     assert done.returncode == 0, done.stdout
     assert [value for _, value in metrics(run, "train/loss_scale")] == [1.0, *[1024.0] * 5]

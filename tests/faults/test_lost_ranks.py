@@ -43,7 +43,9 @@ def lose(folder: Path, kind: str, rank: int, name: str, step: int) -> tuple[floa
     everything = time.monotonic() - began
     assert job.process.wait() != 0
     check_lost(
-        job, rank, f"lost rank {rank} (process {victim}, {'gone' if name == 'SIGKILL' else 'stopped by a signal'})"
+        job,
+        rank,
+        f"lost rank {rank} (process {victim}, {'gone' if name == 'SIGKILL' else 'stopped by a signal'})",
     )
     return alone, everything
 
@@ -60,16 +62,26 @@ def check_lost(job: Launch, rank: int, told: str) -> None:
         assert told in outcome["reason"]
 
 
-def test_a_killed_rank_ends_the_other_and_is_named(tmp_path: Path, figure: Callable[..., None]) -> None:
+def test_a_killed_rank_ends_the_other_and_is_named(
+    tmp_path: Path, figure: Callable[..., None]
+) -> None:
     alone, everything = lose(tmp_path, "torchrun", 0, "SIGKILL", 12)
     figure(20, "SIGKILL of a rank under torchrun: the other rank's end, all processes' end",
            f"{alone:.1f} s, {everything:.1f} s", 1, "5 s")  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
-def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path, kind: str, name: str, figure: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param("deepspeed", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("torchrun", "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("torchrun", "SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("deepspeed", "SIGSTOP", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_survives_the_loss_of_any_rank(
+    tmp_path: Path, kind: str, name: str, figure: Callable[..., None]
+) -> None:
     most = {"SIGKILL": 5, "SIGSTOP": TIMEOUT + 5}[name]
     times = [lose(tmp_path, kind, rank, name, 12 + 30 * rank) for rank in (0, 1)]
     alone, everything = (max(each) for each in zip(*times, strict=True))
@@ -78,6 +90,12 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path, kind: str, name: st
     if name == "SIGSTOP":
         target += f" (timeout {TIMEOUT} s), {LAUNCHERS_PATIENCE} s more until the launcher kills the frozen one"
     value = f"{alone:.1f} s, {everything:.1f} s"
-    figure(20, f"{name} of rank 0 or 1 under {kind}: the other rank's end, all processes' end", value, 2, target)
+    figure(
+        20,
+        f"{name} of rank 0 or 1 under {kind}: the other rank's end, all processes' end",
+        value,
+        2,
+        target,
+    )
     figure(20, f"{name} of a rank under {kind}: orphans", "0", 2, "0")
     finishes(tmp_path, kind, 2)

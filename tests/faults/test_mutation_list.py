@@ -30,9 +30,18 @@ def test_what_a_mutation_selects_is_there(mutation: Mutation) -> None:
     path, _, name = file.partition("::")
     own = ROOT / path
     # conftest.py collects the tests of cards; hostile.py is a table of cases.
-    more = (ROOT / "tests" / "gpu").glob("test_te*.py") if own.name == "conftest.py" else own.parent.glob("hostile.py")
+    more = (
+        (ROOT / "tests" / "gpu").glob("test_te*.py")
+        if own.name == "conftest.py"
+        else own.parent.glob("hostile.py")
+    )
     text = "".join(each.read_text() for each in (own, *more))
-    words = {*re.findall(r"[A-Za-z_]+", expression), name.partition("[")[0]} - {"and", "or", "not", ""}
+    words = {*re.findall(r"[A-Za-z_]+", expression), name.partition("[")[0]} - {
+        "and",
+        "or",
+        "not",
+        "",
+    }
     assert {word for word in words if word not in text} == set()
 
 

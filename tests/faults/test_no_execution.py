@@ -38,7 +38,11 @@ def dangers(source: str, file: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-            found += [f"{file}:{node.lineno}: import {name}" for name in names if name.split(".")[0] in FORBIDDEN]
+            found += [
+                f"{file}:{node.lineno}: import {name}"
+                for name in names
+                if name.split(".")[0] in FORBIDDEN
+            ]
         elif isinstance(node, ast.ImportFrom) and node.module:
             pairs = [(node.module, alias.name) for alias in node.names]
             found += [
@@ -46,7 +50,9 @@ def dangers(source: str, file: str) -> list[str]:
                 for module, name in pairs
                 if module.split(".")[0] in FORBIDDEN or (module, name) in ATTRIBUTES
             ]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS
+        ):
             found.append(f"{file}:{node.lineno}: {node.func.id}()")
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             named = (node.value.id, node.attr)
@@ -56,8 +62,18 @@ def dangers(source: str, file: str) -> list[str]:
 
 
 def test_nothing_in_the_harness_runs_what_it_reads() -> None:
-    sample = ("import pickle", "from torch import load", "torch.load(x)", "yaml.unsafe_load(x)", "eval(x)")
+    sample = (
+        "import pickle",
+        "from torch import load",
+        "torch.load(x)",
+        "yaml.unsafe_load(x)",
+        "eval(x)",
+    )
     assert len(dangers("\n".join(sample), "x.py")) == len(sample), "each of them is seen"
     files = sorted((ROOT / "harness").rglob("*.py"))
-    found = [line for path in files for line in dangers(path.read_text(), path.relative_to(ROOT).as_posix())]
+    found = [
+        line
+        for path in files
+        for line in dangers(path.read_text(), path.relative_to(ROOT).as_posix())
+    ]
     assert found == []

@@ -66,7 +66,9 @@ def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     assert "checkpoint.failed" in done.stdout
     outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
     assert outcome["status"] == "stopped"
-    assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+    assert (
+        Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+    )
 
 
 PLANTING = """
@@ -87,7 +89,14 @@ class Planting(torch.nn.Module):
 
 def test_the_last_words_are_true_where_outcome_is_refused(tmp_path: Path) -> None:
     (tmp_path / "planting.py").write_text(PLANTING)
-    done = train(tmp_path, "--name", "r", "train.steps=3", "model.target=planting:Planting", PYTHONPATH=str(tmp_path))
+    done = train(
+        tmp_path,
+        "--name",
+        "r",
+        "train.steps=3",
+        "model.target=planting:Planting",
+        PYTHONPATH=str(tmp_path),
+    )
     assert "outcome.json could not be written" in done.stdout
     assert "done at step 3" in done.stdout
     assert "still running" not in done.stdout
@@ -97,7 +106,9 @@ def to_full_disk(folder: Path, *arguments: str, wait_for: int = 0, number: int =
     """The exit code of a run whose screen is a log on a full disk; after so many steps it gets signal `number`."""
     with Path("/dev/full").open("wb") as full:
         log = full.fileno()
-        process = warm.start(command("--name", "r", *arguments)[1:], folder, environment(), log, log)
+        process = warm.start(
+            command("--name", "r", *arguments)[1:], folder, environment(), log, log
+        )
         if wait_for:
             wait_for_step(folder / "runs" / "r", wait_for, process)
             process.send_signal(number)
@@ -109,7 +120,9 @@ def test_a_screen_that_takes_no_word_costs_no_save(tmp_path: Path, number: int) 
     assert to_full_disk(tmp_path, "train.steps=100000", wait_for=3, number=number) == 75
     outcome = json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())
     assert outcome["status"] == "stopped"
-    assert Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+    assert (
+        Store(tmp_path / "runs" / "r" / "checkpoints", readonly=True).verify(outcome["step"]) == []
+    )
 
 
 def test_a_screen_that_takes_no_word_changes_no_exit_code(tmp_path: Path) -> None:

@@ -56,7 +56,11 @@ class Injection:
         if not self.armed:
             return None
         self.fired += 1
-        return with_one(tensor, self.value) if self.direction == "forward" else Spoil.apply(tensor, self.value)
+        return (
+            with_one(tensor, self.value)
+            if self.direction == "forward"
+            else Spoil.apply(tensor, self.value)
+        )
 
     def remove(self) -> None:
         self._handle.remove()
@@ -160,7 +164,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
 
 
 def leaves(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if next(module.children(), None) is None}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if next(module.children(), None) is None
+    }
 
 
 def sweep(model: nn.Module, loss: Loss) -> tuple[int, list[str]]:
@@ -181,8 +189,14 @@ def sweep(model: nn.Module, loss: Loss) -> tuple[int, list[str]]:
             model.zero_grad()
             fired += injection.fired > 0
             found = origin.first
-            if found is None or (found.module, found.direction, found.micro_batch) != (name, direction, CHOSEN):
-                missed.append(f"{direction} at {name}: {found and (found.direction, found.module, found.operation)}")
+            if found is None or (found.module, found.direction, found.micro_batch) != (
+                name,
+                direction,
+                CHOSEN,
+            ):
+                missed.append(
+                    f"{direction} at {name}: {found and (found.direction, found.module, found.operation)}"
+                )
     return fired, missed
 
 
@@ -190,13 +204,16 @@ QUICK = ("gpt-fp8", "convnet")
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_the_module_named_is_the_one_that_was_spoiled(case: str) -> None:
     torch.manual_seed(0)
     model, loss = CASES[case]()
     fired, missed = sweep(model, loss)
     count = 4 * len(leaves(model))
-    print(f"{case}: {fired} of {count} injections fired, {count - len(missed)} named exactly; missed: {missed}")
+    print(
+        f"{case}: {fired} of {count} injections fired, {count - len(missed)} named exactly; missed: {missed}"
+    )
     assert fired == count
     assert len(missed) <= 0.01 * count, missed

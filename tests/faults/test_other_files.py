@@ -42,7 +42,9 @@ def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(TEXT, folder / "text")
     code, said = run(folder, 80)
     assert code == 0, said
-    assert json.loads((folder / "runs" / "r" / "incidents.json").read_text())["skipped_windows"] == [71, 72, 73]
+    assert json.loads((folder / "runs" / "r" / "incidents.json").read_text())[
+        "skipped_windows"
+    ] == [71, 72, 73]
     return folder
 
 
@@ -89,25 +91,41 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     assert code == CheckpointError.exit_code, told
     assert said in told
     assert "incidents.json" in told
-    assert (folder / "runs" / "r" / "outcome.json").read_bytes() == outcome, "how the run ended is as true as before"
-    assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80], "it must not train"
+    assert (folder / "runs" / "r" / "outcome.json").read_bytes() == outcome, (
+        "how the run ended is as true as before"
+    )
+    assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80], (
+        "it must not train"
+    )
 
 
 def put_back_the_intent(where: Path) -> None:
-    (where / "checkpoints" / "rollback.json").write_text(json.dumps({"to": load_ledger(where).returned_to[0]}))
+    (where / "checkpoints" / "rollback.json").write_text(
+        json.dumps({"to": load_ledger(where).returned_to[0]})
+    )
 
 
-def test_a_rollback_that_is_finished_is_not_carried_out_again(rolled_back: Path, tmp_path: Path) -> None:
+def test_a_rollback_that_is_finished_is_not_carried_out_again(
+    rolled_back: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     where = folder / "runs" / "r"
     put_back_the_intent(where)
-    before = {path: path.read_bytes() for path in where.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {
+        path: path.read_bytes()
+        for path in where.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
     code, told = run(folder, RESUMED)
     assert code == CheckpointError.exit_code, told
     assert "runs/r/checkpoints/rollback.json: " in told
     assert "finished" in told
-    after = {path: path.read_bytes() for path in where.rglob("*") if path.is_file() and path.name != "lock"}
+    after = {
+        path: path.read_bytes()
+        for path in where.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
     assert after == before, "untouched"
     (where / "checkpoints" / "rollback.json").unlink()
     code, told = run(folder, RESUMED)
@@ -120,7 +138,9 @@ def other_text(where: Path) -> None:
     (where / "data" / "corpus.json").unlink()
     for path in (where.parent.parent / "text").rglob("*"):
         if path.is_file():
-            path.write_bytes(path.read_bytes()[::-1] if path.read_bytes().isascii() else path.read_bytes())
+            path.write_bytes(
+                path.read_bytes()[::-1] if path.read_bytes().isascii() else path.read_bytes()
+            )
 
 
 def another_rate(where: Path) -> None:
@@ -132,10 +152,17 @@ def another_rate(where: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
-    [(other_text, (), "the data are others"), (another_rate, ("train.lr=1e-3",), "changed from 0.0005 to 0.001")],
+    [
+        (other_text, (), "the data are others"),
+        (another_rate, ("train.lr=1e-3",), "changed from 0.0005 to 0.001"),
+    ],
 )
 def test_what_a_checkpoint_was_trained_with_is_held_to(
-    rolled_back: Path, tmp_path: Path, change: Callable[[Path], None], arguments: tuple[str, ...], said: str
+    rolled_back: Path,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    arguments: tuple[str, ...],
+    said: str,
 ) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
@@ -146,7 +173,9 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
 
 
-def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(rolled_back: Path, tmp_path: Path) -> None:
+def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(
+    rolled_back: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     another_rate(folder / "runs" / "r")
@@ -161,13 +190,19 @@ def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(rolled_back: 
 
 
 @pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml", "journal.jsonl"])
-def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: Path, name: str) -> None:
+def test_a_folder_in_the_place_of_a_file_is_named(
+    rolled_back: Path, tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     place = folder / "runs" / "r" / name
     place.unlink()
     place.mkdir()
-    replaced = [place.with_name(each) for each in ("config.yaml", "plan.json", "outcome.json") if each != name]
+    replaced = [
+        place.with_name(each)
+        for each in ("config.yaml", "plan.json", "outcome.json")
+        if each != name
+    ]
     others = [each for each in replaced if each.exists()]
     before = [each.read_bytes() for each in others]
     code, told = run(folder, RESUMED)
@@ -181,7 +216,9 @@ def test_a_folder_in_the_place_of_a_file_is_named(rolled_back: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("lines", [1, 8])
-def test_a_config_that_was_cut_short_is_named(rolled_back: Path, tmp_path: Path, lines: int) -> None:
+def test_a_config_that_was_cut_short_is_named(
+    rolled_back: Path, tmp_path: Path, lines: int
+) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)
     config = folder / "runs" / "r" / "config.yaml"

@@ -68,7 +68,9 @@ def test_a_lock_with_a_hostile_owner_is_still_a_lock(run_dir: Path) -> None:
             RunLock(run_dir).acquire()
 
 
-@pytest.mark.parametrize("target", ["os:system", "subprocess:call", "builtins:exec", "importlib.util:find_spec"])
+@pytest.mark.parametrize(
+    "target", ["os:system", "subprocess:call", "builtins:exec", "importlib.util:find_spec"]
+)
 def test_a_model_is_never_one_of_pythons_own_functions(run_dir: Path, target: str) -> None:
     canary = run_dir / "canary"
     with pytest.raises(ConfigError, match="Python's own library"):
@@ -83,7 +85,9 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     (victim / "file").write_text("mine")
     facts = StepFacts(step=900, window=900, loss=1.0, grad_norm=1.0, lr=1e-3, loss_scale=1.0, applied=False,
                       applied_steps=1, tokens=4, seconds=0.1)  # fmt: skip
-    recorder = FlightRecorder(run_dir, Store(run_dir / "checkpoints"), Surroundings("fp32", 1, "single", "cpu"))
+    recorder = FlightRecorder(
+        run_dir, Store(run_dir / "checkpoints"), Surroundings("fp32", 1, "single", "cpu")
+    )
     recorder.keep(facts, [1], ["loss.skip"], RunLedger())
     kept = json.loads((run_dir / "flight" / "step-00000900" / "record.json").read_bytes())
     (run_dir / "flight" / "step-..").mkdir()
@@ -94,7 +98,9 @@ def test_records_of_bad_steps_cannot_have_other_folders_deleted(run_dir: Path) -
     recorder.keep(replace(facts, step=950), [1], ["loss.skip"], RunLedger())
     assert (victim / "file").read_text() == "mine"
     write_json(record_of(run_dir, 5), kept | {"step": 5})
-    assert [found.step for found in read_records(run_dir)] == [5, 900, 950], "with its own step it is a record"
+    assert [found.step for found in read_records(run_dir)] == [5, 900, 950], (
+        "with its own step it is a record"
+    )
 
 
 def record_of(run_dir: Path, step: int) -> Path:

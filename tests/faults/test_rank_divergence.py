@@ -101,7 +101,9 @@ def test_one_bit_on_one_rank_is_found_named_and_undone(broken: tuple[Path, str])
     folder, output = broken
     run = folder / "runs" / "r"
     (found,) = events(run, "ranks.diverged")
-    assert found["step"] == 16, "the first comparison after the fault; the first step after the rollback agrees"
+    assert found["step"] == 16, (
+        "the first comparison after the fault; the first step after the rollback agrees"
+    )
     assert found["parameters"] == [GUILTY]
     assert GUILTY in found["text"]
     assert GUILTY in output
@@ -125,7 +127,9 @@ def test_ranks_cannot_disagree_on_a_skip(broken: tuple[Path, str]) -> None:
         for name in ("model.safetensors", "optimizer.safetensors"):
             one, other = load_file(before / name), load_file(after / name)
             assert all(one[key].tobytes() == other[key].tobytes() for key in one | other)
-    assert 8 not in [event["step"] for event in events(run, "ranks.diverged")], "compared after both skips, and equal"
+    assert 8 not in [event["step"] for event in events(run, "ranks.diverged")], (
+        "compared after both skips, and equal"
+    )
 
 
 @pytest.mark.slow
@@ -141,11 +145,14 @@ def test_unwatched_ranks_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_slow_in_its_forward_passes_is_told_once(tmp_path: Path) -> None:
     sleepy = ONE_SIDED.replace(
-        "        return loss *", "        time.sleep(0.02 * int(os.environ['RANK']))\n        return loss *"
+        "        return loss *",
+        "        time.sleep(0.02 * int(os.environ['RANK']))\n        return loss *",
     )
     (tmp_path / "mine.py").write_text("import time\n" + sleepy)
     script = FLIPPER.format(root=str(ROOT), at=0, guilty=GUILTY)
-    done = two_ranks(tmp_path, script, "train.steps=70", "model.target=mine:one_sided", "checkpoint.every=0")
+    done = two_ranks(
+        tmp_path, script, "train.steps=70", "model.target=mine:one_sided", "checkpoint.every=0"
+    )
     assert done.returncode == 0, done.stdout
     (event,) = events(tmp_path / "runs" / "r", "ranks.straggler")
     assert 50 <= event["step"] <= 60

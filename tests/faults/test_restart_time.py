@@ -23,7 +23,7 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults(1)
 def test_a_killed_run_trains_on(tmp_path: Path, figure: Callable[..., None]) -> None:
     run = tmp_path / "runs" / "r"

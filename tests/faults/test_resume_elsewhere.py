@@ -29,7 +29,12 @@ from tests.support.runs import train
 STEPS = 12
 RECIPES = ("fp8_hybrid", "fp8_dynamic", "fp16_scaler", "bf16", "fp32")
 # From and to, without what is refused: scales by history and scales by tensor have no common state.
-MOVES = [(a, b) for a in RECIPES for b in RECIPES if a != b and not (a.startswith("fp8") and b.startswith("fp8"))]
+MOVES = [
+    (a, b)
+    for a in RECIPES
+    for b in RECIPES
+    if a != b and not (a.startswith("fp8") and b.startswith("fp8"))
+]
 QUICK = [("bf16", "fp8_hybrid"), ("fp16_scaler", "bf16")]
 
 
@@ -44,7 +49,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_of(driver: Driver, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def run_of(
+    driver: Driver, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """A finished run of a recipe, trained when first asked for, with checkpoints of steps 4, 8 and 12."""
     runs: dict[str, Path] = {}
 
@@ -59,7 +66,9 @@ def run_of(driver: Driver, text: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def job(text: Path, recipe: str, *more: str, **model: Any) -> tuple[str, ...]:
-    return arguments(text, recipe, STEPS, "checkpoint.every=4", "checkpoint.background=false", *more, **model)
+    return arguments(
+        text, recipe, STEPS, "checkpoint.every=4", "checkpoint.background=false", *more, **model
+    )
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -93,10 +102,16 @@ def assert_goes_on(run: Path, source: Path, first: int) -> None:
 
 @pytest.mark.faults(25)
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(*move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES]
+    ("before", "after"),
+    [pytest.param(*move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES],
 )
 def test_a_new_run_in_another_precision_starts_from_a_checkpoint(
-    driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path], before: str, after: str
+    driver: Driver,
+    text: Path,
+    tmp_path: Path,
+    run_of: Callable[[str], Path],
+    before: str,
+    after: str,
 ) -> None:
     source = run_of(before)
     ended = driver.train(tmp_path, *job(text, after), "--resume", str(checkpoint(source, 8)))
@@ -108,17 +123,28 @@ def test_a_new_run_in_another_precision_starts_from_a_checkpoint(
     slots = [name for name in rows(run)[-1]["metrics"] if name.startswith("fp8_scale/")]
     assert bool(slots) == after.startswith("fp8")
     if after == "fp8_hybrid":
-        assert any(figures(run, slot)[9] == 1.0 for slot in slots), "its scales begin as a new run's"
+        assert any(figures(run, slot)[9] == 1.0 for slot in slots), (
+            "its scales begin as a new run's"
+        )
         assert all(figures(run, slot)[12] != 1.0 for slot in slots)
 
 
 @pytest.mark.slow
 @pytest.mark.faults(25)
-@pytest.mark.parametrize(("before", "after"), [("fp8_hybrid", "fp8_dynamic"), ("fp8_dynamic", "fp8_hybrid")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp8_hybrid", "fp8_dynamic"), ("fp8_dynamic", "fp8_hybrid")]
+)
 def test_fp8_scaled_otherwise_is_refused(
-    driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path], before: str, after: str
+    driver: Driver,
+    text: Path,
+    tmp_path: Path,
+    run_of: Callable[[str], Path],
+    before: str,
+    after: str,
 ) -> None:
-    refused = driver.train(tmp_path, *job(text, after), "--resume", str(checkpoint(run_of(before), 8)))
+    refused = driver.train(
+        tmp_path, *job(text, after), "--resume", str(checkpoint(run_of(before), 8))
+    )
     assert_refused(refused, tmp_path, "fp8 state", "fix: resume with the recipe")
 
 
@@ -163,8 +189,10 @@ def test_the_same_command_goes_on_where_another_rung_is_the_best(
 
 
 def reseal(folder: Path, **changed: Any) -> None:
-    """Give the manifest other contents, correctly sealed, as another version of the harness would."""
-    content = {key: value for key, value in read_manifest(folder).items() if key != "sha256"} | changed
+    """Give the manifest other contents, with their true hash, as another version of the harness would."""
+    content = {
+        key: value for key, value in read_manifest(folder).items() if key != "sha256"
+    } | changed
     digest = hashlib.sha256(dump_json(content)).hexdigest()
     (folder / MANIFEST).write_bytes(dump_json({**content, "sha256": digest}))
 
@@ -228,7 +256,12 @@ def windows(lines: list[str], ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize("recipe", ["fp32", "fp8_hybrid"])
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
 def test_another_number_of_ranks_keeps_the_data_order(
-    driver: Driver, text: Path, tmp_path: Path, figure: Callable[..., None], ranks: tuple[int, int], recipe: str
+    driver: Driver,
+    text: Path,
+    tmp_path: Path,
+    figure: Callable[..., None],
+    ranks: tuple[int, int],
+    recipe: str,
 ) -> None:
     seen, losses = [], []
     for name, numbers in (("one", (1, 1)), ("other", ranks)):
@@ -237,7 +270,12 @@ def test_another_number_of_ranks_keeps_the_data_order(
         order: list[list[int]] = []
         for steps, number in zip((STEPS // 2, STEPS), numbers, strict=True):
             before = len(log.read_text().splitlines()) if log.exists() else 0
-            train_on(driver, folder, number, *job(text, recipe, f"train.steps={steps}", log=str(log), noise=0.0))
+            train_on(
+                driver,
+                folder,
+                number,
+                *job(text, recipe, f"train.steps={steps}", log=str(log), noise=0.0),
+            )
             order += windows(log.read_text().splitlines()[before:], number)
         seen.append(order)
         losses.append(figures(folder / "runs" / "r"))
@@ -246,7 +284,10 @@ def test_another_number_of_ranks_keeps_the_data_order(
     assert losses[0].keys() == losses[1].keys() == set(range(1, STEPS + 1))
     worst = max(abs(losses[1][step] - loss) / loss for step, loss in losses[0].items())
     figure(
-        25, f"{recipe}, {ranks[0]} to {ranks[1]} ranks: largest relative difference of a loss", f"{worst:.1e}", n=STEPS
+        25,
+        f"{recipe}, {ranks[0]} to {ranks[1]} ranks: largest relative difference of a loss",
+        f"{worst:.1e}",
+        n=STEPS,
     )
     # Under FP8 a rank's weight gradient is rounded to bf16 before the ranks sum theirs.
     assert worst < (1e-4 if recipe == "fp32" else 2e-2)

@@ -46,7 +46,11 @@ VARIANTS: Mapping[str, Variant] = {
     "fp8_hybrid": Variant(
         bad=(11, 36, 37),
         outlier=(40, 48),
-        arguments=("guard.max_consecutive_skips=2", "checkpoint.healthy_steps=3", "guard.snapshot_every=0"),
+        arguments=(
+            "guard.max_consecutive_skips=2",
+            "checkpoint.healthy_steps=3",
+            "guard.snapshot_every=0",
+        ),
         must=("nonfinite.skip", "precision.demote", "precision.switched", "guard.rollback"),
     ),
     # Three failures in a row: the whole run leaves fp16.
@@ -94,7 +98,9 @@ def kill_and_resume(driver: Driver, folder: Path, name: str, text: Path, step: i
     return run
 
 
-def sweep(driver: Driver, tmp_path: Path, name: str, text: Path, steps: list[int]) -> dict[int, str]:
+def sweep(
+    driver: Driver, tmp_path: Path, name: str, text: Path, steps: list[int]
+) -> dict[int, str]:
     """What differs from an undisturbed run, by the step killed at; only where something does."""
     undisturbed = leave_alone(driver, tmp_path / "undisturbed", name, text)
     wrong = {}
@@ -107,13 +113,17 @@ def sweep(driver: Driver, tmp_path: Path, name: str, text: Path, steps: list[int
 
 
 @pytest.mark.faults(1)
-def test_a_killed_fp8_run_resumes_to_the_same_bits(driver: Driver, tmp_path: Path, text: Path) -> None:
+def test_a_killed_fp8_run_resumes_to_the_same_bits(
+    driver: Driver, tmp_path: Path, text: Path
+) -> None:
     # After a skipped step, with layers in BF16, and before a rollback.
     assert sweep(driver, tmp_path, "fp8_hybrid", text, [34]) == {}
 
 
 @pytest.mark.faults(1)
-def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(driver: Driver, tmp_path: Path) -> None:
+def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(
+    driver: Driver, tmp_path: Path
+) -> None:
     text = write_text(tmp_path / "numbered", 40)
     job = arguments(text, "bf16", 4)
     for name in ("undisturbed", "killed"):
@@ -131,7 +141,9 @@ def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(driver
 
 @pytest.mark.slow
 @pytest.mark.faults(1)
-def test_a_fork_of_the_driver_is_as_good_as_a_new_process(driver: Driver, tmp_path: Path, text: Path) -> None:
+def test_a_fork_of_the_driver_is_as_good_as_a_new_process(
+    driver: Driver, tmp_path: Path, text: Path
+) -> None:
     forked = leave_alone(driver, tmp_path / "forked", "fp8_hybrid", text)
     path = f"{ROOT}{os.pathsep}{HERE}"
     done = train(tmp_path, *command("fp8_hybrid", text), launcher=["python"], PYTHONPATH=path)
@@ -157,21 +169,29 @@ def test_every_step_is_as_good_as_any_to_be_killed_at(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(1)
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))])
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))]
+)
 def test_every_sample_counts_once_whatever_the_run_was_killed_in(
     driver: Driver, tmp_path: Path, figure: Callable[..., None], kills: int
 ) -> None:
     """SIGKILL at random moments, in a save, a rollback or the journal too, again and again until the run is through."""
     steps, bad = (30, (9, 20, 21)) if kills < KILLS else (200, (9, 75, 76, 140))
     text = write_text(tmp_path / "numbered", steps * BATCH + 40)
-    options = ("guard.max_consecutive_skips=2", "checkpoint.healthy_steps=3", "guard.snapshot_every=0")
+    options = (
+        "guard.max_consecutive_skips=2",
+        "checkpoint.healthy_steps=3",
+        "guard.snapshot_every=0",
+    )
     job = arguments(text, "fp8_hybrid", steps, "checkpoint.every=4", *options, bad=bad)
     (tmp_path / "undisturbed").mkdir()
     began = time.monotonic()
     alone = driver.train(tmp_path / "undisturbed", *job)
     whole = time.monotonic() - began
     assert alone.code == 0, alone.output
-    reach = 0.6 * whole * min(1.0, 80 / steps)  # long enough to begin and to save, short enough for several kills a run
+    reach = (
+        0.6 * whole * min(1.0, 80 / steps)
+    )  # long enough to begin and to save, short enough for several kills a run
     undisturbed = tmp_path / "undisturbed" / "runs" / "r"
     assert "guard.rollback" in codes(undisturbed)
     chance, fired, lost, doubled, runs = random.Random(kills), 0, 0, 0, 0
@@ -186,8 +206,17 @@ def test_every_sample_counts_once_whatever_the_run_was_killed_in(
         # A skipped step leaves no trace in the model; the two in a row are passed over, and others take their place.
         assert expected.sum() == (steps - len(bad) + 2) * BATCH
         assert expected.max() == 1
-        lost, doubled = lost + int((counts < expected).sum()), doubled + int((counts > expected).sum())
+        lost, doubled = (
+            lost + int((counts < expected).sum()),
+            doubled + int((counts > expected).sum()),
+        )
         assert difference(folder / "runs" / "r", undisturbed, steps) == ""
     if kills == KILLS:
-        figure(1, "samples lost or doubled by random kills", f"{lost} lost, {doubled} doubled", n=fired, target="0")
+        figure(
+            1,
+            "samples lost or doubled by random kills",
+            f"{lost} lost, {doubled} doubled",
+            n=fired,
+            target="0",
+        )
     assert (lost, doubled) == (0, 0)

@@ -33,7 +33,14 @@ pytestmark = pytest.mark.faults(6)
 
 SIGNALS = int(os.environ.get("FAULTS_SIGNALS", "5"))
 PER_RUN = 5
-ASKED = (("SIGTERM",), ("SIGINT",), ("SIGUSR1",), ("SIGHUP",), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGTERM"))
+ASKED = (
+    ("SIGTERM",),
+    ("SIGINT",),
+    ("SIGUSR1",),
+    ("SIGHUP",),
+    ("SIGINT", "SIGTERM"),
+    ("SIGTERM", "SIGTERM"),
+)
 # launch/train.py that sends itself SIGTERM when it begins to import torch, or first calls STAGE of the job.
 STARTING = """
 import os, signal, sys
@@ -106,7 +113,15 @@ sys.remains = Remains()
 from harness.cli import train_main
 train_main()
 """
-STAGES = ("join_worker", "build_plan", "build_data", "write_plan", "open_store", "open_telemetry", "build_run")
+STAGES = (
+    "join_worker",
+    "build_plan",
+    "build_data",
+    "write_plan",
+    "open_store",
+    "open_telemetry",
+    "build_run",
+)
 # The same, with signals from within: WHERE is what is going on when they come, "<signal> <how often>".
 WITHIN = """
 import os, signal, sys
@@ -133,7 +148,13 @@ train_main()
 
 def scripted(folder: Path, script: str, *more: str, **variables: str) -> Launch:
     (folder / "start.py").write_text(script.format(root=str(ROOT)))
-    return launch(folder, *ARGUMENTS, *more, before=[sys.executable, str(folder / "start.py")], variables=variables)
+    return launch(
+        folder,
+        *ARGUMENTS,
+        *more,
+        before=[sys.executable, str(folder / "start.py")],
+        variables=variables,
+    )
 
 
 def stopped_while_starting(folder: Path, stage: str) -> None:
@@ -150,7 +171,7 @@ def test_a_signal_during_the_imports_is_a_clear_end(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_at_any_stage_of_the_start_leaves_a_run_that_starts(tmp_path: Path) -> None:
     for stage in STAGES:
         stopped_while_starting(tmp_path, stage)
@@ -173,7 +194,11 @@ def test_any_signal_at_any_step_is_one_request(tmp_path: Path, figure: Callable[
             assert check_stopped(job.run, names[0]) >= step
             job.ended(5)
         finishes(folder)
-    figure(6, "signals to a run at random steps: step finished, saved, resumed bit for bit", (SIGNALS, SIGNALS))
+    figure(
+        6,
+        "signals to a run at random steps: step finished, saved, resumed bit for bit",
+        (SIGNALS, SIGNALS),
+    )
 
 
 @pytest.mark.slow
@@ -183,7 +208,9 @@ def test_signals_during_saves_and_validation_change_nothing(tmp_path: Path) -> N
         assert job.process.wait(timeout=120) == 75, job.output()
         step = check_stopped(job.run, "SIGTERM")
         # The request came during the first save or validation of this start; the save after it had another signal.
-        assert (tmp_path / "fired").read_text().split().count(where) == (2 if where == "save" else 1)
+        assert (tmp_path / "fired").read_text().split().count(where) == (
+            2 if where == "save" else 1
+        )
         assert step < 30
         assert not list((job.run / "checkpoints").glob(".tmp-*"))
     assert metrics(job.run, "val/loss"), "the validation was finished"
@@ -217,7 +244,9 @@ def test_the_third_ctrl_c_ends_at_once_and_the_run_resumes(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_signal_during_the_report_changes_nothing(tmp_path: Path) -> None:
-    job = scripted(tmp_path, WITHIN, "train.steps=12", "tracking.report=true", WHERE="write SIGTERM 2")
+    job = scripted(
+        tmp_path, WITHIN, "train.steps=12", "tracking.report=true", WHERE="write SIGTERM 2"
+    )
     assert job.process.wait(timeout=120) == 0, job.output()
     assert (tmp_path / "fired").exists()
     assert json.loads((job.run / "outcome.json").read_text())["status"] == "done"
@@ -227,7 +256,9 @@ def test_a_signal_during_the_report_changes_nothing(tmp_path: Path) -> None:
 def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step: int) -> float:
     """One start of the run in `folder`, stopped by signal `name` to `target`; seconds until all of it had ended."""
     job = at_step(folder, step, kind=kind, ranks=ranks)
-    os.kill(job.process.pid if target == "launcher" else job.rank(int(target)), signal.Signals[name])
+    os.kill(
+        job.process.pid if target == "launcher" else job.rank(int(target)), signal.Signals[name]
+    )
     seconds = job.ended(60)
     job.process.wait()
     if target == "launcher":
@@ -239,9 +270,10 @@ def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step:
     return seconds
 
 
-@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 def test_signals_to_the_launcher_or_one_rank_stop_all(
     tmp_path: Path, kind: str, ranks: int, figure: Callable[..., None]
@@ -249,12 +281,19 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
     sent = [("launcher", "SIGTERM"), ("launcher", "SIGKILL")]
     if ranks == 2:
         sent += [("launcher", "SIGINT"), ("0", "SIGTERM"), ("1", "SIGUSR1")]
-    seconds = [signalled(tmp_path, kind, ranks, *each, step=5 + 15 * number) for number, each in enumerate(sent)]
+    seconds = [
+        signalled(tmp_path, kind, ranks, *each, step=5 + 15 * number)
+        for number, each in enumerate(sent)
+    ]
     finishes(tmp_path, kind, ranks)
-    what = f"signals to {kind} or one of its ranks, {ranks} rank(s): saved, ended, resumed bit for bit"
+    what = (
+        f"signals to {kind} or one of its ranks, {ranks} rank(s): saved, ended, resumed bit for bit"
+    )
     figure(6, what, (len(sent), len(sent)))
     figure(
-        6, f"longest from such a signal to the end of every process, {kind}, {ranks} rank(s)", f"{max(seconds):.1f} s"
+        6,
+        f"longest from such a signal to the end of every process, {kind}, {ranks} rank(s)",
+        f"{max(seconds):.1f} s",
     )
 
 
@@ -263,7 +302,10 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        *(("torchrun", fault) for fault in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "starting", "launcher killed")),
+        *(
+            ("torchrun", fault)
+            for fault in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "starting", "launcher killed")
+        ),
         *(("deepspeed", fault) for fault in ("SIGTERM", "SIGINT", "starting", "launcher killed")),
     ],
 )
@@ -271,7 +313,11 @@ def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -
     job = script(tmp_path, kind, "train.steps=1000000")
     if fault == "starting":
         lock = job.run / "lock"
-        wait_until(lambda: lock.exists() or job.process.poll() is not None, "rank 0 has the lock", START_SECONDS)
+        wait_until(
+            lambda: lock.exists() or job.process.poll() is not None,
+            "rank 0 has the lock",
+            START_SECONDS,
+        )
     else:
         wait_for_step(job.run, 5, job.process, START_SECONDS)
     if fault == "launcher killed":
@@ -300,7 +346,14 @@ def test_a_step_or_save_longer_than_torchruns_patience_is_finished(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.dist
 def test_max_minutes_stops_two_ranks_at_one_step(tmp_path: Path) -> None:
-    job = launch(tmp_path, *ARGUMENTS, "train.steps=100000", "train.max_minutes=0.05", kind="torchrun", ranks=2)
+    job = launch(
+        tmp_path,
+        *ARGUMENTS,
+        "train.steps=100000",
+        "train.max_minutes=0.05",
+        kind="torchrun",
+        ranks=2,
+    )
     job.ended(START_SECONDS)
     assert job.process.wait() == 1, "torchrun's word for any failure"
     outcome = json.loads((job.run / "outcome.json").read_text())
@@ -331,11 +384,15 @@ def test_a_signal_in_the_interpreters_last_moments_changes_no_code(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 def test_a_signal_before_anything_is_imported_is_a_clear_end(tmp_path: Path, name: str) -> None:
-    (tmp_path / "start.py").write_text(AT_IMPORT.format(program=str(ROOT / "launch" / "train.py"), name=name))
+    (tmp_path / "start.py").write_text(
+        AT_IMPORT.format(program=str(ROOT / "launch" / "train.py"), name=name)
+    )
     job = launch(tmp_path, *ARGUMENTS, before=[sys.executable, str(tmp_path / "start.py")])
     assert job.process.wait(timeout=120) == 75, job.output()
     assert (tmp_path / "fired").exists()
-    assert job.output() == f"{name}: stopped before training began; the same command starts it again\n"
+    assert (
+        job.output() == f"{name}: stopped before training began; the same command starts it again\n"
+    )
 
 
 @pytest.mark.slow
@@ -345,7 +402,11 @@ def test_ranks_that_start_miss_their_launcher(tmp_path: Path, kind: str) -> None
     """Out of reach of signals: one waits for the other in the rendezvous, whose host is gone."""
     (tmp_path / "start.py").write_text(LATE.format(root=str(ROOT)))
     job = launch(tmp_path, *ARGUMENTS, before=[*launcher(kind, 2), str(tmp_path / "start.py")])
-    wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "0").exists(), "both ranks start", START_SECONDS)
+    wait_until(
+        lambda: (tmp_path / "1").exists() and (tmp_path / "0").exists(),
+        "both ranks start",
+        START_SECONDS,
+    )
     for pid, variables in job.processes().items():  # the deepspeed launcher is two processes
         if "RANK" not in variables:
             os.kill(pid, signal.SIGKILL)

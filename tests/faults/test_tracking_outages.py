@@ -38,7 +38,11 @@ def p99(values: list[float]) -> float:
 def said(run_dir: Path, what: str) -> int:
     """How many of the shipper's attempts failed with these words."""
     log = run_dir / "shipper.log"
-    return len(re.findall(rf"^\d{{4}}-\d\d-\d\d .*{what}", log.read_text(), re.MULTILINE)) if log.exists() else 0
+    return (
+        len(re.findall(rf"^\d{{4}}-\d\d-\d\d .*{what}", log.read_text(), re.MULTILINE))
+        if log.exists()
+        else 0
+    )
 
 
 @pytest.fixture
@@ -61,8 +65,15 @@ def check_unhurried(times: list[Timings], tell: Tell, what: str) -> None:
         f"p99 {(watched - alone) * 1e6:+.0f} us ({watched * 1e6:.0f} us, without {alone * 1e6:.0f} us)",
         n=len(all_of("watched")), target="p99 below 1 ms",
     )  # fmt: skip
-    flush, calm = statistics.median(all_of("watched flush")), statistics.median(all_of("alone flush"))
-    tell(18, f"fsync of the journal at a save: {what}", f"median {flush * 1e3:.2f} ms, without {calm * 1e3:.2f} ms")
+    flush, calm = (
+        statistics.median(all_of("watched flush")),
+        statistics.median(all_of("alone flush")),
+    )
+    tell(
+        18,
+        f"fsync of the journal at a save: {what}",
+        f"median {flush * 1e3:.2f} ms, without {calm * 1e3:.2f} ms",
+    )
     assert watched - alone < LIMIT
 
 
@@ -135,11 +146,17 @@ def check_whole(run_dir: Path, database: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_database_that_is_locked_delays_delivery_and_nothing_else(tmp_path: Path, figure: Tell) -> None:
+def test_a_database_that_is_locked_delays_delivery_and_nothing_else(
+    tmp_path: Path, figure: Tell
+) -> None:
     run_dir, database = tmp_path / "runs" / "locked", tmp_path / "mlflow.db"
     given = {"MLFLOW_TRACKING_URI": f"sqlite:///{database}"}
     times = through_outages(
-        run_dir, database, given, lambda: held(database), lambda: said(run_dir, "database is locked")
+        run_dir,
+        database,
+        given,
+        lambda: held(database),
+        lambda: said(run_dir, "database is locked"),
     )
     check_whole(run_dir, database)
     check_unhurried(times, figure, "database locked")
@@ -193,20 +210,26 @@ SHORT = ("--name", "r", "train.steps=8", "tracking.mlflow=true", "tracking.drain
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "error", "no name"])
-def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(tmp_path: Path, proxy: Proxy, fault: str) -> None:
+def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(
+    tmp_path: Path, proxy: Proxy, fault: str
+) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     run_dir = here / "runs" / "r"
     with proxy.outage(fault if fault in FAULTS else ""):
         uri = proxy.uri if fault in FAULTS else "http://no-such-host.invalid"
         job = launch(here, *SHORT, "train.steps=1000000", variables={"MLFLOW_TRACKING_URI": uri})
-        wait_for(lambda: proxy.hits[fault] + said(run_dir, "no-such-host.invalid") > 0, START_SECONDS)
+        wait_for(
+            lambda: proxy.hits[fault] + said(run_dir, "no-such-host.invalid") > 0, START_SECONDS
+        )
         job.process.send_signal(signal.SIGTERM)
         assert job.process.wait(timeout=START_SECONDS) == 75, job.output()
         assert "harness sync runs/r" in job.output()
         assert not delivered(run_dir)
         shutil.copytree(run_dir, elsewhere / "r")
-        later = sync(elsewhere, "r", "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'other.db'}")
+        later = sync(
+            elsewhere, "r", "--elsewhere", MLFLOW_TRACKING_URI=f"sqlite:///{elsewhere / 'other.db'}"
+        )
     assert later.returncode == 0, later.stdout
     steps = [step for step, _ in metrics(elsewhere / "r")]
     assert steps == list(range(1, len(steps) + 1))

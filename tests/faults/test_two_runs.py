@@ -56,7 +56,11 @@ for line in sys.stdin:
 
 def contender() -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", CONTENDER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CONTENDER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert answer(process) == "ready"
     return process
@@ -79,7 +83,9 @@ def end(*processes: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
-def test_of_several_at_the_same_moment_exactly_one_wins(tmp_path: Path, figure: Callable[..., None]) -> None:
+def test_of_several_at_the_same_moment_exactly_one_wins(
+    tmp_path: Path, figure: Callable[..., None]
+) -> None:
     racers = [contender() for _ in range(CONTENDERS)]
     winners: set[int] = set()
     for race in range(RACES):
@@ -90,13 +96,19 @@ def test_of_several_at_the_same_moment_exactly_one_wins(tmp_path: Path, figure: 
         assert len(won) == 1, results
         winners |= set(won)
         # The winner may not have signed yet when it is looked at; nobody else is ever named.
-        named = {pid for result in results.values() for pid in re.findall(r"process (\d+) ", result)}
+        named = {
+            pid for result in results.values() for pid in re.findall(r"process (\d+) ", result)
+        }
         assert named <= {str(won[0])}, results
         assert json.loads((tmp_path / f"run-{race}" / "lock").read_text())["pid"] == won[0]
         for racer in racers:
             ask(racer)
     end(*racers)
-    figure(7, f"{CONTENDERS} processes at one lock at the same moment: exactly one wins", (RACES, RACES))
+    figure(
+        7,
+        f"{CONTENDERS} processes at one lock at the same moment: exactly one wins",
+        (RACES, RACES),
+    )
 
 
 def test_a_frozen_owner_is_an_owner_and_a_killed_one_is_none(tmp_path: Path) -> None:
@@ -104,7 +116,9 @@ def test_a_frozen_owner_is_an_owner_and_a_killed_one_is_none(tmp_path: Path) -> 
     ask(owner, str(tmp_path))
     assert answer(owner) == "won"
     owner.send_signal(signal.SIGSTOP)
-    with pytest.raises(CheckpointError, match=f"process {owner.pid} on {socket.gethostname()} since 20"):
+    with pytest.raises(
+        CheckpointError, match=f"process {owner.pid} on {socket.gethostname()} since 20"
+    ):
         RunLock(tmp_path).acquire()
     end(owner)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
@@ -119,7 +133,9 @@ def test_a_frozen_owner_is_an_owner_and_a_killed_one_is_none(tmp_path: Path) -> 
 )
 def test_a_file_that_nobody_holds_means_nothing(tmp_path: Path, left: str) -> None:
     # The dead owner's process number is another program's now.
-    (tmp_path / "lock").write_text(left.replace("PID", str(os.getppid())).replace("HOST", socket.gethostname()))
+    (tmp_path / "lock").write_text(
+        left.replace("PID", str(os.getppid())).replace("HOST", socket.gethostname())
+    )
     with RunLock(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
@@ -145,7 +161,9 @@ def test_a_frozen_owner_keeps_its_run_and_finishes_it_undisturbed(tmp_path: Path
     for tool in ("inspect", "verify", "explain", "report", "sync"):
         line = [sys.executable, "-m", "harness.cli", tool, "runs/r"]
         variables = environment(PYTHONPATH=str(ROOT))
-        done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            line, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, (tool, done.stdout, done.stderr)
     after = {name: (owner.run / name).read_bytes() for name in before}
     assert after == before, "neither the refused nor the tools touched what is the owner's"
@@ -160,12 +178,23 @@ def test_a_frozen_owner_keeps_its_run_and_finishes_it_undisturbed(tmp_path: Path
 def test_two_starts_at_once_train_one_run(tmp_path: Path, figure: Callable[..., None]) -> None:
     starts = max(1, RACES // 15)
     for _ in range(starts):
-        jobs = [launch(tmp_path, "--name", "r", "train.steps=100000", "checkpoint.every=0") for _ in range(2)]
-        wait_until(lambda jobs=jobs: any(job.process.poll() is not None for job in jobs), "one of two ends", 120)
+        jobs = [
+            launch(tmp_path, "--name", "r", "train.steps=100000", "checkpoint.every=0")
+            for _ in range(2)
+        ]
+        wait_until(
+            lambda jobs=jobs: any(job.process.poll() is not None for job in jobs),
+            "one of two ends",
+            120,
+        )
         loser, winner = sorted(jobs, key=lambda job: job.process.poll() is None)
         refused(loser, winner.process.pid)
         wait_for_step(winner.run, steps_done(winner.run) + 1, winner.process)
         winner.process.send_signal(signal.SIGTERM)
         assert winner.process.wait(timeout=60) == 75
         check_stopped(winner.run, "SIGTERM")
-    figure(7, "two starts of one run at the same moment: one trains, the other ends with 2", (starts, starts))
+    figure(
+        7,
+        "two starts of one run at the same moment: one trains, the other ends with 2",
+        (starts, starts),
+    )

@@ -8,7 +8,7 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "every block of token ids is compared as it is read",
-        "if digest(block) != self._digests[number * DIGEST : (number + 1) * DIGEST]:",
+        "if digest(block) != _nth(self._digests, number):",
         "if False:",
         "tests/faults/test_token_data.py -k rot_are",
     ),
@@ -113,7 +113,7 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "no token is predicted from another document's",
-        'made["targets"].masked_fill_(begins[:, 1:], IGNORED)',
+        'batch["targets"].masked_fill_(begins[:, 1:], IGNORED)',
         "pass",
         "tests/unit/data/test_packing.py",
     ),
@@ -134,7 +134,11 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a source that changed since its copy was made is told",
-        "if stamp.size != int(entry[0]) or fingerprint_file(files[name], whole) != entry[3]:",
+        (
+            "if touched and (\n"
+            "            written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)\n"
+            "        ):"
+        ),
         "if False:",
         "tests/unit/data/test_source_changes.py -k named",
     ),
@@ -148,43 +152,47 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a test split is not trained on",
-        "kept = [name for name in names if not is_test(name)]",
+        'kept = [name for name in names if said_by(name) != "test"]',
         "kept = list(names)",
         "tests/unit/data/test_what_people_have.py -k test_split_is_never",
     ),
     Mutation(
         23,
         "text that is called val is not trained on",
-        'if "" in splits or "train" not in splits or len(splits) == 1:',
+        'if "" in words or "train" not in words or len(words) == 1:',
         "if True:",
         "tests/unit/data/test_what_people_have.py -k test_split_is_never",
     ),
     Mutation(
         23,
         "what is called .bin and begins like something else is no token ids",
-        "if what := _no_ids(head, dtype):",
+        "if what := _other_content(head, dtype):",
         'if what := "":',
         "tests/unit/data/test_what_people_have.py -k called_bin",
     ),
     Mutation(
         23,
         "rows are not trained on as text",
-        "if rows and sizes[0] >= _ROWS * sizes[1]:",
+        "if rows and size_of_rows >= _MOST_ROWS * size_of_all:",
         "if False:",
         "tests/unit/data/test_what_people_have.py -k several_kinds",
     ),
     Mutation(
         23,
         "a pipe or a socket in the source is no change of it",
-        "new = sorted(stamps(there).keys() - known.keys() - set(others or ()))",
-        "new = sorted(there.keys() - known.keys() - set(others or ()))",
+        "new = sorted(stamps(there).keys() - record.files.keys() - set(record.others or ()))",
+        "new = sorted(there.keys() - record.files.keys() - set(record.others or ()))",
         "tests/unit/data/test_source_changes.py -k no_file",
     ),
     Mutation(
         23,
         "a text that the tokenizer's library gives up on is named",
-        "isinstance(error, MemoryError) or not (isinstance(error, Exception) or _is_panic(error))",
-        "True",
+        (
+            "if isinstance(error, MemoryError) or not (\n"
+            "                isinstance(error, Exception) or _is_panic(error)\n"
+            "            ):"
+        ),
+        "if True:",
         "tests/extras/test_tokenized.py -k fails_on",
     ),
     Mutation(
@@ -211,8 +219,15 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "fields of a table stay as they stand",
-        '"keep_default_na": False, ',
-        "",
+        (
+            "return {\n"
+            '            "features": _features(key),\n'
+            '            "sep": separator,\n'
+            '            "keep_default_na": False,\n'
+            '            "chunksize": _TABLE_ROWS,\n'
+            "        }"
+        ),
+        'return {"features": _features(key), "sep": separator, "chunksize": _TABLE_ROWS}',
         "tests/unit/data/test_what_people_have.py -k as_they_stand",
     ),
     Mutation(
@@ -246,8 +261,8 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a cache that does not say what it lacks is told",
-        "*([_UNLISTED] if unlisted else [])",
-        "*()",
+        "    if unlisted:\n        left_out.append(_UNLISTED)\n",
+        "",
         "tests/unit/data/test_hub.py -k does_not_say",
     ),
     Mutation(
@@ -260,14 +275,14 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "a document keeps its end where the tokenizer fails on its last piece",
-        "if self._inside and piece.ends else None",
+        "if inside and piece.ends else None",
         "if False else None",
         "tests/extras/test_tokenized.py -k keeps_its_end",
     ),
     Mutation(
         23,
         "columns of a table are not taken for others",
-        "if _INDEX in names:",
+        "if _PANDAS_INDEX in names:",
         "if False:",
         "tests/unit/data/test_what_people_have.py -k more_fields",
     ),

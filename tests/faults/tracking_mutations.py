@@ -99,9 +99,16 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "the shipper's log is for its owner alone",
-        "os.open(path, flags, 0o600)) as log:\n        with suppress(OSError):  # one that somebody else owns\n"
-        "            os.fchmod(log.fileno(), 0o600)\n",
-        "os.open(path, flags, 0o644)) as log:\n",
+        (
+            'run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)\n'
+            "    ) as log:\n"
+            "        with suppress(OSError):  # one that somebody else owns\n"
+            "            os.fchmod(log.fileno(), 0o600)"
+        ),
+        (
+            'run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o644)\n'
+            "    ) as log:"
+        ),
         "tests/faults/test_delivery.py -k no_secret_of",
     ),
     Mutation(

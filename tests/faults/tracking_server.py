@@ -170,7 +170,9 @@ class Proxy:
             return
         with socket.create_connection(("127.0.0.1", self._upstream)) as server:
             head, _, body = request.partition(b"\r\n\r\n")
-            lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+            lines = [
+                line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")
+            ]
             server.sendall(b"\r\n".join([*lines, b"Connection: close", b"", body]))
             answer = b"".join(iter(lambda: server.recv(1 << 16), b""))
         if kind != "lost":
@@ -191,7 +193,10 @@ class Proxy:
                         return
                     if ready is client:
                         if data.startswith(METHODS):
-                            writes = not data.startswith(b"GET") and b"search" not in data.partition(b"\r\n")[0]
+                            writes = (
+                                not data.startswith(b"GET")
+                                and b"search" not in data.partition(b"\r\n")[0]
+                            )
                         server.sendall(data)
                     elif fault == "swallow" and writes:
                         self.hits[fault] += 1
@@ -209,7 +214,11 @@ def _whole_request(client: socket.socket) -> bytes:
             return b""
         request += data
     head, _, body = request.partition(b"\r\n\r\n")
-    lengths = [line.partition(b":")[2] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+    lengths = [
+        line.partition(b":")[2]
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length:")
+    ]
     missing = int(lengths[0]) - len(body) if lengths else 0
     while missing > 0:
         data = client.recv(1 << 16)
@@ -223,7 +232,10 @@ def _whole_request(client: socket.socket) -> bytes:
 def held(database: Path) -> Iterator[None]:
     """Another process has the SQLite file for itself (BEGIN EXCLUSIVE) as long as the block lasts."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", LOCKER, str(database)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LOCKER, str(database)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdin is not None
     assert holder.stdout is not None
@@ -246,11 +258,22 @@ class RealServer:
 
     def start(self) -> None:
         """Until it answers."""
-        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
         store = f"sqlite:///{self.folder / 'mlflow.db'}"
         command += ["--backend-store-uri", store, "--default-artifact-root", str(self.folder)]
         with (self.folder / "server.log").open("ab") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+            server = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+            )
         self._process = server
         wait_for(lambda: _healthy(self.port, server), 120)
 

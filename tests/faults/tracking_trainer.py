@@ -32,14 +32,23 @@ Point = tuple[int, int, float | None]
 def step_of(journal: Journal, step: int) -> tuple[float, float]:
     """What the loop asks of the journal in one step; the seconds of its rows, and of its flush if there was one."""
     began = time.perf_counter()
-    figures = {f"train/{name}": step / divisor for name, divisor in (("loss", 3), ("grad_norm", 7), ("lr", 1e6))}
+    figures = {
+        f"train/{name}": step / divisor
+        for name, divisor in (("loss", 3), ("grad_norm", 7), ("lr", 1e6))
+    }
     journal.metrics(step, figures | {"fp8_amax/blocks.00.mlp.up.input": 1.0 + step % 13})
     if step % 10 == 0:
         journal.event(step, "nonfinite.skip", window=step)
     logged = time.perf_counter()
     if step % 50 == 0:
         if step % 500 == 0:
-            journal.note("checkpoint", step=step, state="saved", path=f"step-{step}", metrics={"train_loss": step / 3})
+            journal.note(
+                "checkpoint",
+                step=step,
+                state="saved",
+                path=f"step-{step}",
+                metrics={"train_loss": step / 3},
+            )
         journal.flush()
         return logged - began, time.perf_counter() - logged
     return logged - began, 0.0
@@ -144,7 +153,9 @@ def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> i
     """The run in the store is the journal's, row for row: histories in MLflow's own order and in the order in which
     they arrived, events, status, and nothing twice. Returns the number of points."""
     assert delivered(run_dir)
-    ((run, status),) = query(database, "select run_uuid, status from runs where name = ?", run_dir.name)
+    ((run, status),) = query(
+        database, "select run_uuid, status from runs where name = ?", run_dir.name
+    )
     assert status == ended
     told: dict[str, list[Point]] = defaultdict(list)
     counts: Counter[str] = Counter()
@@ -152,7 +163,9 @@ def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> i
     for row in read_rows(run_dir / JOURNAL):
         if row["kind"] == "metrics":
             for name, value in row["metrics"].items():
-                told[name].append((row["step"], round(row["time"] * 1000), None if math.isnan(value) else value))
+                told[name].append(
+                    (row["step"], round(row["time"] * 1000), None if math.isnan(value) else value)
+                )
         elif row["kind"] == "checkpoint" and row["state"] == "saved":
             models.add(f"step-{row['step']:08d}")
             for name, value in row["metrics"].items():
@@ -169,10 +182,14 @@ def check_delivered(run_dir: Path, database: Path, ended: str = "FINISHED") -> i
         assert stored.keys() == told.keys(), order
         wrong = [name for name in told if stored[name] != told[name]]
         assert not wrong, (order, wrong)
-    known = query(database, "select name from logged_models where source_run_id = ? order by name", run)
+    known = query(
+        database, "select name from logged_models where source_run_id = ? order by name", run
+    )
     assert [name for (name,) in known] == sorted(models)
     if counts:
-        ((tag,),) = query(database, "select value from tags where key = 'events.count' and run_uuid = ?", run)
+        ((tag,),) = query(
+            database, "select value from tags where key = 'events.count' and run_uuid = ?", run
+        )
         assert json.loads(tag) == counts
     return sum(map(len, told.values()))
 

@@ -11,7 +11,9 @@ import torch
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    reason = "needs an NVIDIA GPU: " + ("this torch has no CUDA" if torch.version.cuda is None else "torch sees none")
+    reason = "needs an NVIDIA GPU: " + (
+        "this torch has no CUDA" if torch.version.cuda is None else "torch sees none"
+    )
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -22,5 +24,7 @@ def fp8_gpu() -> torch.device:
     """The current GPU, if it has FP8 units."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
-        pytest.skip(f"FP8 GEMMs need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}")
+        pytest.skip(
+            f"FP8 GEMMs need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+        )
     return torch.device("cuda", torch.cuda.current_device())

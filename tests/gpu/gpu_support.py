@@ -28,7 +28,12 @@ def same(values: Tensor) -> Tensor:
 
 
 def window(
-    backend: PrecisionBackend, model: nn.Module, x: Tensor, grad: Tensor, skip: float = 0.0, sample: bool = False
+    backend: PrecisionBackend,
+    model: nn.Module,
+    x: Tensor,
+    grad: Tensor,
+    skip: float = 0.0,
+    sample: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward from `grad`, end of the window; (output, float32 [6, slots] statistics)."""
     backend.begin_window(sample)
@@ -37,7 +42,9 @@ def window(
     with backend.backward_context():
         out.backward(grad)
     backend.end_micro_batch(same)
-    return out.detach(), backend.end_window(backend.amax(), torch.tensor(skip, device=x.device), same)
+    return out.detach(), backend.end_window(
+        backend.amax(), torch.tensor(skip, device=x.device), same
+    )
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

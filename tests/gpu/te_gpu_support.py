@@ -18,8 +18,12 @@ FP8_MAX = torch.tensor([448.0, 448.0, 57344.0])
 def make(device: torch.device, **fp8: Any) -> tuple[PrecisionBackend, nn.Sequential]:
     """Two layers, the second without bias; delayed scaling with a short history unless `fp8` says otherwise."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)).to(device)
-    return backend_on(model, "transformer_engine", device, **(fp8 or {"amax_history_len": LENGTH})), model
+    model = nn.Sequential(
+        nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False)
+    ).to(device)
+    return backend_on(
+        model, "transformer_engine", device, **(fp8 or {"amax_history_len": LENGTH})
+    ), model
 
 
 def batch(device: torch.device, scale: float = 1.0, tokens: int = 128) -> tuple[Tensor, Tensor]:

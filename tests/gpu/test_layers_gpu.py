@@ -20,7 +20,9 @@ TOKENS = 2048
 
 def recipe(backend: str, precision: str, **layers: object) -> Recipe:
     rung = {"backend": backend, "precision": precision, "tiers": list(TIERS)}
-    return Recipe.model_validate({"name": "gpu", "ladder": [rung], "layers": {"min_features": 16, **layers}})
+    return Recipe.model_validate(
+        {"name": "gpu", "ladder": [rung], "layers": {"min_features": 16, **layers}}
+    )
 
 
 def test_a_layer_is_timed_in_seconds_on_the_card(fp8_gpu: torch.device) -> None:

@@ -47,7 +47,9 @@ def test_the_three_gemms_agree_with_the_cpu_and_the_state_is_bit_equal(
             assert grad_here is not None
             assert distance(parameter.grad, grad_here) < TOLERANCE, f"{name} of window {number}"
         assert torch.equal(stats[:3].cpu(), expected_stats[:3]), "amax, scale in use, saturation"
-        torch.testing.assert_close(stats[3:].cpu(), expected_stats[3:], rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            stats[3:].cpu(), expected_stats[3:], rtol=1e-5, atol=1e-6, equal_nan=True
+        )
     for name, tensor in clones(ours).items():
         assert torch.equal(clones(theirs)[name], tensor), name
 
@@ -58,7 +60,9 @@ def test_the_fused_kernel_has_the_bits_of_torch_and_is_what_runs(fp8_gpu: torch.
     assert backend.note.startswith("fused FP8 casts by triton")
 
 
-def test_the_statistics_kernel_measures_as_torch_does_and_is_what_runs(fp8_gpu: torch.device) -> None:
+def test_the_statistics_kernel_measures_as_torch_does_and_is_what_runs(
+    fp8_gpu: torch.device,
+) -> None:
     assert native_triton.check_stats(fp8_gpu) == []
     assert native_triton.load_stats(fp8_gpu) is torch.ops.hopper_harness.fp8_cast_stats
 
@@ -73,7 +77,10 @@ def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device
     for number in range(3):
         x = 10.0**number * torch.randn(200, 256, device=fp8_gpu)
         grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)
-        results = [window(backend, model, x, grad) for backend, model in zip(backends, (fused, plain), strict=True)]
+        results = [
+            window(backend, model, x, grad)
+            for backend, model in zip(backends, (fused, plain), strict=True)
+        ]
         for left, right in zip(*results, strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
     for left, right in zip(fused.parameters(), plain.parameters(), strict=True):
@@ -92,7 +99,10 @@ def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device) -
             backend.switch(*([["00"], []] if number == 2 else [[], ["00"]]))
         x = 10.0**number * torch.randn(200, 256, device=fp8_gpu)
         grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)
-        results = [window(backend, model, x, grad) for backend, model in zip(backends, (eager, compiled), strict=True)]
+        results = [
+            window(backend, model, x, grad)
+            for backend, model in zip(backends, (eager, compiled), strict=True)
+        ]
         assert distance(results[1][0], results[0][0]) < TOLERANCE
         assert torch.equal(results[1][1][:3], results[0][1][:3]), "amax, scale in use, saturation"
     for name, tensor in clones(backends[0]).items():
@@ -102,7 +112,11 @@ def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device) -
 def test_a_forward_keeps_less_than_bf16_does(fp8_gpu: torch.device) -> None:
     def kept(name: str) -> int:
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to(fp8_gpu)
-        backend = backend_on(model, name, fp8_gpu) if name == "native" else AutocastBackend("bf16", fp8_gpu)
+        backend = (
+            backend_on(model, name, fp8_gpu)
+            if name == "native"
+            else AutocastBackend("bf16", fp8_gpu)
+        )
         x = torch.randn(8192, 1024, device=fp8_gpu, requires_grad=True)
         backend.begin_window(sample=False)
         with backend.context():
@@ -120,14 +134,19 @@ def test_a_forward_keeps_less_than_bf16_does(fp8_gpu: torch.device) -> None:
 def test_a_skipped_window_leaves_the_state_bit_equal(fp8_gpu: torch.device) -> None:
     model = nn.Sequential(nn.Linear(64, 64)).to(fp8_gpu)
     backend = backend_on(model, "native", fp8_gpu)
-    x, grad = torch.randn(32, 64, device=fp8_gpu), torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16)
+    x, grad = (
+        torch.randn(32, 64, device=fp8_gpu),
+        torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16),
+    )
     window(backend, model, x, grad)
     before = clones(backend)
     window(backend, model, 100 * x, grad, skip=1.0)
     for name, tensor in clones(backend).items():
         assert torch.equal(tensor, before[name]), name
     window(backend, model, 100 * x, grad)
-    assert not torch.equal(clones(backend)["scale"], before["scale"]), "the same window, applied, does move the state"
+    assert not torch.equal(clones(backend)["scale"], before["scale"]), (
+        "the same window, applied, does move the state"
+    )
 
 
 def test_a_demoted_layer_is_plain_bf16(fp8_gpu: torch.device) -> None:
@@ -135,7 +154,10 @@ def test_a_demoted_layer_is_plain_bf16(fp8_gpu: torch.device) -> None:
     model = nn.Sequential(linear)
     backend = backend_on(model, "native", fp8_gpu)
     backend.switch(demote=["00"], promote=[])
-    x, grad = torch.randn(32, 64, device=fp8_gpu), torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16)
+    x, grad = (
+        torch.randn(32, 64, device=fp8_gpu),
+        torch.randn(32, 64, device=fp8_gpu, dtype=torch.bfloat16),
+    )
     out, stats = window(backend, model, x, grad)
     expected = x.bfloat16() @ linear.weight.detach().bfloat16().t()
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)

@@ -23,7 +23,9 @@ TEXT = Path(__file__).resolve().parents[1] / "golden" / "text"
 
 def native_recipe(stats_every: int) -> Recipe:
     base = load_recipe("fp8_hybrid").model_dump()
-    base["ladder"] = [{"backend": "native", "precision": "fp8", "tiers": ["ADA", "HOPPER", "BLACKWELL"]}]
+    base["ladder"] = [
+        {"backend": "native", "precision": "fp8", "tiers": ["ADA", "HOPPER", "BLACKWELL"]}
+    ]
     return Recipe.model_validate({**base, "fp8": {**base["fp8"], "stats_every": stats_every}})
 
 
@@ -38,10 +40,14 @@ def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -
     with open(os.devnull, "w") as quiet:
         screen = Console(config.train.steps, stream=quiet)
         with open_telemetry(config, tmp_path, worker, screen) as telemetry:
-            yield build_run(config, recipe, tmp_path, worker, plan, model, data, telemetry, RunLedger(), store)
+            yield build_run(
+                config, recipe, tmp_path, worker, plan, model, data, telemetry, RunLedger(), store
+            )
 
 
-@pytest.mark.parametrize("run", [1, 1000], indirect=True, ids=["statistics-every-step", "no-statistics"])
+@pytest.mark.parametrize(
+    "run", [1, 1000], indirect=True, ids=["statistics-every-step", "no-statistics"]
+)
 def test_a_native_step_with_fused_adamw_has_no_host_sync(run: Run) -> None:
     assert run.engine.device.type == "cuda"
     windows = [run.data.window(step) for step in range(4)]

@@ -17,7 +17,9 @@ from harness.precision import scaling
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+    pytest.mark.skipif(
+        find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+    ),
 ]
 
 Pair = tuple[PrecisionBackend, nn.Sequential]
@@ -70,7 +72,9 @@ def test_outputs_agree_with_the_native_backend(fp8_gpu: torch.device) -> None:
         assert torch.equal(clones(backend)[name], tensor), name
 
 
-def test_a_demoted_layer_is_bf16_and_returns_with_a_warm_scale(pair: Pair, fp8_gpu: torch.device) -> None:
+def test_a_demoted_layer_is_bf16_and_returns_with_a_warm_scale(
+    pair: Pair, fp8_gpu: torch.device
+) -> None:
     backend, model = pair
     for _ in range(2):
         window(backend, model, *batch(fp8_gpu))
@@ -80,7 +84,9 @@ def test_a_demoted_layer_is_bf16_and_returns_with_a_warm_scale(pair: Pair, fp8_g
     x, grad = batch(fp8_gpu, 8.0)
     with torch.no_grad(), backend.context():
         out = model[0](x)
-    expected = torch.nn.functional.linear(x.bfloat16(), *(p.detach().bfloat16() for p in model[0].parameters()))
+    expected = torch.nn.functional.linear(
+        x.bfloat16(), *(p.detach().bfloat16() for p in model[0].parameters())
+    )
     torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
     _, stats = window(backend, model, x, grad)
     after = clones(backend)
@@ -115,7 +121,9 @@ def test_a_skipped_window_restores_the_state(pair: Pair, fp8_gpu: torch.device) 
     for name, tensor in clones(backend).items():
         assert torch.equal(tensor, before[name]), name
     window(backend, model, x, grad)
-    assert not torch.equal(clones(backend)["scale"], before["scale"]), "the same window, applied, does move the state"
+    assert not torch.equal(clones(backend)["scale"], before["scale"]), (
+        "the same window, applied, does move the state"
+    )
 
 
 def test_evaluation_leaves_no_trace(pair: Pair, fp8_gpu: torch.device) -> None:
@@ -129,7 +137,9 @@ def test_evaluation_leaves_no_trace(pair: Pair, fp8_gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
-def test_histories_roll_as_the_recipe_says_the_window_shows_the_largest(fp8_gpu: torch.device, roll: str) -> None:
+def test_histories_roll_as_the_recipe_says_the_window_shows_the_largest(
+    fp8_gpu: torch.device, roll: str
+) -> None:
     backend, model = make(fp8_gpu, amax_history_len=LENGTH, roll=roll)
     inputs = [batch(fp8_gpu, scale) for scale in (4.0, 1.0)]
     backend.begin_window(sample=False)
@@ -141,7 +151,9 @@ def test_histories_roll_as_the_recipe_says_the_window_shows_the_largest(fp8_gpu:
         backend.end_micro_batch(same)
     stats = backend.end_window(backend.amax(), torch.zeros((), device=fp8_gpu), same)
     amaxes = [largest(x.bfloat16()) for x, _ in inputs]
-    assert clones(backend)["history"][-2:, 0].tolist() == ([0.0, max(amaxes)] if roll == "step" else amaxes)
+    assert clones(backend)["history"][-2:, 0].tolist() == (
+        [0.0, max(amaxes)] if roll == "step" else amaxes
+    )
     assert stats[0, 0].item() == max(amaxes)
 
 
@@ -170,11 +182,15 @@ def test_state_round_trip_before_the_first_forward(pair: Pair, fp8_gpu: torch.de
     assert torch.equal(actual, expected)
     for name, tensor in clones(backend).items():
         assert torch.equal(clones(fresh)[name], tensor), name
-    with pytest.raises(CheckpointError, match=f"history length {LENGTH + 1}, this run has {LENGTH}"):
+    with pytest.raises(
+        CheckpointError, match=f"history length {LENGTH + 1}, this run has {LENGTH}"
+    ):
         fresh.load_state_dict({**tensors, "history": torch.zeros(LENGTH + 1, 6)}, meta)
     with pytest.raises(CheckpointError, match=r"01\.grad_output in e4m3, this run has e5m2"):
         fresh.load_state_dict(tensors, {**meta, "formats": [*meta["formats"][:5], "e4m3"]})
-    with pytest.raises(CheckpointError, match=r"3 slots, this run has 6 \(01\.grad_output is in one of them only\)"):
+    with pytest.raises(
+        CheckpointError, match=r"3 slots, this run has 6 \(01\.grad_output is in one of them only\)"
+    ):
         fresh.load_state_dict(tensors, {**meta, "slots": meta["slots"][:3]})
     with pytest.raises(CheckpointError, match="in another order"):
         fresh.load_state_dict(tensors, {**meta, "slots": meta["slots"][::-1]})

@@ -21,13 +21,17 @@ from harness.models.gpt import FeedForward, Settings
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+    pytest.mark.skipif(
+        find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+    ),
 ]
 
 
 def states(model: nn.Module) -> list[Tensor]:
     """Every history and scale of the converted layers."""
-    metas: list[Any] = [module.fp8_meta for module in model.modules() if hasattr(module, "fp8_meta")]
+    metas: list[Any] = [
+        module.fp8_meta for module in model.modules() if hasattr(module, "fp8_meta")
+    ]
     found = [meta[key] for meta in metas for key in ("scaling_fwd", "scaling_bwd")]
     return [tensor for state in found for tensor in (state.amax_history, state.scale)]
 
@@ -40,7 +44,9 @@ def reduced_by_te() -> list[Tensor]:
     return [tensor for buffer in buffers for listed in buffer.values() for tensor in listed]
 
 
-def test_conversion_shares_parameters_draws_nothing_and_adds_no_state(fp8_gpu: torch.device) -> None:
+def test_conversion_shares_parameters_draws_nothing_and_adds_no_state(
+    fp8_gpu: torch.device,
+) -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128, bias=False)).to(fp8_gpu)
     identities = [id(parameter) for parameter in model.parameters()]
     names, random_state = set(model.state_dict()), torch.cuda.get_rng_state()
@@ -48,7 +54,9 @@ def test_conversion_shares_parameters_draws_nothing_and_adds_no_state(fp8_gpu: t
     assert [id(parameter) for parameter in model.parameters()] == identities
     assert set(model.state_dict()) == names, "TE's pickled extra state stays out"
     assert torch.equal(torch.cuda.get_rng_state(), random_state)
-    assert all(isinstance(module, nn.Module) and not isinstance(module, nn.Linear) for module in model)
+    assert all(
+        isinstance(module, nn.Module) and not isinstance(module, nn.Linear) for module in model
+    )
     state = clones(backend)
     assert state["history"].shape == (LENGTH, 6)
     assert not state["history"].any()
@@ -110,13 +118,17 @@ def test_a_layer_called_twice_shows_the_larger_amax(fp8_gpu: torch.device, kind:
     assert stats[0, 2].item() == largest(grad)
     gradient = gradients(model)["layer.weight"]
     expected = (5 * grad.float().t() @ x).cpu()
-    assert (gradient.cpu() - expected).norm() < 0.1 * expected.norm(), "gradients of both calls add up"
+    assert (gradient.cpu() - expected).norm() < 0.1 * expected.norm(), (
+        "gradients of both calls add up"
+    )
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_layers_that_share_a_parameter_each_have_slots(fp8_gpu: torch.device, kind: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)).to(fp8_gpu)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)).to(
+        fp8_gpu
+    )
     model[1].weight = model[0].weight
     backend = backend_on(model, "transformer_engine", fp8_gpu, scaling=kind)
     assert model[0].weight is model[1].weight
@@ -150,7 +162,9 @@ def test_torch_checkpointing_after_scales_moved_is_refused(fp8_gpu: torch.device
 def test_checkpointing_changes_neither_gradients_nor_state(
     fp8_gpu: torch.device, reentrant: bool, with_te: bool
 ) -> None:
-    compute_again = import_module("transformer_engine.pytorch").checkpoint if with_te else checkpoint
+    compute_again = (
+        import_module("transformer_engine.pytorch").checkpoint if with_te else checkpoint
+    )
     found = []
     for again in (False, True):
         backend, model = make(fp8_gpu)
@@ -160,7 +174,11 @@ def test_checkpointing_changes_neither_gradients_nor_state(
             backend.begin_window(sample=False)
             with backend.context():
                 inputs = x.requires_grad_()
-                out = compute_again(model, inputs, use_reentrant=reentrant) if again else model(inputs)
+                out = (
+                    compute_again(model, inputs, use_reentrant=reentrant)
+                    if again
+                    else model(inputs)
+                )
             with backend.backward_context():
                 out.backward(grad)
             backend.end_micro_batch(same)
@@ -177,7 +195,9 @@ def test_any_number_of_tokens_computes(fp8_gpu: torch.device, kind: str, tokens:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128)).to(fp8_gpu)
     twin = copy.deepcopy(model)
-    backend, other = (backend_on(m, "transformer_engine", fp8_gpu, scaling=kind) for m in (model, twin))
+    backend, other = (
+        backend_on(m, "transformer_engine", fp8_gpu, scaling=kind) for m in (model, twin)
+    )
     x, grad = batch(fp8_gpu, tokens=128)
     x[tokens:], grad[tokens:] = 0, 0
     out, stats = window(backend, model, x[:tokens], grad[:tokens])
@@ -192,7 +212,9 @@ def test_any_number_of_tokens_computes(fp8_gpu: torch.device, kind: str, tokens:
 
 
 def trained(fp8_gpu: torch.device, kind: str) -> tuple[PrecisionBackend, nn.Sequential]:
-    backend, model = make(fp8_gpu, **({"amax_history_len": LENGTH} if kind == "delayed" else {"scaling": kind}))
+    backend, model = make(
+        fp8_gpu, **({"amax_history_len": LENGTH} if kind == "delayed" else {"scaling": kind})
+    )
     for _ in range(2):
         window(backend, model, *batch(fp8_gpu))
     return backend, model
@@ -221,7 +243,9 @@ def test_a_deep_copy_follows_and_records_nothing(fp8_gpu: torch.device, kind: st
         assert torch.equal(twin(x), model(x)), "BF16, as the original"
 
 
-def test_a_copy_before_the_first_step_shares_the_state_and_adds_nothing(fp8_gpu: torch.device) -> None:
+def test_a_copy_before_the_first_step_shares_the_state_and_adds_nothing(
+    fp8_gpu: torch.device,
+) -> None:
     backend, model = make(fp8_gpu)
     twin = copy.deepcopy(model)
     before = len(reduced_by_te())
@@ -295,7 +319,9 @@ def test_a_fused_mlp_is_its_parts(fp8_gpu: torch.device) -> None:
     for fuse in (True, False):
         torch.manual_seed(0)
         model = Normed().to(fp8_gpu)
-        backend = backend_on(model, "transformer_engine", fp8_gpu, fuse=fuse, amax_history_len=LENGTH)
+        backend = backend_on(
+            model, "transformer_engine", fp8_gpu, fuse=fuse, amax_history_len=LENGTH
+        )
         window(backend, model, x, grad, sample=True)
         gradients(model)
         out, stats = window(backend, model, x, grad)

@@ -23,7 +23,9 @@ from harness.precision.recipe import Fp8Config
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+    pytest.mark.skipif(
+        find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+    ),
 ]
 
 
@@ -32,7 +34,8 @@ def supported() -> dict[str, bool]:
     facts = probe()
     tier, _ = tier_of(facts)
     return {
-        kind: can_run("transformer_engine", "fp8", facts, tier, kind)[0] for kind in ("delayed", "current", "block")
+        kind: can_run("transformer_engine", "fp8", facts, tier, kind)[0]
+        for kind in ("delayed", "current", "block")
     }
 
 
@@ -84,7 +87,9 @@ def test_statistics_are_of_the_tensors_at_hand(kind: str, fp8_gpu: torch.device)
 
 
 @pytest.mark.parametrize("scaling_kind", ["delayed", "current"])
-def test_what_casts_lose_is_measured_on_sampled_steps(scaling_kind: str, fp8_gpu: torch.device) -> None:
+def test_what_casts_lose_is_measured_on_sampled_steps(
+    scaling_kind: str, fp8_gpu: torch.device
+) -> None:
     backend, model = make(fp8_gpu, scaling=scaling_kind)
     x, grad = batch(fp8_gpu)
     x[:, 3] = 2.0**20
@@ -125,7 +130,9 @@ def test_a_demoted_layer_is_bf16_and_measured(kind: str, fp8_gpu: torch.device) 
     backend.switch(demote=["00"], promote=[])
     with torch.no_grad(), backend.context():
         bf16 = model[0](x)
-    expected = torch.nn.functional.linear(x.bfloat16(), *(p.detach().bfloat16() for p in model[0].parameters()))
+    expected = torch.nn.functional.linear(
+        x.bfloat16(), *(p.detach().bfloat16() for p in model[0].parameters())
+    )
     assert distance(bf16, expected) < 5e-3 < distance(fp8, expected)
     stats = window(backend, model, x, grad)[1]
     assert stats[0, 0].item() == largest(x.bfloat16())
@@ -160,7 +167,9 @@ def test_state_is_the_last_amaxes_and_who_is_in_bf16(kind: str, fp8_gpu: torch.d
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks_compute_the_same_again(kind: str, fp8_gpu: torch.device, reentrant: bool) -> None:
+def test_checkpointed_blocks_compute_the_same_again(
+    kind: str, fp8_gpu: torch.device, reentrant: bool
+) -> None:
     x, grad = batch(fp8_gpu)
     found = []
     for again in (False, True):

@@ -45,10 +45,18 @@ def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
     processes: list[warm.Process] = []
     try:
         for rank in range(ranks):
-            environment = {**os.environ, **launch, **alike, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {
+                **os.environ,
+                **launch,
+                **alike,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
             with (folder / f"{rank}.log").open("wb") as log:
                 command = [str(Path(script).resolve()), str(folder)]
-                processes.append(warm.start(command, folder, environment, log.fileno(), log.fileno()))
+                processes.append(
+                    warm.start(command, folder, environment, log.fileno(), log.fileno())
+                )
         deadline = time.monotonic() + LIMIT_SECONDS
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             assert time.monotonic() < deadline, f"ranks still run after {LIMIT_SECONDS} s"
@@ -121,7 +129,10 @@ def train(
         "skipped": 1.0 - figures["applied"].item(),
         "applied": figures["applied_steps"].item(),
         "lr": figures["lr"].item(),
-        "agreed": [figures[name].item() for name in ("bad_data", "forward_fastest", "forward_slowest", "param_norm")],
+        "agreed": [
+            figures[name].item()
+            for name in ("bad_data", "forward_fastest", "forward_slowest", "param_norm")
+        ],
     }
 
 

@@ -27,7 +27,9 @@ ANEW = (sys.executable, "-u")
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment, one thread per rank (bit-exactness needs a fixed number), tools on PATH."""
     clean = {
-        k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI"}
+        k: v
+        for k, v in os.environ.items()
+        if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI"}
     }
     path = f"{BIN}{os.pathsep}{clean.get('PATH', '')}"
     return clean | {"OMP_NUM_THREADS": "1", "PATH": path, "DS_ACCELERATOR": "cpu"} | extra
@@ -35,12 +37,22 @@ def environment(**extra: str) -> dict[str, str]:
 
 def command(*arguments: str, launcher: Sequence[str] = PYTHON) -> list[str]:
     """`<launcher> launch/train.py --config tiny` on the small text; MLflow and the report only if an argument asks."""
-    fixed = ["--config", "tiny", f"data.path={TEXT}", "tracking.mlflow=false", "tracking.report=false"]
+    fixed = [
+        "--config",
+        "tiny",
+        f"data.path={TEXT}",
+        "tracking.mlflow=false",
+        "tracking.report=false",
+    ]
     return [*map(str, launcher), str(TRAIN), *fixed, *arguments]
 
 
 def train(
-    folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON, timeout: float = warm.PATIENCE, **extra: str
+    folder: Path,
+    *arguments: str,
+    launcher: Sequence[str] = PYTHON,
+    timeout: float = warm.PATIENCE,
+    **extra: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr together. Without a launcher in a warm process."""
     if tuple(launcher) == PYTHON:
@@ -124,11 +136,15 @@ def heard() -> None:
         signal.signal(each, signal.SIG_DFL)
 
 
-def start(folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON) -> subprocess.Popen[bytes] | warm.Process:
+def start(
+    folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON
+) -> subprocess.Popen[bytes] | warm.Process:
     """Start and return at once, in a session of its own so that all of it can be signalled; see `train`."""
     with (folder / "output.log").open("ab") as log:
         if tuple(launcher) == PYTHON:
-            return warm.start(command(*arguments)[1:], folder, environment(), log.fileno(), log.fileno())
+            return warm.start(
+                command(*arguments)[1:], folder, environment(), log.fileno(), log.fileno()
+            )
         return subprocess.Popen(
             command(*arguments, launcher=launcher),
             cwd=folder,
@@ -140,7 +156,9 @@ def start(folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON) -> su
         )
 
 
-def metrics(run: Path, name: str = "train/loss", attempt: int | None = None) -> list[tuple[int, float]]:
+def metrics(
+    run: Path, name: str = "train/loss", attempt: int | None = None
+) -> list[tuple[int, float]]:
     """(step, value) of every journal row that has the metric, in file order."""
     return [
         (row["step"], row["metrics"][name])
@@ -151,7 +169,11 @@ def metrics(run: Path, name: str = "train/loss", attempt: int | None = None) -> 
 
 def events(run: Path, code: str) -> list[Mapping[str, Any]]:
     """Journal events of one code."""
-    return [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event" and row["code"] == code]
+    return [
+        row
+        for row in read_rows(run / "journal.jsonl")
+        if row["kind"] == "event" and row["code"] == code
+    ]
 
 
 class Ending(Protocol):
@@ -160,7 +182,9 @@ class Ending(Protocol):
     def poll(self) -> int | None: ...
 
 
-def wait_for_checkpoint(run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE) -> None:
+def wait_for_checkpoint(
+    run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE
+) -> None:
     """Until the checkpoint of `step` or a later one is committed; fails if the process ends before that."""
 
     def there() -> bool:

@@ -46,11 +46,18 @@ def new(program: list[str], folder: Path, **extra: str) -> subprocess.CompletedP
 def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "tell.py").write_text(f"import torch; torch.manual_seed(1)\n{TELL}")
-    begin = {"script": [str(tmp_path / "sub" / "tell.py")], "module": ["-m", "sub.tell"], "code": ["-c", TELL]}[how]
+    begin = {
+        "script": [str(tmp_path / "sub" / "tell.py")],
+        "module": ["-m", "sub.tell"],
+        "code": ["-c", TELL],
+    }[how]
     begin += ["--first", "second third"]
     if how == "code":
         begin[1] = (tmp_path / "sub" / "tell.py").read_text()
-    ours, theirs = warm.run(begin, tmp_path, environment(OWN="1"), apart=True), new(begin, tmp_path, OWN="1")
+    ours, theirs = (
+        warm.run(begin, tmp_path, environment(OWN="1"), apart=True),
+        new(begin, tmp_path, OWN="1"),
+    )
     assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
     seen, expected = json.loads(ours.stdout), json.loads(theirs.stdout)
     assert seen == expected
@@ -69,7 +76,10 @@ def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path: Path, how: str
     ],
 )  # fmt: skip
 def test_it_ends_with_the_same_code_and_words(tmp_path: Path, code: str) -> None:
-    ours, theirs = warm.run(["-c", code], tmp_path, environment(), apart=True), new(["-c", code], tmp_path)
+    ours, theirs = (
+        warm.run(["-c", code], tmp_path, environment(), apart=True),
+        new(["-c", code], tmp_path),
+    )
     assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
     last = [(done.stderr.splitlines() or [""])[-1] for done in (ours, theirs)]
     assert last[0] == last[1]
@@ -93,7 +103,9 @@ def test_it_can_be_waited_for_and_killed(tmp_path: Path) -> None:
 
 def test_files_have_the_limit_and_threads_cannot_be_chosen(tmp_path: Path) -> None:
     code = "with open('large', 'wb') as file: file.write(bytes(2000))"
-    assert "File too large" in warm.run(["-c", code], tmp_path, environment(), file_limit=1000).stdout
+    assert (
+        "File too large" in warm.run(["-c", code], tmp_path, environment(), file_limit=1000).stdout
+    )
     assert warm.run(["-c", code], tmp_path, environment()).returncode == 0
     with pytest.raises(ValueError, match="OMP_NUM_THREADS=2"):
         warm.run(["-c", code], tmp_path, environment(OMP_NUM_THREADS="2"))
@@ -103,6 +115,13 @@ def test_modules_can_be_there_already(tmp_path: Path) -> None:
     code = "import sys; print('harness.cli' in sys.modules, 'harness.tools' in sys.modules)"
     with (tmp_path / "log").open("wb") as log:
         told = log.fileno()
-        assert warm.start(["-c", code], tmp_path, environment(), told, told, modules=("harness.cli",)).wait(300) == 0
+        assert (
+            warm.start(
+                ["-c", code], tmp_path, environment(), told, told, modules=("harness.cli",)
+            ).wait(300)
+            == 0
+        )
     assert (tmp_path / "log").read_text() == "True False\n"
-    assert warm.run(["-c", code], tmp_path, environment()).stdout == "False False\n", "no other process has them"
+    assert warm.run(["-c", code], tmp_path, environment()).stdout == "False False\n", (
+        "no other process has them"
+    )

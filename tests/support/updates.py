@@ -12,7 +12,11 @@ from harness.precision.backends.autocast import AutocastBackend
 
 
 def finish(
-    engine: Engine, limits: Limits = NO_LIMITS, measure: bool = False, loss: float = 1.0, **own: float | Tensor
+    engine: Engine,
+    limits: Limits = NO_LIMITS,
+    measure: bool = False,
+    loss: float = 1.0,
+    **own: float | Tensor,
 ) -> dict[str, Tensor]:
     """The figures of the step, of gradients that are there. own: as `update`'s, but for `loss`."""
     backend = AutocastBackend("fp32", engine.device)

@@ -82,7 +82,12 @@ class Process:
 class _Server:
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": THREADS, "DS_ACCELERATOR": "cpu"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": THREADS,
+            "DS_ACCELERATOR": "cpu",
+        }
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
@@ -131,8 +136,14 @@ def start(
     an import does or leaves is not what is tested; each such choice has a server of its own.
     """
     if environment.get("OMP_NUM_THREADS") != THREADS:
-        raise ValueError(f"a warm process has {THREADS} thread: OMP_NUM_THREADS={environment.get('OMP_NUM_THREADS')}")
-    request = {"program": list(map(str, program)), "folder": str(folder), "environment": dict(environment)}
+        raise ValueError(
+            f"a warm process has {THREADS} thread: OMP_NUM_THREADS={environment.get('OMP_NUM_THREADS')}"
+        )
+    request = {
+        "program": list(map(str, program)),
+        "folder": str(folder),
+        "environment": dict(environment),
+    }
     return _server(modules).start(request | {"file_limit": file_limit}, stdout, stderr)
 
 

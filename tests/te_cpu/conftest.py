@@ -23,7 +23,11 @@ sys.path[:0] = [str(HERE)]
 import te_wheels  # noqa: E402
 
 VERSION = os.environ.get("TE_VERSION", te_wheels.NEWEST)
-MISSING = "" if te_wheels.is_here(VERSION) else f"Transformer Engine {VERSION} is not unpacked here: {te_wheels.HOW}"
+MISSING = (
+    ""
+    if te_wheels.is_here(VERSION)
+    else f"Transformer Engine {VERSION} is not unpacked here: {te_wheels.HOW}"
+)
 # Tests of the stand-in's surroundings, which run without it.
 ALWAYS = ("test_te_wheels.py",)
 
@@ -39,7 +43,9 @@ def is_asked(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_version: runs with older versions of Transformer Engine too")
+    config.addinivalue_line(
+        "markers", "every_version: runs with older versions of Transformer Engine too"
+    )
     if not is_asked(config):
         return
     sys.path[:0] = [str(GPU), str(HERE.parent / "unit" / "precision")]
@@ -60,7 +66,9 @@ class OnACard(pytest.File):
     """tests/gpu's files about Transformer Engine as they are, with this folder's conftest in the place of theirs."""
 
     def collect(self) -> Iterable[pytest.Module]:
-        return [pytest.Module.from_parent(self, path=path) for path in sorted(GPU.glob("test_te*.py"))]
+        return [
+            pytest.Module.from_parent(self, path=path) for path in sorted(GPU.glob("test_te*.py"))
+        ]
 
 
 class Skipped(pytest.File):
@@ -71,11 +79,19 @@ class Skipped(pytest.File):
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    return OnACard.from_parent(parent, path=file_path) if file_path == HERE / "conftest.py" and not MISSING else None
+    return (
+        OnACard.from_parent(parent, path=file_path)
+        if file_path == HERE / "conftest.py" and not MISSING
+        else None
+    )
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    return Skipped.from_parent(parent, path=module_path) if MISSING and module_path.name not in ALWAYS else None
+    return (
+        Skipped.from_parent(parent, path=module_path)
+        if MISSING and module_path.name not in ALWAYS
+        else None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,7 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if module is not None:
                     module.torch = cpu_torch  # type: ignore[attr-defined]
         item.add_marker("te")
-        if MISSING or VERSION == te_wheels.NEWEST or on_a_card or item.get_closest_marker("every_version"):
+        if (
+            MISSING
+            or VERSION == te_wheels.NEWEST
+            or on_a_card
+            or item.get_closest_marker("every_version")
+        ):
             kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept

@@ -40,7 +40,10 @@ class MLP(nn.Module):
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.a, self.b = (
+            nn.Linear(WIDTH, 2 * WIDTH, bias=bias),
+            nn.Linear(2 * WIDTH, WIDTH, bias=bias),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x)))
@@ -64,7 +67,11 @@ class Trainer:
         # Of every two steps the first one here is sampled, from which most tests begin.
         state["meta"]["state"]["step"] = 1
         self.precision.load_state_dict(state)
-        parameters = [p for name, p in self.model.named_parameters() if p.requires_grad and not name.endswith("bias")]
+        parameters = [
+            p
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and not name.endswith("bias")
+        ]
         self.optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)
         self.log: list[dict[str, Any]] = []
 
@@ -96,7 +103,11 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """FP8 state and parameters."""
-        fp8 = {name: t for name, t in self.precision.state_dict()["tensors"].items() if name.startswith("fp8.")}
+        fp8 = {
+            name: t
+            for name, t in self.precision.state_dict()["tensors"].items()
+            if name.startswith("fp8.")
+        }
         return {**fp8, **{name: p.detach() for name, p in self.model.named_parameters()}}
 
 
@@ -136,7 +147,9 @@ def equal(left: Any, right: Any) -> bool:
     """Bit for bit, a NaN equal to a NaN."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return left == right
-    return left.shape == right.shape and torch.equal(left.double().nan_to_num(-7.5), right.double().nan_to_num(-7.5))
+    return left.shape == right.shape and torch.equal(
+        left.double().nan_to_num(-7.5), right.double().nan_to_num(-7.5)
+    )
 
 
 def moved(log: list[dict[str, Any]]) -> list[bool]:

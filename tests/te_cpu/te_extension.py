@@ -45,13 +45,16 @@ class DType(enum.IntEnum):
 
 
 FP8FwdTensors = enum.IntEnum(
-    "FP8FwdTensors", [f"GEMM{n}_{role}" for n in (1, 2, 3) for role in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+    "FP8FwdTensors",
+    [f"GEMM{n}_{role}" for n in (1, 2, 3) for role in ("INPUT", "WEIGHT", "OUTPUT")],
+    start=0,
 )
 FP8BwdTensors = enum.IntEnum(
     "FP8BwdTensors", [f"GRAD_{role}{n}" for n in (1, 2, 3) for role in ("OUTPUT", "INPUT")], start=0
 )
 NVTE_Fused_Attn_Backend = enum.IntEnum(
-    "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+    "NVTE_Fused_Attn_Backend",
+    {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
 )
 
 _TORCH = {
@@ -79,10 +82,14 @@ def largest(x: Tensor) -> Tensor:
 def to_bytes(x: Tensor, scale: Tensor, dtype: int) -> Tensor:
     """The FP8 bytes of float32(x) * scale, rounded to nearest even, saturating; NaN stays NaN. uint8, shape of x."""
     limit = _FP8_MAX[DType(dtype)]
-    return (x.detach().float() * scale).clamp(-limit, limit).to(_TORCH[DType(dtype)]).view(torch.uint8)
+    return (
+        (x.detach().float() * scale).clamp(-limit, limit).to(_TORCH[DType(dtype)]).view(torch.uint8)
+    )
 
 
-def scale_from_amax(amax: Tensor, limit: float, pow_2: bool, epsilon: float, for_inf: float) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, limit: float, pow_2: bool, epsilon: float, for_inf: float
+) -> Tensor:
     """limit / amax; 1 for an amax of 0, infinity or NaN; `for_inf` if that is infinite; mantissa cut off if pow_2."""
     amax = torch.where(amax < epsilon, epsilon, amax)
     scale = torch.full_like(amax, limit) / amax
@@ -94,7 +101,9 @@ def scale_from_amax(amax: Tensor, limit: float, pow_2: bool, epsilon: float, for
 
 def turned(data: Tensor) -> Tensor:
     """[..., n] seen as a matrix [m, n], transposed: [n, ...], contiguous."""
-    return data.reshape(-1, data.shape[-1]).t().contiguous().reshape(data.shape[-1], *data.shape[:-1])
+    return (
+        data.reshape(-1, data.shape[-1]).t().contiguous().reshape(data.shape[-1], *data.shape[:-1])
+    )
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
@@ -102,7 +111,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     return _quantize(tensor.contiguous(), quantizer, output, noop, tensor.dtype)
 
 
-def _quantize(x: Tensor, quantizer: Any, output: Any, noop: Tensor | None, dtype: torch.dtype) -> Any:
+def _quantize(
+    x: Tensor, quantizer: Any, output: Any, noop: Tensor | None, dtype: torch.dtype
+) -> Any:
     """dtype: what the result says it is; x may have more bits, where a kernel casts straight from its fp32 values."""
     kind = _class_of(quantizer)
     if noop is not None and noop.item() == 1:
@@ -116,30 +127,47 @@ def _quantize(x: Tensor, quantizer: Any, output: Any, noop: Tensor | None, dtype
     elif kind == "Float8CurrentScalingQuantizer":
         amax = largest(x)
         if quantizer.with_amax_reduction:
-            raise NotImplementedError("an amax reduced over a tensor-parallel group has no stand-in")
-        scale = scale_from_amax(amax, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon, FLT_MAX)
+            raise NotImplementedError(
+                "an amax reduced over a tensor-parallel group has no stand-in"
+            )
+        scale = scale_from_amax(
+            amax, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon, FLT_MAX
+        )
     else:
         raise NotImplementedError(f"{kind} has no stand-in")
     if quantizer.columnwise_usage and not quantizer.rowwise_usage:
-        raise RuntimeError("Quantizing in only the columnwise direction is not supported for per-tensor FP8")
+        raise RuntimeError(
+            "Quantizing in only the columnwise direction is not supported for per-tensor FP8"
+        )
     data = to_bytes(x, scale, int(quantizer.dtype))
     transpose = turned(data) if quantizer.columnwise_usage else None
     inverse = torch.ones(1) / scale
     if output is None:
         module = _te("tensor.float8_tensor"), _te("tensor.storage.float8_tensor_storage")
-        parts = {"data": data, "fp8_scale_inv": inverse, "fp8_dtype": quantizer.dtype, "data_transpose": transpose}
-        return _made(quantizer, x, dtype, parts, module[0].Float8Tensor, module[1].Float8TensorStorage)
+        parts = {
+            "data": data,
+            "fp8_scale_inv": inverse,
+            "fp8_dtype": quantizer.dtype,
+            "data_transpose": transpose,
+        }
+        return _made(
+            quantizer, x, dtype, parts, module[0].Float8Tensor, module[1].Float8TensorStorage
+        )
     _put(output, _data=data, _transpose=transpose, _scale_inv=inverse)
     output._transpose_invalid = transpose is None
     output._fp8_dtype = quantizer.dtype
     return output
 
 
-def _made(quantizer: Any, x: Tensor, dtype: torch.dtype, parts: dict[str, Any], full: Any, bare: Any) -> Any:
+def _made(
+    quantizer: Any, x: Tensor, dtype: torch.dtype, parts: dict[str, Any], full: Any, bare: Any
+) -> Any:
     if quantizer.internal:
         return bare(**parts, quantizer=quantizer, fake_dtype=dtype)
     stride = torch.empty(x.shape, device="meta").stride()
-    return full(shape=x.shape, stride=stride, dtype=dtype, device=x.device, quantizer=quantizer, **parts)
+    return full(
+        shape=x.shape, stride=stride, dtype=dtype, device=x.device, quantizer=quantizer, **parts
+    )
 
 
 def _put(output: Any, **parts: Tensor | None) -> None:
@@ -157,7 +185,9 @@ def _quantize_blocks(x: Tensor, quantizer: Any, output: Any, dtype: torch.dtype)
     two = quantizer.block_scaling_dim == 2
     rows = x.reshape(-1, x.shape[-1])
     if not quantizer.is_quantizable(rows):
-        raise RuntimeError(f"TE's own rule: {tuple(rows.shape)} has blocks that are not whole, {BLOCK} by {BLOCK}")
+        raise RuntimeError(
+            f"TE's own rule: {tuple(rows.shape)} has blocks that are not whole, {BLOCK} by {BLOCK}"
+        )
     parts: dict[str, Any] = dict.fromkeys(
         ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
     )
@@ -184,11 +214,15 @@ def blocks(rows: Tensor, quantizer: Any, two: bool) -> tuple[Tensor, Tensor]:
     tiles = filled.reshape(filled.shape[0] // high, high, filled.shape[1] // BLOCK, BLOCK)
     amax = torch.nan_to_num(tiles.abs(), nan=0.0, posinf=torch.inf).amax(dim=(1, 3))
     limit, for_inf = _FP8_MAX[DType(int(quantizer.dtype))], torch.finfo(rows.dtype).max
-    scale = scale_from_amax(amax, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon, for_inf)
+    scale = scale_from_amax(
+        amax, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon, for_inf
+    )
     spread = scale.repeat_interleave(high, 0).repeat_interleave(BLOCK, 1)[:m, :k]
     inverse = torch.ones_like(scale) / scale
     layout = inverse if two else inverse.t()
-    return to_bytes(rows, spread, int(quantizer.dtype)), F.pad(layout, (0, -layout.shape[1] % 4)).contiguous()
+    return to_bytes(rows, spread, int(quantizer.dtype)), F.pad(
+        layout, (0, -layout.shape[1] % 4)
+    ).contiguous()
 
 
 def dequantize(tensor: Any, dtype: int) -> Tensor:
@@ -267,7 +301,9 @@ def generic_gemm(
 ) -> list[Any]:
     """op(B) @ op(A), row-major: of a Linear's forward (TN) A is the weight and B the input."""
     if gelu or comm_overlap is not None or extra_output is not None or accumulate or D is not None:
-        raise NotImplementedError("GELU, accumulation into a buffer and overlapped communication have no stand-in")
+        raise NotImplementedError(
+            "GELU, accumulation into a buffer and overlapped communication have no stand-in"
+        )
     if quantizer is not None:
         raise NotImplementedError("a GEMM with a quantised output has no stand-in")
     fp8 = [_class_of(x) != "Tensor" for x in (A, B)]
@@ -287,9 +323,13 @@ def generic_gemm(
         wide = (left.float() * left_inverse).double() @ (right.float() * right_inverse).double().t()
         out = _rounded(wide, alpha, added, dtype)
     else:
-        if fp8[0]:  # a CPU's sums may depend on strides: those of the tensors themselves, as in the native backend
+        if fp8[
+            0
+        ]:  # a CPU's sums may depend on strides: those of the tensors themselves, as in the native backend
             left, right = _unturned(left, transb), _unturned(right, not transa)
-        out = _product(left, right, float(left_inverse) * float(right_inverse) * alpha, added, dtype)
+        out = _product(
+            left, right, float(left_inverse) * float(right_inverse) * alpha, added, dtype
+        )
     leading = () if transb else _leading(B)
     out = out.reshape(*leading, right.shape[0]) if leading else out
     bias_grad = None
@@ -303,7 +343,9 @@ def _unturned(x: Tensor, is_turned: bool) -> Tensor:
     return x.t().contiguous().t() if is_turned else x
 
 
-def _product(left: Tensor, right: Tensor, factor: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _product(
+    left: Tensor, right: Tensor, factor: float, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """left @ right^T * factor (+ bias), rounded once."""
     if left.dtype == right.dtype == dtype == torch.bfloat16 and abs(factor) <= FLT_MAX:
         added = torch.zeros(1, dtype=dtype) if bias is None else bias.to(dtype)
@@ -328,9 +370,14 @@ def _operand(x: Any, rowwise: bool) -> tuple[Tensor, Any]:
         data = x._rowwise_data if rowwise else x._columnwise_data
         inverse = x._rowwise_scale_inv if rowwise else x._columnwise_scale_inv
     else:
-        data, inverse = (x._data if rowwise else None if x._transpose_invalid else x._transpose), x._scale_inv
+        data, inverse = (
+            (x._data if rowwise else None if x._transpose_invalid else x._transpose),
+            x._scale_inv,
+        )
     if data is None:
-        raise RuntimeError(f"the GEMM's operand has no {'rowwise' if rowwise else 'columnwise'} data")
+        raise RuntimeError(
+            f"the GEMM's operand has no {'rowwise' if rowwise else 'columnwise'} data"
+        )
     matrix = data.reshape(-1, data.shape[-1]) if rowwise else data.reshape(data.shape[0], -1)
     raw = matrix.view(fmt).to(torch.bfloat16)
     if not kind.startswith("Float8Blockwise"):
@@ -338,7 +385,9 @@ def _operand(x: Any, rowwise: bool) -> tuple[Tensor, Any]:
     if not x._is_2D_scaled:
         inverse = inverse.t()[: raw.shape[0]]
     high = BLOCK if x._is_2D_scaled else 1
-    spread = inverse.repeat_interleave(high, 0)[: raw.shape[0]].repeat_interleave(BLOCK, 1)[:, : raw.shape[1]]
+    spread = inverse.repeat_interleave(high, 0)[: raw.shape[0]].repeat_interleave(BLOCK, 1)[
+        :, : raw.shape[1]
+    ]
     return raw, spread
 
 
@@ -349,7 +398,9 @@ def _leading(x: Any) -> tuple[int, ...]:
 def _check_fp8_shape(left: Tensor, right: Tensor) -> None:
     """cuBLASLt's FP8 GEMM: leading dimensions of operands and output in multiples of 16 bytes."""
     if left.shape[1] % 16 or right.shape[0] % 8:
-        raise RuntimeError(f"cuBLASLt has no FP8 GEMM for {tuple(left.shape)} and {tuple(right.shape)} transposed")
+        raise RuntimeError(
+            f"cuBLASLt has no FP8 GEMM for {tuple(left.shape)} and {tuple(right.shape)} transposed"
+        )
 
 
 # The rest -----------------------------------------------------------------------------------------------------------
@@ -423,6 +474,8 @@ def as_extension() -> types.ModuleType:
     """This file's public names under the extension's name, in sys.modules."""
     module = _Extension("transformer_engine_torch")
     module.__spec__ = importlib.machinery.ModuleSpec("transformer_engine_torch", None)
-    module.__dict__.update({name: value for name, value in globals().items() if not name.startswith("_")})
+    module.__dict__.update(
+        {name: value for name, value in globals().items() if not name.startswith("_")}
+    )
     sys.modules["transformer_engine_torch"] = module
     return module

@@ -70,7 +70,9 @@ def trained(
 def blocks(model: nn.Module) -> set[str]:
     """Layers that ran as a te.LayerNormLinear at least once."""
     return {
-        name for name, module in model.named_modules() if isinstance(getattr(module, "fused", None), te.LayerNormLinear)
+        name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "fused", None), te.LayerNormLinear)
     }
 
 
@@ -105,7 +107,9 @@ def gradients(make: Callable[[], nn.Module], fuse: bool, x: Tensor) -> tuple[Tra
             out = trainer.model(x)
             loss = (out.float() * inputs(3, out.numel() // WIDTH).reshape(out.shape)).sum()
         trainer.precision.backward(loss)
-        grads = [each.grad.clone() for each in (x, *trainer.model.parameters()) if each.grad is not None]
+        grads = [
+            each.grad.clone() for each in (x, *trainer.model.parameters()) if each.grad is not None
+        ]
         found = [out.detach().float(), *grads]
         trainer.step()
     return trainer, found
@@ -120,7 +124,10 @@ class FeedForward(nn.Module):
     def __init__(self, kind: type[Any] = nn.RMSNorm, bias: bool = False) -> None:
         super().__init__()
         self.norm = kind(WIDTH, eps=1e-3)
-        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.gate_up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=bias),
+            nn.Linear(2 * WIDTH, WIDTH, bias=bias),
+        )
         with torch.no_grad():
             self.norm.weight.copy_(1 + inputs(7, 1)[0] / 3)
             if kind is nn.LayerNorm:
@@ -160,4 +167,7 @@ def window(trainer: Trainer, x: Tensor) -> list[Tensor]:
         out = trainer.model(x)
         loss = (out.float() * inputs(3, out.numel() // WIDTH).reshape(out.shape)).sum()
     trainer.precision.backward(loss)
-    return [out.detach().float(), *(p.grad.clone() for p in (x, *trainer.model.parameters()) if p.grad is not None)]
+    return [
+        out.detach().float(),
+        *(p.grad.clone() for p in (x, *trainer.model.parameters()) if p.grad is not None),
+    ]

@@ -42,7 +42,9 @@ def install(folder: Path) -> Any:
     te_norms.add_to(te_extension.as_extension())
     _import_common(folder)
     for name in _LEFT_OUT:
-        sys.modules[f"transformer_engine.pytorch.{name}"] = _LeftOut(f"transformer_engine.pytorch.{name}")
+        sys.modules[f"transformer_engine.pytorch.{name}"] = _LeftOut(
+            f"transformer_engine.pytorch.{name}"
+        )
     with warnings.catch_warnings(action="ignore"):  # older versions of TE use what torch deprecates
         pytorch = import_module("transformer_engine.pytorch")
     for name, module in list(sys.modules.items()):
@@ -116,7 +118,11 @@ def _cpu(device: Any) -> Any:
     """`device`, the CPU if it is a card."""
     if device is None:
         return None
-    return torch.device("cpu") if isinstance(device, int) or torch.device(device).type == "cuda" else device
+    return (
+        torch.device("cpu")
+        if isinstance(device, int) or torch.device(device).type == "cuda"
+        else device
+    )
 
 
 class _Facade(types.ModuleType):
@@ -155,14 +161,21 @@ def _facade() -> Any:
     def on_cpu(factory: Any) -> Any:
         @functools.wraps(factory)
         def made(*args: Any, **kwargs: Any) -> Any:
-            return factory(*args, **{**kwargs, "device": _cpu(kwargs["device"])} if "device" in kwargs else kwargs)
+            return factory(
+                *args,
+                **{**kwargs, "device": _cpu(kwargs["device"])} if "device" in kwargs else kwargs,
+            )
 
         return made
 
     def for_cpu(function: Any) -> Any:
-        return lambda device="cuda", *args, **kwargs: function("cpu" if device == "cuda" else device, *args, **kwargs)
+        return lambda device="cuda", *args, **kwargs: function(
+            "cpu" if device == "cuda" else device, *args, **kwargs
+        )
 
-    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="CPU", total_memory=0)
+    properties = types.SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, name="CPU", total_memory=0
+    )
     cuda = _Facade(
         torch.cuda,
         is_available=lambda: True,
@@ -174,7 +187,9 @@ def _facade() -> Any:
         synchronize=lambda device=None: None,
         get_rng_state=torch.get_rng_state,
         nvtx=types.SimpleNamespace(
-            range_push=lambda *_: None, range_pop=lambda *_: None, range=lambda *_, **__: nullcontext()
+            range_push=lambda *_: None,
+            range_pop=lambda *_: None,
+            range=lambda *_, **__: nullcontext(),
         ),
     )
     autocast = for_cpu(torch.autocast)
@@ -204,6 +219,9 @@ def as_on_a_card() -> None:
     def rule(facts: Any, tier: Tier, scaling: str) -> tuple[bool, str]:
         if tier is not Tier.CPU:
             return declared.computes["fp8"](facts, tier, scaling)
-        return True, f"Transformer Engine's own Python, its kernels played on the CPU, {scaling} scaling"
+        return (
+            True,
+            f"Transformer Engine's own Python, its kernels played on the CPU, {scaling} scaling",
+        )
 
     BACKENDS["transformer_engine"] = dataclasses.replace(declared, computes={"fp8": rule})

@@ -22,7 +22,14 @@ def add_to(extension: ModuleType) -> None:
 
 
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: int, sm_margin: int, zero_centered: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Any,
+    quantizer: Any,
+    dtype: int,
+    sm_margin: int,
+    zero_centered: bool,
 ) -> tuple[Any, None, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight along the last dimension of [m, n], in FP32; 1 / that root, float32 [m]."""
     wide = x.detach().float()
@@ -46,7 +53,9 @@ def layernorm_fwd(
     wide = x.detach().float()
     mu = wide.mean(dim=-1)
     rsigma = torch.rsqrt((wide - mu[:, None]).square().mean(dim=-1) + eps)
-    made = (wide - mu[:, None]) * rsigma[:, None] * _gamma(weight, zero_centered) + bias.detach().float()
+    made = (wide - mu[:, None]) * rsigma[:, None] * _gamma(
+        weight, zero_centered
+    ) + bias.detach().float()
     return _normed(made, quantizer, out, dtype), mu, rsigma
 
 
@@ -61,12 +70,22 @@ def rmsnorm_bwd(
 
 
 def layernorm_bwd(
-    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
+    dz: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    weight: Tensor,
+    sm_margin: int,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, in their dtypes, computed in FP32."""
     wide, grad = (x.float() - mu[:, None]) * rsigma[:, None], dz.float()
     scaled = grad * _gamma(weight, zero_centered)
-    centred = scaled - scaled.mean(dim=-1, keepdim=True) - wide * (scaled * wide).mean(dim=-1, keepdim=True)
+    centred = (
+        scaled
+        - scaled.mean(dim=-1, keepdim=True)
+        - wide * (scaled * wide).mean(dim=-1, keepdim=True)
+    )
     dgamma, dbeta = (grad * wide).sum(dim=0), grad.sum(dim=0)
     return (rsigma[:, None] * centred).to(x.dtype), dgamma.to(weight.dtype), dbeta.to(weight.dtype)
 

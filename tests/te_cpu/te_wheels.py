@@ -48,13 +48,23 @@ def fetch(version: str) -> Path:
         return unpacked(version)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as work:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         command += ["--disable-pip-version-check", "--dest", work, f"transformer-engine=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(work).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             lines = (done.stderr or done.stdout).strip().splitlines()
-            raise Unavailable(f"transformer-engine {version} could not be downloaded: {lines[-1] if lines else ''}")
+            raise Unavailable(
+                f"transformer-engine {version} could not be downloaded: {lines[-1] if lines else ''}"
+            )
         found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
         if found != WHEELS[version]:
             raise Unavailable(f"{wheels[0].name} has SHA-256 {found}, pinned is {WHEELS[version]}")

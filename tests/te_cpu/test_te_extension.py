@@ -24,7 +24,12 @@ SCALES = (1.0, 448.0 / 3.0, 0.0137, 7.3e5, 2.0**-20, 2.0**20, float(torch.finfo(
 
 
 def every_bfloat16() -> Tensor:
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(512, 128)
+    return (
+        torch.arange(65536, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .reshape(512, 128)
+    )
 
 
 def quantizer(fmt: str, scale: float, columnwise: bool = False) -> Any:
@@ -68,7 +73,12 @@ def test_casts_agree_with_a_table_too(fmt: str) -> None:
 
 def test_amax_gathers_over_casts_passes_over_nan_and_keeps_infinity() -> None:
     made = quantizer("e4m3", 1.0)
-    for x, expected in (([1.0, -3.0], 3.0), ([2.0, 0.5], 3.0), ([torch.nan, 4.0], 4.0), ([-torch.inf, 0.0], torch.inf)):
+    for x, expected in (
+        ([1.0, -3.0], 3.0),
+        ([2.0, 0.5], 3.0),
+        ([torch.nan, 4.0], 4.0),
+        ([-torch.inf, 0.0], torch.inf),
+    ):
         made(torch.tensor([x] * 16))
         assert made.amax.item() == expected
 
@@ -90,10 +100,16 @@ def test_blocks_have_scales_of_their_own_both_ways() -> None:
     torch.manual_seed(0)
     x = (torch.randn(256, 384) * 10 ** torch.empty(256, 384).uniform_(-3, 3)).bfloat16()
     for dimension in (1, 2):
-        made = te.Float8BlockQuantizer(FORMATS["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=dimension)
+        made = te.Float8BlockQuantizer(
+            FORMATS["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=dimension
+        )
         cast = made(x)
-        assert tuple(cast._rowwise_scale_inv.shape) == tuple(made.get_scale_shape(x.shape, columnwise=False))
-        assert tuple(cast._columnwise_scale_inv.shape) == tuple(made.get_scale_shape(x.shape, columnwise=True))
+        assert tuple(cast._rowwise_scale_inv.shape) == tuple(
+            made.get_scale_shape(x.shape, columnwise=False)
+        )
+        assert tuple(cast._columnwise_scale_inv.shape) == tuple(
+            made.get_scale_shape(x.shape, columnwise=True)
+        )
         high = 1 if dimension == 1 else 128
         for i, j in ((0, 0), (3, 1), (200, 2)):
             tile = x[i // high * high : i // high * high + high, 128 * j : 128 * j + 128].float()
@@ -102,9 +118,13 @@ def test_blocks_have_scales_of_their_own_both_ways() -> None:
             assert cast._rowwise_scale_inv[where].item() == 1 / scale
             here = (i, slice(128 * j, 128 * j + 128))
             table = oracle.quantize(x[here].float().numpy(), scale, "e4m3")
-            assert same(cast._rowwise_data.view(torch.float8_e4m3fn)[here].float(), torch.from_numpy(table))
+            assert same(
+                cast._rowwise_data.view(torch.float8_e4m3fn)[here].float(), torch.from_numpy(table)
+            )
         back = cast.dequantize()
-        assert ((back.float() - x.float()).abs() <= x.float().abs() / 16 + 1e-4 * x.float().abs().max()).all()
+        assert (
+            (back.float() - x.float()).abs() <= x.float().abs() / 16 + 1e-4 * x.float().abs().max()
+        ).all()
 
 
 def operands(tokens: int = 32) -> tuple[Any, Any, Tensor, Tensor]:
@@ -136,16 +156,29 @@ def test_gemms_multiply_what_the_operands_stand_for(layout: str) -> None:
 
 def test_a_gemm_on_plain_operands_gives_the_bias_gradient_too() -> None:
     torch.manual_seed(0)
-    x, grad, bias = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16(), torch.zeros(48).bfloat16()
-    wgrad, bias_grad, *_ = general_gemm(x, grad, out_dtype=torch.bfloat16, layout="NT", grad=True, bias=bias)
-    torch.testing.assert_close(wgrad.double(), grad.double().t() @ x.double(), rtol=2**-8, atol=1e-5)
+    x, grad, bias = (
+        torch.randn(32, 64).bfloat16(),
+        torch.randn(32, 48).bfloat16(),
+        torch.zeros(48).bfloat16(),
+    )
+    wgrad, bias_grad, *_ = general_gemm(
+        x, grad, out_dtype=torch.bfloat16, layout="NT", grad=True, bias=bias
+    )
+    torch.testing.assert_close(
+        wgrad.double(), grad.double().t() @ x.double(), rtol=2**-8, atol=1e-5
+    )
     torch.testing.assert_close(bias_grad.double(), grad.double().sum(0), rtol=2**-8, atol=1e-5)
 
 
 def test_a_copy_that_is_not_there_is_missed() -> None:
     rowwise = quantizer("e4m3", 1.0)(torch.randn(48, 64))
     with pytest.raises(RuntimeError, match="no columnwise data"):
-        general_gemm(rowwise, quantizer("e5m2", 1.0)(torch.randn(32, 48)), out_dtype=torch.bfloat16, layout="NN")
+        general_gemm(
+            rowwise,
+            quantizer("e5m2", 1.0)(torch.randn(32, 48)),
+            out_dtype=torch.bfloat16,
+            layout="NN",
+        )
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
@@ -163,7 +196,12 @@ def test_the_roll_is_the_shared_rule(algo: str, margin: int) -> None:
             own[0] = amax[3 * layer : 3 * layer + 3]
         buffer = torch.cat([own[0] for own, _ in states])
         tex.fused_amax_and_scale_update_after_reduction(
-            buffer, [own for own, _ in states], [own for _, own in states], algo, tex.DType.kFloat8E4M3, margin
+            buffer,
+            [own for own, _ in states],
+            [own for _, own in states],
+            algo,
+            tex.DType.kFloat8E4M3,
+            margin,
         )
         history[0] = amax
         history, scale = scaling.update(history, scale, 448.0, margin, algo)
@@ -177,18 +215,26 @@ def test_te_itself_rolls_a_linear_of_its_own_by_the_shared_rule() -> None:
     manager.reset()
     torch.manual_seed(0)
     linear = te.Linear(64, 32, bias=True, params_dtype=torch.float32)
-    recipe = import_module("transformer_engine.common.recipe").DelayedScaling(amax_history_len=4, margin=1)
+    recipe = import_module("transformer_engine.common.recipe").DelayedScaling(
+        amax_history_len=4, margin=1
+    )
     history, scale = torch.zeros(4, 3), torch.ones(3)
     for step in range(12):
         x = (torch.randn(32, 64) * (step % 5 + 0.1)).bfloat16().requires_grad_()
         grad = torch.randn(32, 32).bfloat16() * 10.0**-step
-        history[0] = torch.stack([tensor.detach().abs().amax().float() for tensor in (x, linear.weight, grad)])
+        history[0] = torch.stack(
+            [tensor.detach().abs().amax().float() for tensor in (x, linear.weight, grad)]
+        )
         with torch.autocast("cpu", torch.bfloat16), te.autocast(True, recipe=recipe):
             out = linear(x)
         out.backward(grad)
-        history, scale = scaling.update(history, scale, torch.tensor([448.0, 448.0, 57344.0]), 1, "max")
+        history, scale = scaling.update(
+            history, scale, torch.tensor([448.0, 448.0, 57344.0]), 1, "max"
+        )
         forward, backward = linear.fp8_meta["scaling_fwd"], linear.fp8_meta["scaling_bwd"]
-        assert torch.equal(torch.cat([forward.amax_history[:, :2], backward.amax_history[:, :1]], 1), history), step
+        assert torch.equal(
+            torch.cat([forward.amax_history[:, :2], backward.amax_history[:, :1]], 1), history
+        ), step
         assert torch.equal(torch.cat([forward.scale[:2], backward.scale[:1]]), scale), step
         with torch.no_grad():
             linear.weight.mul_(1.01)
@@ -196,7 +242,9 @@ def test_te_itself_rolls_a_linear_of_its_own_by_the_shared_rule() -> None:
 
 
 def test_what_is_not_played_is_refused_when_it_is_used() -> None:
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.fused_attn_fwd has no stand-in"):
+    with pytest.raises(
+        NotImplementedError, match=r"transformer_engine_torch\.fused_attn_fwd has no stand-in"
+    ):
         import_module("transformer_engine_torch").fused_attn_fwd()
     with pytest.raises(NotImplementedError, match="MXFP8Quantizer has no stand-in"):
         te.MXFP8Quantizer(FORMATS["e4m3"])(torch.randn(32, 32))

@@ -40,8 +40,14 @@ def test_a_fused_gpt_trains_as_the_same_apart() -> None:
     fused, apart = trained(), trained(fuse=False)
     assert blocks(fused.model) == NORMED
     assert blocks(apart.model) == set()
-    assert list(fused.model.state_dict()) == list(apart.model.state_dict()) == list(tiny().state_dict())
-    assert [name for name, _ in fused.model.named_parameters()] == [name for name, _ in tiny().named_parameters()]
+    assert (
+        list(fused.model.state_dict())
+        == list(apart.model.state_dict())
+        == list(tiny().state_dict())
+    )
+    assert [name for name, _ in fused.model.named_parameters()] == [
+        name for name, _ in tiny().named_parameters()
+    ]
     ours, theirs = fused.precision.stats(), apart.precision.stats()
     assert ours is not None
     assert theirs is not None
@@ -61,23 +67,33 @@ def test_a_fused_gpt_trains_as_the_same_apart() -> None:
         losses = [trainer.loss(100 + number).item() for trainer in (fused, apart)]
         assert losses[0] == pytest.approx(losses[1], rel=2e-3)
     once = [trained(fuse, steps=1) for fuse in (True, False)]
-    for (name, one), other in zip(once[0].model.named_parameters(), once[1].model.parameters(), strict=True):
-        grads = [trainer.optimizer.state[p]["exp_avg"] for trainer, p in zip(once, (one, other), strict=True)]
+    for (name, one), other in zip(
+        once[0].model.named_parameters(), once[1].model.parameters(), strict=True
+    ):
+        grads = [
+            trainer.optimizer.state[p]["exp_avg"]
+            for trainer, p in zip(once, (one, other), strict=True)
+        ]
         assert (grads[0] - grads[1]).norm() <= 0.1 * grads[1].norm() > 0, name
 
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(two, marks=pytest.mark.every_version) for two in ((32, WIDTH), (5, WIDTH))] + [(2, 24, WIDTH)],
+    [pytest.param(two, marks=pytest.mark.every_version) for two in ((32, WIDTH), (5, WIDTH))]
+    + [(2, 24, WIDTH)],
     ids=str,
 )
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_outputs_and_all_gradients_are_those_of_both_apart(kind: type[Any], bias: bool, shape: tuple[int, ...]) -> None:
+def test_outputs_and_all_gradients_are_those_of_both_apart(
+    kind: type[Any], bias: bool, shape: tuple[int, ...]
+) -> None:
     x = inputs(1, math.prod(shape[:-1])).reshape(shape)
     trainer, fused = gradients(lambda: Pair(kind, bias), True, x)
     # A LayerNorm of a number of tokens that TE does not take runs apart: its bias would be in the rows filled up.
-    assert blocks(trainer.model) == (set() if kind is nn.LayerNorm and shape[0] == 5 else {"linear"})
+    assert blocks(trainer.model) == (
+        set() if kind is nn.LayerNorm and shape[0] == 5 else {"linear"}
+    )
     _, apart = gradients(lambda: Pair(kind, bias), False, x)
     assert len(fused) == len(apart) == 4 + bias + (kind is nn.LayerNorm)
     for ours, theirs in zip(fused, apart, strict=True):
@@ -99,13 +115,22 @@ def test_a_demoted_layer_runs_apart_and_returns_fused() -> None:
     made = training()
     model: Any = made.model
     model.blocks[0].attn.qkv.register_forward_pre_hook(
-        lambda module, args: counts.append(type(args[0]) is not Tensor)  # whether the norm is still to be applied
+        lambda module, args: counts.append(
+            type(args[0]) is not Tensor
+        )  # whether the norm is still to be applied
     )
     for number in range(6):
         demoted(made, number)
         made.step()
     assert counts == [True] * 4 + [False] * 4 + [True] * 4
-    assert [bool(entry["demoted"]) for entry in made.log] == [False, False, True, True, False, False]
+    assert [bool(entry["demoted"]) for entry in made.log] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert all(entry["applied"] for entry in made.log)
     slot = 0
     amax = torch.stack([entry["amax"][slot] for entry in made.log])
@@ -148,7 +173,11 @@ def poisoned(trainer: Trainer, number: int) -> None:
 def test_a_skipped_step_leaves_every_bit() -> None:
     log = trained(window=poisoned).log
     assert [entry["applied"] for entry in log] == [True, True, True, False, True, True]
-    kept = [name for name in log[2] if name.startswith(("fp8.", "blocks.", "norm.", "embed.", "lm_head"))]
+    kept = [
+        name
+        for name in log[2]
+        if name.startswith(("fp8.", "blocks.", "norm.", "embed.", "lm_head"))
+    ]
     assert len(kept) > 12
     assert all(equal(log[2][name], log[3][name]) for name in kept)
 
@@ -175,7 +204,9 @@ class Again(GPT):
 
     again: Any = staticmethod(checkpoint)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         for block in self.blocks:
             if "own" not in vars(block):
                 block.own = block.forward  # type: ignore[assignment]
@@ -239,7 +270,9 @@ def test_a_deep_copy_computes_the_same_and_a_pickle_is_plain() -> None:
     torch.save(trainer.model, buffer)
     buffer.seek(0)
     read = torch.load(buffer, weights_only=False)
-    assert {type(module) for module in read.modules() if "Norm" in type(module).__name__} == {nn.RMSNorm}
+    assert {type(module) for module in read.modules() if "Norm" in type(module).__name__} == {
+        nn.RMSNorm
+    }
     plain_again = trainer.model(x)
     assert type(plain_again) is Tensor
     torch.testing.assert_close(read(x), plain_again)

@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from te_cpu_support import WIDTH, Trainer, inputs
-from te_fused_support import CLOSE, FeedForward, Unseen, after_a_window, blocks, gradients, window, without_mlp
+from te_fused_support import (
+    CLOSE,
+    FeedForward,
+    Unseen,
+    after_a_window,
+    blocks,
+    gradients,
+    window,
+    without_mlp,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,7 +61,9 @@ OTHERS = {
     "without silu": lambda h: halves(h)[0] * halves(h)[1],
     "in place": lambda h: F.silu(halves(h)[0]).mul_(halves(h)[1]),
     "by a number": lambda h: F.silu(halves(h)[0]) * 2.0,
-    "another dimension": lambda h: F.silu(h.chunk(2, 0)[0]).repeat(2, 1)[:, : 2 * WIDTH] * halves(h)[1],
+    "another dimension": lambda h: (
+        F.silu(h.chunk(2, 0)[0]).repeat(2, 1)[:, : 2 * WIDTH] * halves(h)[1]
+    ),
     "sigmoid": lambda h: F.sigmoid(halves(h)[0]) * halves(h)[0] * halves(h)[1],
 }
 
@@ -72,7 +83,9 @@ def test_swiglu_is_known_however_it_is_written(name: str, calls: list[int]) -> N
 def test_what_is_no_swiglu_is_computed_as_it_is_written(name: str, calls: list[int]) -> None:
     _, found = gradients(variant(name), True, inputs(1, 32))
     assert not calls
-    assert all(map(torch.equal, found, gradients(without_mlp(variant(name)), True, inputs(1, 32))[1]))
+    assert all(
+        map(torch.equal, found, gradients(without_mlp(variant(name)), True, inputs(1, 32))[1])
+    )
 
 
 class Meanwhile(FeedForward):
@@ -124,7 +137,9 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_meanwhile_is_seen_only_by_what_comes_after(name: str, calls: list[int]) -> None:
+def test_what_is_written_meanwhile_is_seen_only_by_what_comes_after(
+    name: str, calls: list[int]
+) -> None:
     outs = []
     trained = after_a_window()
     del calls[:]
@@ -144,7 +159,13 @@ def hooked(parts: dict[str, Any], name: str) -> None:
     parts[name].register_hook(lambda grad: 3 * grad)
 
 
-HOOKS = [("hidden", "hidden"), ("hidden", "silu"), ("gate", "gated"), ("up", "gate"), ("silu", "silu")]
+HOOKS = [
+    ("hidden", "hidden"),
+    ("hidden", "silu"),
+    ("gate", "gated"),
+    ("up", "gate"),
+    ("silu", "silu"),
+]
 HOOKS += [("gated", "gated")]
 
 
@@ -224,8 +245,12 @@ class Reentrant(FeedForward):
 
 PAST = {
     "reentrant": Reentrant,
-    "the product": meanwhile("gated", lambda parts: parts.update(gated=Unseen.apply(parts["gated"]))),
-    "the whole": meanwhile("hidden", lambda parts: parts.update(hidden=Unseen.apply(parts["hidden"]))),
+    "the product": meanwhile(
+        "gated", lambda parts: parts.update(gated=Unseen.apply(parts["gated"]))
+    ),
+    "the whole": meanwhile(
+        "hidden", lambda parts: parts.update(hidden=Unseen.apply(parts["hidden"]))
+    ),
     "a half": meanwhile("gate", lambda parts: parts.update(up=Unseen.apply(parts["up"]))),
 }
 
@@ -237,12 +262,16 @@ def test_a_gradient_that_would_be_lost_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["gate_up", "down", "norm"])
-def test_a_backward_hook_on_a_part_is_called_and_runs_its_parts_unfused(layer: str, calls: list[int]) -> None:
+def test_a_backward_hook_on_a_part_is_called_and_runs_its_parts_unfused(
+    layer: str, calls: list[int]
+) -> None:
     seen: list[Any] = []
 
     def make() -> FeedForward:
         made = FeedForward()
-        made.get_submodule(layer).register_full_backward_hook(lambda module, into, out: seen.append((into, out)))
+        made.get_submodule(layer).register_full_backward_hook(
+            lambda module, into, out: seen.append((into, out))
+        )
         return made
 
     _, found = gradients(make, True, inputs(1, 32))
@@ -274,12 +303,16 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("outer", ["before", "first", "then", ""])
-def test_a_backward_hook_on_a_module_around_a_part_does_the_same(outer: str, calls: list[int]) -> None:
+def test_a_backward_hook_on_a_module_around_a_part_does_the_same(
+    outer: str, calls: list[int]
+) -> None:
     seen: list[Any] = []
 
     def make() -> Nested:
         made = Nested()
-        made.get_submodule(outer).register_full_backward_hook(lambda module, into, out: seen.append(out))
+        made.get_submodule(outer).register_full_backward_hook(
+            lambda module, into, out: seen.append(out)
+        )
         return made
 
     _, found = gradients(make, True, inputs(1, 32))
@@ -291,7 +324,9 @@ def test_a_backward_hook_on_a_module_around_a_part_does_the_same(outer: str, cal
 
 def test_a_backward_hook_on_all_modules_takes_all_apart(calls: list[int]) -> None:
     seen: list[Any] = []
-    handle = nn.modules.module.register_module_full_backward_hook(lambda module, into, out: seen.append(module))
+    handle = nn.modules.module.register_module_full_backward_hook(
+        lambda module, into, out: seen.append(module)
+    )
     try:
         trainer, found = gradients(Nested, True, inputs(1, 32))
     finally:
@@ -307,8 +342,12 @@ def test_forward_hooks_see_what_they_would_see_apart(calls: list[int]) -> None:
 
     def make() -> FeedForward:
         made = FeedForward()
-        made.gate_up.register_forward_hook(lambda module, args, out: seen.append(out.detach().float()))
-        made.down.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().float()))
+        made.gate_up.register_forward_hook(
+            lambda module, args, out: seen.append(out.detach().float())
+        )
+        made.down.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].detach().float())
+        )
         return made
 
     first = gradients(make, True, inputs(1, 32))[1]
@@ -320,6 +359,13 @@ def test_forward_hooks_see_what_they_would_see_apart(calls: list[int]) -> None:
 
 
 def test_names_of_what_is_deferred_are_none_of_tensors() -> None:
-    own = {name for kind in (Normed, Hidden, Part) for each in kind.__mro__[:2] for name in vars(each)}
-    own |= {name for kind in (Normed, Hidden, Part) for each in kind.__mro__[:2] for name in each.__annotations__}
+    own = {
+        name for kind in (Normed, Hidden, Part) for each in kind.__mro__[:2] for name in vars(each)
+    }
+    own |= {
+        name
+        for kind in (Normed, Hidden, Part)
+        for each in kind.__mro__[:2]
+        for name in each.__annotations__
+    }
     assert {name for name in own & set(dir(Tensor)) if not name.startswith("__")} == set()

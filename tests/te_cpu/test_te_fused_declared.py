@@ -109,7 +109,9 @@ def test_a_wrong_result_is_refused_by_name(make: type[Pair]) -> None:
         gradients(make, True, inputs(1, 32))
     (problem,) = caught.value.problems
     assert problem.where == "layer linear"
-    told = {InPlace: "changed in place", Watched: "a hook is put on the gradient"}.get(make, "did not arrive")
+    told = {InPlace: "changed in place", Watched: "a hook is put on the gradient"}.get(
+        make, "did not arrive"
+    )
     assert told in problem.what
     assert "fusible_norms" in problem.fix
 
@@ -119,7 +121,9 @@ def test_a_backward_hook_on_the_norm_runs_both_apart() -> None:
 
     def make() -> Pair:
         made = Pair()
-        made.norm.register_full_backward_hook(lambda module, grads, outputs: seen.append(outputs[0]))
+        made.norm.register_full_backward_hook(
+            lambda module, grads, outputs: seen.append(outputs[0])
+        )
         return made
 
     trainer, _ = gradients(make, True, inputs(1, 32))

@@ -51,7 +51,9 @@ def slots(trainer: Trainer, row: str) -> dict[str, float]:
 @pytest.mark.every_version
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_every_output_gradient_and_amax_is_the_oracles(kind: type[Any], bias: bool, calls: list[int]) -> None:
+def test_every_output_gradient_and_amax_is_the_oracles(
+    kind: type[Any], bias: bool, calls: list[int]
+) -> None:
     trainer = after_a_window(lambda: FeedForward(kind, bias))
     assert not calls, "the first step's casts are sampled"
     names = [f"{layer}.{role}" for layer in ("gate_up", "down") for role in ROLES]
@@ -64,21 +66,28 @@ def test_every_output_gradient_and_amax_is_the_oracles(kind: type[Any], bias: bo
     def cast(x: Tensor, slot: str) -> Tensor:
         amax[slot] = x.abs().max().item()
         fmt = "e5m2" if slot.endswith("grad_output") else "e4m3"
-        return scaling.quantize(x.detach().float(), scale[slot], fmt).double() / scale[slot].double()
+        return (
+            scaling.quantize(x.detach().float(), scale[slot], fmt).double() / scale[slot].double()
+        )
 
     def rounded(x: Tensor) -> Tensor:
         return x.detach().bfloat16().double().requires_grad_()
 
     model: Any = trainer.model
     x, weight = rounded(inputs(1, 32)), rounded(model.norm.weight)
-    biases = [rounded(layer.bias) if bias else torch.zeros(()) for layer in (model.gate_up, model.down)]
+    biases = [
+        rounded(layer.bias) if bias else torch.zeros(()) for layer in (model.gate_up, model.down)
+    ]
     shift = rounded(model.norm.bias) if kind is nn.LayerNorm else None
     if shift is None:
         normed = F.rms_norm(x, (WIDTH,), weight, 1e-3)
     else:
         normed = F.layer_norm(x, (WIDTH,), weight, shift, 1e-3)
     normed_8 = cast(normed, "gate_up.input")
-    first_8, second_8 = cast(model.gate_up.weight, "gate_up.weight"), cast(model.down.weight, "down.weight")
+    first_8, second_8 = (
+        cast(model.gate_up.weight, "gate_up.weight"),
+        cast(model.down.weight, "down.weight"),
+    )
     hidden = rounded(normed_8 @ first_8.t() + biases[0])
     gate, up = hidden.chunk(2, dim=-1)
     gated = F.silu(gate) * up
@@ -221,7 +230,9 @@ def test_frozen_parts_get_no_gradient_and_a_frozen_input_fuses_nothing(calls: li
 class AgainWithTe(GPT):
     """Each block is computed again in backward, by te.checkpoint."""
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         for block in self.blocks:
             if "own" not in vars(block):
                 block.own = block.forward  # type: ignore[assignment]
@@ -274,7 +285,9 @@ def test_a_deep_copy_is_fused_by_itself_and_leaves_no_trace(calls: list[int]) ->
 
 def test_a_checkpoint_resumes_fused_bit_for_bit_and_unfused_nearly(calls: list[int]) -> None:
     saved = trained(steps=3)
-    state = copy.deepcopy((saved.model.state_dict(), saved.precision.state_dict(), saved.optimizer.state_dict()))
+    state = copy.deepcopy(
+        (saved.model.state_dict(), saved.precision.state_dict(), saved.optimizer.state_dict())
+    )
     losses: list[float] = []
     for fuse in (True, False):
         loaded = training(fuse)

@@ -34,7 +34,9 @@ def exact(kind: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def forward(kind: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float, quantizer: Any) -> tuple[Any, Any, Any]:
+def forward(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor, eps: float, quantizer: Any
+) -> tuple[Any, Any, Any]:
     """Through the names that TE's Python calls."""
     extension: Any = import_module("transformer_engine_torch")
     given = (x, weight) if kind == "RMSNorm" else (x, weight, bias)
@@ -73,7 +75,9 @@ def test_a_quantised_norm_casts_values_that_were_not_rounded_before(kind: str) -
     out, _, _ = forward(kind, x, weight, bias, 1e-5, made)
     whole, _, _ = forward(kind, x.float(), weight.float(), bias.float(), 1e-5, None)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out._data.view(torch.float8_e4m3fn).float(), scaling.quantize(whole, 37.0, "e4m3"))
+    assert torch.equal(
+        out._data.view(torch.float8_e4m3fn).float(), scaling.quantize(whole, 37.0, "e4m3")
+    )
     assert torch.equal(out._transpose, out._data.t())
     assert made.amax.item() == whole.abs().max().item()
     assert made.amax.item() != whole.abs().max().bfloat16().item()
@@ -98,7 +102,9 @@ def test_swiglu_and_its_gradient_are_torchs_and_are_rounded_once() -> None:
     made = te.Float8Quantizer(torch.full((1,), 0.37), torch.zeros(1), tex.DType.kFloat8E4M3)
     made.set_usage(rowwise=True, columnwise=False)
     cast = extension.swiglu(x, made)
-    assert torch.equal(cast._data.view(torch.float8_e4m3fn).float(), scaling.quantize(found, 0.37, "e4m3"))
+    assert torch.equal(
+        cast._data.view(torch.float8_e4m3fn).float(), scaling.quantize(found, 0.37, "e4m3")
+    )
     assert made.amax.item() == found.abs().max().item() != found.bfloat16().abs().max().item()
     with pytest.raises(NotImplementedError):
         extension.dswiglu(grad[:, :24], x, made)

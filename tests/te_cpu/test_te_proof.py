@@ -20,7 +20,10 @@ def task(folder: Path) -> Task:
 
 def test_steps_are_compared_with_bf16(tmp_path: Path) -> None:
     found = training.te(task(tmp_path)).figures["contenders"]
-    assert (found["fp8"]["rung"], found["16 bit"]["rung"]) == ("transformer_engine:fp8", "autocast:bf16")
+    assert (found["fp8"]["rung"], found["16 bit"]["rung"]) == (
+        "transformer_engine:fp8",
+        "autocast:bf16",
+    )
     assert found["fp8"]["ratio"]["median"] > 0
     assert found["fp8"]["loss"] == pytest.approx(found["16 bit"]["loss"], rel=0.05)
 
@@ -41,7 +44,9 @@ def test_compiled_steps_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_the_record_is_kept_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_golden, "torch", cpu_torch)
-    monkeypatch.setattr(cpu_torch.cuda, "get_device_name", lambda: "a card on the CPU", raising=False)
+    monkeypatch.setattr(
+        cpu_torch.cuda, "get_device_name", lambda: "a card on the CPU", raising=False
+    )
     answer = checks.golden(task(tmp_path))
     assert not answer.failed
     kept = json.loads((tmp_path / "te_golden.json").read_text())

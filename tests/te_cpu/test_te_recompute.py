@@ -92,7 +92,8 @@ def two_of_one_context(trainer: Trainer, number: int) -> None:
     """Two forwards and their losses in one context, each with a backward, another forward between."""
     with trainer.precision.context():
         first, second = (
-            trainer.model(3.0**each * inputs(5 * number + each)).float().square().mean() for each in (0, 1)
+            trainer.model(3.0**each * inputs(5 * number + each)).float().square().mean()
+            for each in (0, 1)
         )
     backward(trainer, first)
     third = trainer.loss(9 * inputs(5 * number + 2))
@@ -126,9 +127,13 @@ ORDERS: tuple[Window, ...] = (
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("window", ORDERS)
-def test_te_checkpoint_changes_nothing_whatever_the_order(window: Window, reentrant: bool, roll: str) -> None:
+def test_te_checkpoint_changes_nothing_whatever_the_order(
+    window: Window, reentrant: bool, roll: str
+) -> None:
     if window is context_then_no_grad and te_library.load().version < "2.20":
-        pytest.skip("before 2.20 te.checkpoint looks the same without gradients, and what runs in it is recorded")
+        pytest.skip(
+            "before 2.20 te.checkpoint looks the same without gradients, and what runs in it is recorded"
+        )
     straight = trained(TE, window, fp8={"roll": roll})
     again = trained(TE, window, lambda: Checkpointed(True, reentrant), fp8={"roll": roll})
     assert all(moved(straight))
@@ -174,7 +179,10 @@ def test_one_te_checkpoint_within_another_changes_nothing(reentrant: bool) -> No
     ],
 )
 def test_backward_in_a_thread_of_its_own_as_on_a_card_changes_nothing(
-    make: Callable[[bool], nn.Module], window: Window, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[bool], nn.Module],
+    window: Window,
+    reentrant: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     straight = trained(TE, window)
     threads: set[int] = set()
@@ -192,7 +200,9 @@ def test_backward_in_a_thread_of_its_own_as_on_a_card_changes_nothing(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("window", [dropped_first, dropped_between])
-def test_torch_checkpoint_beside_a_dropped_loss_changes_nothing(window: Window, reentrant: bool) -> None:
+def test_torch_checkpoint_beside_a_dropped_loss_changes_nothing(
+    window: Window, reentrant: bool
+) -> None:
     """But for sampled figures, which count what is computed again; a reentrant one records no loss that is dropped."""
     logs = [trained(TE, none_dropped if reentrant else window)]
     logs.append(trained(TE, window, lambda: Checkpointed(False, reentrant)))
@@ -203,10 +213,16 @@ def test_torch_checkpoint_beside_a_dropped_loss_changes_nothing(window: Window, 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("window", [last_first, interleaved, overtaken, two_of_one_context, of_two_times])
-def test_torch_checkpoint_is_refused_where_scales_have_moved_since(window: Window, reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "window", [last_first, interleaved, overtaken, two_of_one_context, of_two_times]
+)
+def test_torch_checkpoint_is_refused_where_scales_have_moved_since(
+    window: Window, reentrant: bool
+) -> None:
     trainer = Trainer(TE, lambda: Checkpointed(False, reentrant))
-    with pytest.raises(MisuseError, match=r"(?s)layer a: torch\.utils\.checkpoint.*scales that have moved since"):
+    with pytest.raises(
+        MisuseError, match=r"(?s)layer a: torch\.utils\.checkpoint.*scales that have moved since"
+    ):
         window(trainer, 0)
 
 
@@ -232,7 +248,9 @@ def test_te_checkpoint_of_a_model_in_eval_changes_nothing_or_is_refused(reentran
         trainer.model.eval()
     plain(straight, 0)
     if te_library.load().version < "2.20":
-        with pytest.raises(MisuseError, match=r"layer a: te\.checkpoint has no scales of the forward"):
+        with pytest.raises(
+            MisuseError, match=r"layer a: te\.checkpoint has no scales of the forward"
+        ):
             plain(again, 0)
         return
     plain(again, 0)
@@ -263,5 +281,8 @@ def test_te_checkpoint_refuses_a_forward_in_a_thread_beside_the_training(reentra
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_te_checkpoint_within_another_is_refused_once_scales_moved(reentrant: bool) -> None:
     trainer = Trainer(TE, lambda: Nested(reentrant))
-    with pytest.raises(MisuseError, match=r"(?s)layer a: .*te\.checkpoint within either.*scales that have moved since"):
+    with pytest.raises(
+        MisuseError,
+        match=r"(?s)layer a: .*te\.checkpoint within either.*scales that have moved since",
+    ):
         last_first(trainer, 0)

@@ -46,8 +46,14 @@ def whole(model: nn.Module) -> nn.Module:
 @pytest.mark.every_version
 @pytest.mark.parametrize("compiled", [by_blocks, whole])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
-def test_a_compiled_model_is_refused_by_name(compiled: Callable[[nn.Module], nn.Module], scaling: str) -> None:
-    fp8 = {"scaling": scaling} if scaling == "delayed" else {"scaling": scaling, "roll": "step", "amax_history_len": 16}
+def test_a_compiled_model_is_refused_by_name(
+    compiled: Callable[[nn.Module], nn.Module], scaling: str
+) -> None:
+    fp8 = (
+        {"scaling": scaling}
+        if scaling == "delayed"
+        else {"scaling": scaling, "roll": "step", "amax_history_len": 16}
+    )
     trainer = Trainer("transformer_engine", Blocks, {"fp8": fp8})
     compiled(trainer.model)
     with pytest.raises(MisuseError, match="transformer_engine backend does not compile") as caught:
@@ -62,7 +68,9 @@ def test_a_compiled_model_is_refused_by_name(compiled: Callable[[nn.Module], nn.
 def test_one_graph_or_none_says_which_backend_it_is() -> None:
     trainer = Trainer("transformer_engine", Blocks)
     trainer.model.compile(fullgraph=True)
-    with pytest.raises(Unsupported, match="the transformer_engine backend does not compile: leave the model eager"):
+    with pytest.raises(
+        Unsupported, match="the transformer_engine backend does not compile: leave the model eager"
+    ):
         trainer.loss(inputs(0))
     torch.compiler.reset()
 
@@ -85,10 +93,15 @@ def test_a_loss_used_twice_is_refused_and_the_step_after_it_is_sound() -> None:
     [
         ({"fp8": {"amax_history_len": 8}}, "history length 8, this run has 4"),
         ({"fp8": {"format": "e4m3"}}, "a.grad_output in e4m3, this run has e5m2"),
-        ({"layers": {"exclude": ["a"]}}, "3 slots, this run has 6 (a.grad_output is in one of them only)"),
+        (
+            {"layers": {"exclude": ["a"]}},
+            "3 slots, this run has 6 (a.grad_output is in one of them only)",
+        ),
     ],
 )
-def test_a_state_of_another_run_is_refused_with_what_differs(sections: dict[str, dict[str, object]], told: str) -> None:
+def test_a_state_of_another_run_is_refused_with_what_differs(
+    sections: dict[str, dict[str, object]], told: str
+) -> None:
     other, trainer = Trainer("transformer_engine", sections=sections), Trainer("transformer_engine")
     plain(other, 0)
     other.step()
@@ -97,22 +110,31 @@ def test_a_state_of_another_run_is_refused_with_what_differs(sections: dict[str,
     assert told in str(caught.value)
 
 
-def test_some_other_transformer_engine_is_refused_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_other_transformer_engine_is_refused_by_what_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that rolls what it was told to leave alone, and one that drops an argument of its recipe."""
     library = te_library.load()
 
     def rolls(fp8_meta: dict[str, Any]) -> None:
-        library.manager.quantization_state.global_amax_buffer.setdefault("forward_other", []).append(fp8_meta)
+        library.manager.quantization_state.global_amax_buffer.setdefault(
+            "forward_other", []
+        ).append(fp8_meta)
 
     with monkeypatch.context() as patch:
         patch.setattr(library.manager, "add_fp8_tensors_to_global_buffer", rolls)
-        with pytest.raises(MachineError, match=f"{library.version} rolls amax histories of modules"):
+        with pytest.raises(
+            MachineError, match=f"{library.version} rolls amax histories of modules"
+        ):
             Trainer("transformer_engine")
         del library.manager.quantization_state.global_amax_buffer["forward_other"]
     drops = dataclasses.make_dataclass("DelayedScaling", [("fp8_format", Any), ("margin", int, 0)])
-    monkeypatch.setattr(library.recipes, "DelayedScaling", lambda **given: drops(given["fp8_format"]))
+    monkeypatch.setattr(
+        library.recipes, "DelayedScaling", lambda **given: drops(given["fp8_format"])
+    )
     with pytest.raises(
-        MachineError, match="ignores amax_history_len, amax_compute_algo, reduce_amax of DelayedScaling"
+        MachineError,
+        match="ignores amax_history_len, amax_compute_algo, reduce_amax of DelayedScaling",
     ):
         Trainer("transformer_engine")
 

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from te_cpu_support import BACKENDS, MLP, WIDTH, Trainer, disagreements, inputs, moved, plain, trained
+from te_cpu_support import (
+    BACKENDS,
+    MLP,
+    WIDTH,
+    Trainer,
+    disagreements,
+    inputs,
+    moved,
+    plain,
+    trained,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -231,7 +241,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "inputs grow a thousandfold": {"window": grown},
     "demoted and promoted": {"window": demoted},
     "demoted from the start": {"window": demoted_from_the_start},
-    "demoted before and with one micro-batch": {"window": demoted_from_the_start, "fp8": {"margin": 1}},
+    "demoted before and with one micro-batch": {
+        "window": demoted_from_the_start,
+        "fp8": {"margin": 1},
+    },
     "frozen first layer": {"make": Frozen},
     "first layer not in the loss": {"make": SideBranch},
     "one layer under two names": {"make": Shared},
@@ -270,7 +283,11 @@ SAMPLED = {"clipped", "underflow", "sqnr_db"}
 
 @pytest.mark.parametrize("roll", ["step", "micro_batch"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.every_version] if name in MAIN else []) for name in SCENARIOS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.every_version] if name in MAIN else [])
+        for name in SCENARIOS
+    ],
 )
 def test_the_same_bits(name: str, roll: str) -> None:
     scenario = {**SCENARIOS[name], "fp8": {**SCENARIOS[name].get("fp8", {}), "roll": roll}}
@@ -282,8 +299,12 @@ def test_the_same_bits(name: str, roll: str) -> None:
         assert found, "this difference is gone: take it out of the docs"
         found = disagreements(native, transformer_engine)
     assert found == []
-    never = {"first layer not in the loss": [8], "frozen first layer": [2]}.get(name, [])  # no gradient comes there
-    assert moved(transformer_engine) == [slot not in never for slot in range(len(transformer_engine[0]["amax"]))]
+    never = {"first layer not in the loss": [8], "frozen first layer": [2]}.get(
+        name, []
+    )  # no gradient comes there
+    assert moved(transformer_engine) == [
+        slot not in never for slot in range(len(transformer_engine[0]["amax"]))
+    ]
 
 
 class OfBlocks(nn.Module):
@@ -299,7 +320,9 @@ class OfBlocks(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100, 128, 130])
-def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_nothing(rows: int) -> None:
+def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_nothing(
+    rows: int,
+) -> None:
     """TE on its stand-in refuses blocks that are not whole, by its own rule: 16 tokens are too few."""
     fp8 = {"scaling": "block", "roll": "step", "amax_history_len": 16}
     x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
@@ -319,13 +342,17 @@ def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_not
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("window", [plain, demoted, evaluated, evaluated_between, no_grad_inside, raised, two_forwards])
+@pytest.mark.parametrize(
+    "window", [plain, demoted, evaluated, evaluated_between, no_grad_inside, raised, two_forwards]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_computing_again_with_te_checkpoint_changes_nothing(
     window: Callable[[Trainer, int], None], reentrant: bool
 ) -> None:
     if window is no_grad_inside and te_library.load().version < "2.20":
-        pytest.skip("before 2.20 te.checkpoint looks the same without gradients, and what runs in it is recorded")
+        pytest.skip(
+            "before 2.20 te.checkpoint looks the same without gradients, and what runs in it is recorded"
+        )
     straight = trained("transformer_engine", window)
     again = trained("transformer_engine", window, lambda: Checkpointed(True, reentrant))
     assert disagreements(straight, again) == []

@@ -98,7 +98,9 @@ def test_a_deep_copy_teaches_without_a_trace() -> None:
 def teacher_of_its_own(backend: str) -> list[list[dict[str, Any]]]:
     """Two models with other recipes: called in each other's contexts, and with their own inside."""
     student = Trainer(backend)
-    teacher = Trainer(backend, sections={"fp8": {"format": "e4m3", "amax_history_len": 8, "margin": 1}})
+    teacher = Trainer(
+        backend, sections={"fp8": {"format": "e4m3", "amax_history_len": 8, "margin": 1}}
+    )
     for number in range(6):
         x = inputs(number)
         with student.precision.context():
@@ -114,7 +116,9 @@ def teacher_of_its_own(backend: str) -> list[list[dict[str, Any]]]:
 
 
 def test_a_layer_goes_by_the_context_of_its_own_model_alone() -> None:
-    for native, ours in zip(teacher_of_its_own("native"), teacher_of_its_own("transformer_engine"), strict=True):
+    for native, ours in zip(
+        teacher_of_its_own("native"), teacher_of_its_own("transformer_engine"), strict=True
+    ):
         assert disagreements(native, ours) == []
 
 
@@ -149,7 +153,11 @@ def on_ranks(backend: str, rank: int, turned: bool, exchange_once: bool) -> list
     return trainer.log
 
 
-CASES = {"same order": (False, False), "another order": (True, False), "gradients exchanged once": (False, True)}
+CASES = {
+    "same order": (False, False),
+    "another order": (True, False),
+    "gradients exchanged once": (False, True),
+}
 
 
 def rank_main(folder: Path) -> None:
@@ -193,11 +201,19 @@ def test_models_with_biases_differ_in_bias_gradients_by_bf16_rounding() -> None:
         trainer.model.zero_grad()
         trainer.precision.drop_window()
         trainer.precision.backward(trainer.loss(inputs(8), 0.5))
-        gradients.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {
+                name: p.grad.clone()
+                for name, p in trainer.model.named_parameters()
+                if p.grad is not None
+            }
+        )
     native, ours = gradients
     for name, gradient in native.items():
         if name.endswith("bias"):
-            assert not torch.equal(gradient, ours[name]), "this difference is gone: take it out of the docs"
+            assert not torch.equal(gradient, ours[name]), (
+                "this difference is gone: take it out of the docs"
+            )
             assert torch.equal(gradient.bfloat16().float(), ours[name]), name
         else:
             assert torch.equal(gradient, ours[name]), name

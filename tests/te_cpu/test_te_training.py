@@ -39,15 +39,26 @@ def arguments(folder: Path, backend: str, steps: int = STEPS, fallback: str = "{
     """Of a run named after its backend."""
     recipe = folder / f"{backend}.yaml"
     recipe.write_text(RECIPE.format(backend=backend, fallback=fallback))
-    given = ["--recipe", str(recipe), "--name", backend, f"train.steps={steps}", "train.eval_every=8"]
+    given = [
+        "--recipe",
+        str(recipe),
+        "--name",
+        backend,
+        f"train.steps={steps}",
+        "train.eval_every=8",
+    ]
     return [*given, f"checkpoint.every={steps // 3}"]
 
 
-def ran(folder: Path, backend: str, launcher: Sequence[str] = (sys.executable,), **options: Any) -> Path:
+def ran(
+    folder: Path, backend: str, launcher: Sequence[str] = (sys.executable,), **options: Any
+) -> Path:
     """The folder of a finished run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "TRAIN", PROGRAMS[backend])
-        done = train(folder, *arguments(folder, backend, **options), launcher=launcher, PYTHONPATH=str(ROOT))
+        done = train(
+            folder, *arguments(folder, backend, **options), launcher=launcher, PYTHONPATH=str(ROOT)
+        )
     assert done.returncode == 0, done.stdout
     return folder / "runs" / backend
 
@@ -61,7 +72,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def figures(run: Path) -> dict[tuple[int, str], float]:
     """Every logged figure that does not tell a time, the last one of each step."""
     rows = [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "metrics"]
-    return {(row["step"], name): value for row in rows for name, value in row["metrics"].items() if name not in TIMES}
+    return {
+        (row["step"], name): value
+        for row in rows
+        for name, value in row["metrics"].items()
+        if name not in TIMES
+    }
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -86,22 +102,41 @@ def assert_same(run: Path, other: Path) -> tuple[int, int]:
     mine, other_tensors = tensors(run), tensors(other)
     assert mine.keys() == other_tensors.keys()
     raw = {name: (value.dtype, value.numpy().tobytes()) for name, value in mine.items()}
-    assert [name for name, (_, data) in raw.items() if data != other_tensors[name].numpy().tobytes()] == []
+    assert [
+        name for name, (_, data) in raw.items() if data != other_tensors[name].numpy().tobytes()
+    ] == []
     return len(ours), len(mine)
 
 
 @pytest.mark.every_version
 def test_every_figure_and_every_tensor_is_that_of_native(undisturbed: dict[str, Path]) -> None:
-    figures_compared, tensors_compared = assert_same(undisturbed["transformer_engine"], undisturbed["native"])
+    figures_compared, tensors_compared = assert_same(
+        undisturbed["transformer_engine"], undisturbed["native"]
+    )
     print(f"{figures_compared} figures and {tensors_compared} tensors of checkpoints are equal")
     assert figures_compared > 2400
     assert tensors_compared > 150
     rows = {
         f"fp8_{row}"
-        for row in ("amax", "scale", "saturation", "underflow", "clipped", "sqnr_db", "even_db", "centred_db")
+        for row in (
+            "amax",
+            "scale",
+            "saturation",
+            "underflow",
+            "clipped",
+            "sqnr_db",
+            "even_db",
+            "centred_db",
+        )
     }
     found = figures(undisturbed["transformer_engine"])
-    assert {name.split("/")[0] for _, name in found} == {"train", "val", "guard", "fp8", "Loss"} | rows
+    assert {name.split("/")[0] for _, name in found} == {
+        "train",
+        "val",
+        "guard",
+        "fp8",
+        "Loss",
+    } | rows
 
 
 def test_layers_that_leave_fp8_and_return_do_so_in_the_same_steps(tmp_path: Path) -> None:
@@ -109,7 +144,10 @@ def test_layers_that_leave_fp8_and_return_do_so_in_the_same_steps(tmp_path: Path
     assert_same(ours, native)
     codes = ("precision.demote", "precision.promote")
     rows = [[told for code in codes for told in events(run, code)] for run in (native, ours)]
-    moves = [[{name: value for name, value in told.items() if name != "time"} for told in mine] for mine in rows]
+    moves = [
+        [{name: value for name, value in told.items() if name != "time"} for told in mine]
+        for mine in rows
+    ]
     assert moves[0] == moves[1]
     assert {told["code"] for told in rows[1]} == set(codes)
 

@@ -24,7 +24,9 @@ def played_pip(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """pip as a command of its own: `script` is run by sh with pip's arguments."""
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["sh", "-c", script, "pip", *command], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["sh", "-c", script, "pip", *command], capture_output=True, text=True, check=False
+        )
 
     monkeypatch.setattr(te_wheels, "subprocess", type("played", (), {"run": staticmethod(run)}))
 
@@ -35,7 +37,9 @@ def test_without_network_it_says_so(empty: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_CACHE_DIR", str(empty / "cache"))
-    with pytest.raises(te_wheels.Unavailable, match=r"transformer-engine 2\.20\.2 could not be downloaded: ERROR"):
+    with pytest.raises(
+        te_wheels.Unavailable, match=r"transformer-engine 2\.20\.2 could not be downloaded: ERROR"
+    ):
         te_wheels.fetch("2.20.2")
     assert not te_wheels.is_here("2.20.2")
 
@@ -60,7 +64,9 @@ def test_without_the_wheel_tests_are_skipped_but_not_in_ci(ci: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(HERE)]
     environment = {**os.environ, "TE_VERSION": "0.0.0", "CI": ci}
     command += ["-k", "not_pinned"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     told = "Transformer Engine 0.0.0 is not unpacked here: python tests/te_cpu/te_wheels.py brings them"
     assert told in done.stdout + done.stderr
     assert done.returncode == (4 if ci else 0), done.stdout

@@ -57,7 +57,9 @@ class Browser:
 
     def ask(self, script: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -82,7 +84,9 @@ class Browser:
     def photograph(self, path: Path) -> None:
         """The visible part as PNG."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         """Let go of the connection."""
@@ -102,11 +106,17 @@ def browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
             "--no-first-run", "--remote-debugging-port=0", f"--user-data-dir={profile}", "--proxy-server=direct://",
             f"--window-size={width},{height}", "about:blank",
         ]  # fmt: skip
-        process = subprocess.Popen([found, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [found, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             page = Browser(_endpoint(Path(profile) / "DevToolsActivePort", process))
             page.call(
-                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=height,
+                deviceScaleFactor=1,
+                mobile=False,
             )
             try:
                 yield page

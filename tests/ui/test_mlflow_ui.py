@@ -28,8 +28,13 @@ from tests.ui import browser
 psutil = pytest.importorskip("psutil")
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("UI"), reason="run by make test-ui: it needs a browser and minutes"),
-    pytest.mark.skipif(browser.binary() is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is installed"),
+    pytest.mark.skipif(
+        not os.environ.get("UI"), reason="run by make test-ui: it needs a browser and minutes"
+    ),
+    pytest.mark.skipif(
+        browser.binary() is None,
+        reason=f"no browser: none of {', '.join(browser.NAMES)} is installed",
+    ),
 ]
 SECONDS = float(os.environ.get("UI_SECONDS", "5"))
 FIRST_CHART = "document.querySelector('.js-plotly-plot .scatterlayer .trace path.js-line')"
@@ -119,7 +124,9 @@ def show(page: browser.Browser, address: str, ready: str, name: str) -> float:
     before = _processor_seconds()
     page.open(address)
     seconds = page.wait(ready)
-    print(f"\n{name}: usable after {seconds:.2f} s, {_processor_seconds() - before:.2f} s of processor time")
+    print(
+        f"\n{name}: usable after {seconds:.2f} s, {_processor_seconds() - before:.2f} s of processor time"
+    )
     if folder := os.environ.get("UI_IMAGES"):
         time.sleep(2.0)
         page.photograph(Path(folder) / f"mlflow_{name}.png")
@@ -138,10 +145,14 @@ def _processor_seconds() -> float:
 
 
 def says(*texts: str) -> str:
-    return " && ".join(["document.body", *(f"document.body.innerText.includes({text!r})" for text in texts)])
+    return " && ".join(
+        ["document.body", *(f"document.body.innerText.includes({text!r})" for text in texts)]
+    )
 
 
-def test_the_experiment_shows_training_runs(page: browser.Browser, server: str, store: Path) -> None:
+def test_the_experiment_shows_training_runs(
+    page: browser.Browser, server: str, store: Path
+) -> None:
     experiment = Position.load(store / "runs" / "large").experiment_id
     address = f"{server}/#/experiments/{experiment}?workflowType=machine_learning"
     show(page, address, says("Run Name", "large"), "runs")
@@ -149,7 +160,12 @@ def test_the_experiment_shows_training_runs(page: browser.Browser, server: str, 
 
 
 def test_the_run_page_opens_on_what_ran(page: browser.Browser, server: str, store: Path) -> None:
-    show(page, server + run_page(store / "runs" / "large"), says("Charts in order", "train/loss"), "run")
+    show(
+        page,
+        server + run_page(store / "runs" / "large"),
+        says("Charts in order", "train/loss"),
+        "run",
+    )
     text = page.text()
     for part in ("native:fp8", "effective precision", "fp8.picked", "Datasets", "made up"):
         assert part in text, text
@@ -163,7 +179,9 @@ def test_the_first_charts_are_of_the_loss(page: browser.Browser, server: str, st
     assert places == sorted(places)
 
 
-def test_the_view_has_train_val_guard_and_then_fp8(page: browser.Browser, server: str, store: Path) -> None:
+def test_the_view_has_train_val_guard_and_then_fp8(
+    page: browser.Browser, server: str, store: Path
+) -> None:
     address = run_page(store / "runs" / "large")
     page.open(server + address)
     page.wait(says("Charts in order"))
@@ -188,4 +206,6 @@ def test_the_view_has_train_val_guard_and_then_fp8(page: browser.Browser, server
 
 def test_the_machine_has_charts(page: browser.Browser, server: str, store: Path) -> None:
     run, query = run_page(store / "runs" / "large").split("?")
-    show(page, f"{server}{run}/system-metrics?{query}", says("cpu_utilization_percentage"), "system")
+    show(
+        page, f"{server}{run}/system-metrics?{query}", says("cpu_utilization_percentage"), "system"
+    )

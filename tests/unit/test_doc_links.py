@@ -8,8 +8,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-SOURCES = ("harness", "launch", "recipes", "configs", "examples", "benchmarks", "tests", "pyproject.toml")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+SOURCES = (
+    "harness",
+    "launch",
+    "recipes",
+    "configs",
+    "examples",
+    "benchmarks",
+    "tests",
+    "pyproject.toml",
+)
 TEXTS = (".py", ".sh", ".yaml", ".toml", ".sbatch", ".cpp", ".md")
 
 
@@ -35,18 +46,27 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
             dead.append(link)
     assert not dead
 
 
 def test_pages_that_code_names_are_there() -> None:
     # benchmarks/results are records of what was run: they name pages as these were called then.
-    files = [path for name in SOURCES for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.suffix in TEXTS]
+    files = [
+        path
+        for name in SOURCES
+        for path in [ROOT / name, *(ROOT / name).rglob("*")]
+        if path.suffix in TEXTS
+    ]
     names: set[str] = set()
     for path in files:
         if "results" not in path.parts:
-            names.update(re.findall(r"\bdocs/[\w/-]+\.md(?:#[a-z0-9_-]+)?", path.read_text(errors="ignore")))
+            names.update(
+                re.findall(r"\bdocs/[\w/-]+\.md(?:#[a-z0-9_-]+)?", path.read_text(errors="ignore"))
+            )
     assert len(names) > 10
     dead = []
     for name in sorted(names):

@@ -24,7 +24,12 @@ STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
     ("recipe", "resolved", "slots"), [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)]
 )
 def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error", str(PLAIN_LOOP), recipe],
         cwd=tmp_path,
@@ -45,10 +50,21 @@ def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> N
 
 def test_guarded_loop(tmp_path: Path) -> None:
     """Five bad batches, a rollback, and a run folder that can be read."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "error", str(GUARDED_LOOP)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "back at step 60, next comes window 60" in done.stdout
@@ -60,10 +76,21 @@ def test_guarded_loop(tmp_path: Path) -> None:
 
 
 def run_example(example: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "error", str(example), *words]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"peak memory \d+\.\d\d GiB", done.stdout)
@@ -82,7 +109,10 @@ def test_convnet_digits(tmp_path: Path) -> None:
 def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None:
     done = run_example(CONVNET_DIGITS, tmp_path, "fp8_hybrid")
     assert "fp8_hybrid runs as autocast:bf16" in done.stdout
-    assert "native:fp8 is not taken: no layer of this model can run in FP8 (8: sizes 10x256" in done.stderr
+    assert (
+        "native:fp8 is not taken: no layer of this model can run in FP8 (8: sizes 10x256"
+        in done.stderr
+    )
 
 
 def test_unsafe_loss(tmp_path: Path) -> None:
@@ -103,11 +133,22 @@ def test_unsafe_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
 def test_standard_loop(recipe: str, tmp_path: Path) -> None:
     """Everything happens to it, and it learns; what it saw of the amaxes arrives in MLflow."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/mlflow.db"
     command = [sys.executable, "-W", "error", str(STANDARD_LOOP), recipe]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout
@@ -121,11 +162,15 @@ def test_standard_loop(recipe: str, tmp_path: Path) -> None:
 def amaxes(store: Path) -> list[float]:
     """The history of one slot's amax in an MLflow store that holds one run."""
     with closing(sqlite3.connect(store)) as database:
-        found = database.execute("SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step").fetchall()
+        found = database.execute(
+            "SELECT key, value FROM metrics WHERE key LIKE 'fp8_amax/%' ORDER BY step"
+        ).fetchall()
     first = min((key for key, _ in found), default="")
     return [value for key, value in found if key == first]
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda each: each.stem)
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda each: each.stem
+)
 def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) < 70

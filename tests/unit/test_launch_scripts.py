@@ -28,8 +28,15 @@ def supervise(folder: Path, child: str) -> subprocess.Popen[bytes]:
     """`supervise bash -c CHILD` in a shell of its own, in `folder`."""
     script = f'. "{ROOT}/launch/outcome.sh"; supervise bash -c "$CHILD"'
     (folder / "rank.py").write_text(RANK)
-    environment = {**os.environ, "CHILD": child, "OUTCOME_WAIT": str(LIMIT), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment, start_new_session=True)
+    environment = {
+        **os.environ,
+        "CHILD": child,
+        "OUTCOME_WAIT": str(LIMIT),
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.Popen(
+        ["bash", "-c", script], cwd=folder, env=environment, start_new_session=True
+    )
 
 
 def rank(code: int) -> str:
@@ -56,7 +63,12 @@ def test_a_signal_before_any_rank_trains_is_75_and_says_so(tmp_path: Path) -> No
     script = f'. "{ROOT}/launch/outcome.sh"; supervise bash -c "$CHILD"'
     environment = {**os.environ, "CHILD": f": >up; exec sleep {LIMIT}", "OUTCOME_WAIT": "2"}
     process = subprocess.Popen(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait_for(tmp_path / "up")
     process.send_signal(signal.SIGTERM)
@@ -67,7 +79,15 @@ def test_a_signal_before_any_rank_trains_is_75_and_says_so(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("ranks", "told", "launcher", "code"),
-    [(2, 1, 1, 1), (2, 1, 247, 247), (2, 1, 143, 75), (2, 1, 130, 75), (4, 3, 1, 1), (2, 2, 1, 75), (1, 1, 247, 75)],
+    [
+        (2, 1, 1, 1),
+        (2, 1, 247, 247),
+        (2, 1, 143, 75),
+        (2, 1, 130, 75),
+        (4, 3, 1, 1),
+        (2, 2, 1, 75),
+        (1, 1, 247, 75),
+    ],
 )
 def test_a_rank_that_dies_while_the_others_start_is_no_request(
     tmp_path: Path, ranks: int, told: int, launcher: int, code: int
@@ -132,11 +152,15 @@ def test_deepspeed_without_compiler_or_ninja_offers_other_commands(tmp_path: Pat
     for tool in ("bash", "dirname", "cat"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     command = [str(tmp_path / "bash"), str(ROOT / "launch/deepspeed.sh"), "--recipe", "bf16"]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 4
     for words in ("deepspeed (make setup", "a C++ compiler", "ninja"):
         assert words in done.stderr
-    assert "torchrun --standalone --nproc_per_node 1 -- launch/train.py --recipe bf16" in done.stderr
+    assert (
+        "torchrun --standalone --nproc_per_node 1 -- launch/train.py --recipe bf16" in done.stderr
+    )
     assert "\n  python launch/train.py --recipe bf16" in done.stderr
 
 
@@ -184,7 +208,16 @@ def test_setup_empties_no_folder_that_it_did_not_make(tmp_path: Path, linked: bo
 
 def test_make_alone_lists_the_targets(tmp_path: Path) -> None:
     done = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in ("setup", "train", "test", "test-slow", "test-gpu", "test-faults", "lint", "clean"):
+    for target in (
+        "setup",
+        "train",
+        "test",
+        "test-slow",
+        "test-gpu",
+        "test-faults",
+        "lint",
+        "clean",
+    ):
         assert f"make {target} " in done.stdout
 
 

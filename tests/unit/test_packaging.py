@@ -20,7 +20,11 @@ DEFAULT_EXTRAS = ("deepspeed", "mlflow")
 
 
 def pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     matches = [re.fullmatch(r"([A-Za-z0-9_.-]+)==([0-9][0-9a-z.]*)", line) for line in lines]
     assert all(matches), [line for line, match in zip(lines, matches, strict=True) if not match]
     return {canonicalize_name(match[1]): match[2] for match in matches if match}
@@ -31,24 +35,36 @@ def requirements() -> list[Requirement]:
     extras = project["optional-dependencies"]
     names = (*DEFAULT_EXTRAS, "test", "hf", "peft", "lightning", "accelerate", "kernels")
     groups = [project["dependencies"], *(extras[name] for name in names)]
-    return [Requirement(text) for group in (*groups, PROJECT["build-system"]["requires"]) for text in group]
+    return [
+        Requirement(text)
+        for group in (*groups, PROJECT["build-system"]["requires"])
+        for text in group
+    ]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
-def test_every_requirement_is_pinned_to_a_version_that_satisfies_it(requirement: Requirement) -> None:
+def test_every_requirement_is_pinned_to_a_version_that_satisfies_it(
+    requirement: Requirement,
+) -> None:
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
 
 
-@pytest.mark.parametrize("name", ["setuptools", "wheel", "pathspec", "trove-classifiers", "pybind11"])
+@pytest.mark.parametrize(
+    "name", ["setuptools", "wheel", "pathspec", "trove-classifiers", "pybind11"]
+)
 def test_build_time_needs_are_pinned(name: str) -> None:
     assert name in pins()
 
 
 def test_deepspeed_and_mlflow_are_extras_that_set_up_installs() -> None:
-    core = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    core = {
+        canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]
+    }
     assert not core & set(DEFAULT_EXTRAS)
     installs = re.findall(
-        r"pip_install -e '?\.(\S*?)'? *(?:;;)?$", (ROOT / "launch" / "setup.sh").read_text(), re.MULTILINE
+        r"pip_install -e '?\.(\S*?)'? *(?:;;)?$",
+        (ROOT / "launch" / "setup.sh").read_text(),
+        re.MULTILINE,
     )
     assert len(installs) == 3, "to run, to test, and the libraries that people bring"
     for extras in installs:
@@ -99,7 +115,9 @@ def test_recipes_and_configs_are_found_from_the_wheel_alone(wheel: Path, tmp_pat
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=empty, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     path, _, names = done.stdout.splitlines()
     assert path == str(site / "harness/_shipped/recipes/fp8_hybrid.yaml")
@@ -112,7 +130,9 @@ def test_the_runbook_is_explained_from_the_wheel_alone(wheel: Path, tmp_path: Pa
     empty.mkdir()
     command = [sys.executable, "-m", "harness.cli", "explain", "loss.spike"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=empty, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "What to do" in done.stdout
 
@@ -121,7 +141,15 @@ def test_training_runs_from_the_wheel_alone_in_an_empty_folder(wheel: Path, tmp_
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)
     empty.mkdir()
-    arguments = ["train", "--recipe", "fp8_hybrid", "--config", "tiny", "train.steps=2", "tracking.mlflow=false"]
+    arguments = [
+        "train",
+        "--recipe",
+        "fp8_hybrid",
+        "--config",
+        "tiny",
+        "train.steps=2",
+        "tracking.mlflow=false",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "harness.cli", *arguments],
         cwd=empty,

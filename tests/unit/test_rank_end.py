@@ -43,7 +43,9 @@ cli._guarded(action)
 def end(code: str, **launch: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "RANK"} | launch
     command = [sys.executable, "-c", SCRIPT, code]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -79,7 +81,9 @@ def test_an_error_that_one_rank_alone_has_is_told() -> None:
 def test_a_rank_that_its_launcher_ends_while_another_speaks_keeps_its_code() -> None:
     environment = {**os.environ, "RANK": "1"}
     command = [sys.executable, "-u", "-c", SCRIPT, "refuse"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"work done\n"
     time.sleep(0.5)  # it has 5 s to speak in

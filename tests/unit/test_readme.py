@@ -48,7 +48,8 @@ def test_every_source_of_the_comparison_is_pinned_to_a_commit_and_used() -> None
     sources = dict(re.findall(r"^\[([a-z0-9-]+)\]: (\S+)$", text, re.MULTILINE))
     assert set(sources) == set(re.findall(r"\]\[([a-z0-9-]+)\]", text))
     assert all(
-        re.search(r"^https://github\.com/[^/]+/[^/]+/(blob|tree)/[0-9a-f]{40}/", url) for url in sources.values()
+        re.search(r"^https://github\.com/[^/]+/[^/]+/(blob|tree)/[0-9a-f]{40}/", url)
+        for url in sources.values()
     )
 
 
@@ -57,8 +58,13 @@ def test_commands_exist_with_their_options(page: Path) -> None:
     text = page.read_text()
     for command in re.findall(r"(?:bin/|`)harness (\w+)", text):
         assert command in COMMANDS, command
-    for module, options, commit in re.findall(r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text):
-        scripts = [*(ROOT / "benchmarks").glob(f"{module}*.py"), *(ROOT / "benchmarks").glob(f"{module}/*.py")]
+    for module, options, commit in re.findall(
+        r"`python -m benchmarks\.(\w+)([^`]*)`( at [0-9a-f]{7}\b)?", text
+    ):
+        scripts = [
+            *(ROOT / "benchmarks").glob(f"{module}*.py"),
+            *(ROOT / "benchmarks").glob(f"{module}/*.py"),
+        ]
         source = "\n".join(path.read_text() for path in scripts)
         # The script of a finished study is in the history, not in the tree, and its page names the commit.
         assert bool(source) != bool(commit), module
@@ -70,7 +76,9 @@ def test_commands_exist_with_their_options(page: Path) -> None:
 
 def test_the_keys_of_the_example_run_are_taken() -> None:
     (command,) = [block for block in blocks("") if "model.target=" in block]
-    overrides = [word for word in shlex.split(command.replace("\\\n", " ")) if re.match(r"\w+\.\w+=", word)]
+    overrides = [
+        word for word in shlex.split(command.replace("\\\n", " ")) if re.match(r"\w+\.\w+=", word)
+    ]
     config = load_config("quickstart", overrides, "fp8_hybrid")
     assert config.model.target == "my_models:build"
     assert config.train.steps == 2000
@@ -82,7 +90,12 @@ def test_the_loop_trains_in_fp8() -> None:
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     batch = (torch.randn(32, 64), torch.randint(0, 64, (32,)))
     (loop,) = blocks("python")
-    names: dict[str, Any] = {"Precision": Precision, "torch": torch, "model": model, "batches": [batch] * 3}
+    names: dict[str, Any] = {
+        "Precision": Precision,
+        "torch": torch,
+        "model": model,
+        "batches": [batch] * 3,
+    }
     exec(loop, names)
     assert names["precision"].plan.fp8_layers() == ("0", "2")
     assert names["optimizer"].outcome.was_applied

@@ -22,12 +22,18 @@ CODE = re.compile(r"[a-z0-9]+\.[a-z]+(?:_[a-z]+)*")
 FIELDS = ("What", "Where", "Why", "What to do")
 SYMPTOM_FIELDS = ("How to recognise it", "How to find the cause", "What to change")
 SPANS = re.compile(r"`([^`]+)`")
-KEY = re.compile(r"(train|data|model|checkpoint|tracking|engine|guard|fp8|layers|fallback|loss_scale)\.[a-z_0-9]+")
+KEY = re.compile(
+    r"(train|data|model|checkpoint|tracking|engine|guard|fp8|layers|fallback|loss_scale)\.[a-z_0-9]+"
+)
 
 
 def texts(node: ast.AST) -> set[str]:
     """Every constant in `node` that has the form of a code."""
-    found = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    found = {
+        part.value
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
     return {text for text in found if CODE.fullmatch(text) and not text.endswith(".ok")}
 
 
@@ -38,11 +44,20 @@ def said(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                found |= texts(value) if isinstance(key, ast.Constant) and key.value == "code" else set()
+                found |= (
+                    texts(value) if isinstance(key, ast.Constant) and key.value == "code" else set()
+                )
         if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if name in ("Verdict", "event", "tell"):
-                given = [*node.args[:2], *(keyword.value for keyword in node.keywords if keyword.arg == "code")]
+                given = [
+                    *node.args[:2],
+                    *(keyword.value for keyword in node.keywords if keyword.arg == "code"),
+                ]
                 found |= {code for each in given for code in texts(each)}
     return found
 
@@ -63,12 +78,20 @@ RANKED = {code for code, *_ in KNOWN.ranking}
 
 
 def test_the_codes_are_found() -> None:
-    known = {"nonfinite.skip", "precision.demote", "precision.lowered", "guard.rollback", "run.failed"}
+    known = {
+        "nonfinite.skip",
+        "precision.demote",
+        "precision.lowered",
+        "guard.rollback",
+        "run.failed",
+    }
     assert known | {"journal.dropped"} <= set(CODES)
 
 
 def test_the_page_is_made_from_the_entries() -> None:
-    assert runbook() == RUNBOOK, "write it anew: python -m harness.report.explain > docs/reference/runbook.md"
+    assert runbook() == RUNBOOK, (
+        "write it anew: python -m harness.report.explain > docs/reference/runbook.md"
+    )
 
 
 def test_what_nothing_says_is_not_explained() -> None:
@@ -105,7 +128,11 @@ def test_every_explained_code_is_ranked_but_for_what_the_run_itself_does() -> No
 
 
 def test_what_the_runbook_tells_to_type_can_be_explained() -> None:
-    topics = {topic for topic in re.findall(r"harness\s+explain\s+([a-z0-9.-]+)", RUNBOOK) if topic != "runs"}
+    topics = {
+        topic
+        for topic in re.findall(r"harness\s+explain\s+([a-z0-9.-]+)", RUNBOOK)
+        if topic != "runs"
+    }
     assert "custom-losses" in topics
     for topic in topics:
         KNOWN.find(topic)
@@ -113,7 +140,9 @@ def test_what_the_runbook_tells_to_type_can_be_explained() -> None:
 
 def test_links_lead_to_headings() -> None:
     headings = re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    anchors = {
+        re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
     links = set(re.findall(r"\]\(#([^)]+)\)", RUNBOOK))
     assert len(links) > 20
     assert links <= anchors
@@ -139,7 +168,11 @@ def test_the_keys_that_it_names_exist() -> None:
 
 def test_the_metrics_that_it_names_exist() -> None:
     written = metrics_page()
-    named = {span.split("/<")[0] for span in SPANS.findall(RUNBOOK) if re.match(r"(train|val|guard)/[a-z_]+$", span)}
+    named = {
+        span.split("/<")[0]
+        for span in SPANS.findall(RUNBOOK)
+        if re.match(r"(train|val|guard)/[a-z_]+$", span)
+    }
     assert len(named) > 5
     assert [name for name in sorted(named) if f"| `{name}` |" not in written] == []
 
@@ -178,4 +211,6 @@ def test_the_norm_and_the_z_loss_that_it_shows() -> None:
     targets = torch.tensor([[1, 0]])
     small, shifted = torch.zeros(1, 2, 4), torch.full((1, 2, 4), 100.0)
     plain = F.cross_entropy(small.flatten(0, 1), targets.flatten())
-    assert loss_with_z(shifted, targets) > loss_with_z(small, targets) >= plain, "a common shift of the logits costs"
+    assert loss_with_z(shifted, targets) > loss_with_z(small, targets) >= plain, (
+        "a common shift of the logits costs"
+    )

@@ -24,12 +24,16 @@ def send(name): os.kill(os.getpid(), getattr(signal, name))
 def run(body: str, *before: str, **variables: str) -> subprocess.CompletedProcess[str]:
     line = [*before, sys.executable, "-c", HEAD + body]
     environment = {key: value for key, value in os.environ.items() if key != "RANK"} | variables
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    return subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_the_first_signal_is_the_reason(name: str) -> None:
-    done = run(f"s = StopRequest(); s.install(); send('{name}'); send('SIGTERM'); print(s.requested(), s.reason)")
+    done = run(
+        f"s = StopRequest(); s.install(); send('{name}'); send('SIGTERM'); print(s.requested(), s.reason)"
+    )
     assert done.stdout == f"True {name}\n"
     assert done.stderr.count("saving after this step") == 1
 
@@ -65,7 +69,9 @@ except cli.typer.Exit as end: sys.exit(end.exit_code)
 """
     done = run(body, **variables)
     assert done.returncode == 75, done.stderr
-    assert done.stderr.splitlines() == ["SIGINT: stopped before training began; the same command starts it again"]
+    assert done.stderr.splitlines() == [
+        "SIGINT: stopped before training began; the same command starts it again"
+    ]
 
 
 def test_after_the_end_signals_mean_what_they_meant_or_keep_its_code() -> None:
@@ -77,7 +83,9 @@ def test_after_the_end_signals_mean_what_they_meant_or_keep_its_code() -> None:
 
 @pytest.mark.faults(6)
 @pytest.mark.parametrize("launcher", ["sh", "deepspeed"])
-def test_a_launcher_that_dies_while_its_rank_starts_is_missed(tmp_path: Path, launcher: str) -> None:
+def test_a_launcher_that_dies_while_its_rank_starts_is_missed(
+    tmp_path: Path, launcher: str
+) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text(
         HEAD + "open('up', 'w').close()\nwhile not os.path.exists('gone'): time.sleep(0.01)\n"

@@ -30,7 +30,9 @@ class AutocastBackend:
     slot_names: tuple[str, ...] = ()
     demoted: tuple[str, ...] = ()
 
-    def __init__(self, precision: str, device: torch.device, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self, precision: str, device: torch.device, loss_scale: LossScale | None = None
+    ) -> None:
         self.dtype, self.device, self._loss_scale = DTYPES[precision], device, loss_scale
         self._planned = precision
         self.fell_back_to = ""
@@ -88,7 +90,11 @@ class AutocastBackend:
 
 
 def of_plan(
-    plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, loss_scale: LossScale | None = None
+    plan: Plan,
+    recipe: Recipe,
+    model: nn.Module,
+    device: torch.device,
+    loss_scale: LossScale | None = None,
 ) -> AutocastBackend:
     """The backend of the plan's rung; nothing in `model` is converted."""
     return AutocastBackend(plan.rung.precision, device, loss_scale)

@@ -27,8 +27,14 @@ from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.protocols import Meta, TensorDict
-from harness.precision.backends.native_gemm import Carrier, Operand, has_fp8_units, operands_as_they_are, plain_operand
-from harness.precision.backends.slot_buffers import SlotBuffers, keep_freed_memory
+from harness.precision.backends.native_gemm import (
+    Carrier,
+    Operand,
+    has_fp8_units,
+    operands_as_they_are,
+    plain_operand,
+)
+from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear, swap_linears, twin
 from harness.precision.operators import define, layer_of, register
@@ -77,7 +83,9 @@ class NativeLayer(nn.Module):
         return self.slot in self.slot_buffers.demoted
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.slot_buffers.active or not input.is_floating_point():  # F.linear says what is wrong with integers
+        if (
+            not self.slot_buffers.active or not input.is_floating_point()
+        ):  # F.linear says what is wrong with integers
             return F.linear(input, self.matrix(), self.bias)
         record = torch.is_grad_enabled() and not self.follows
         weight = self.matrix()
@@ -121,7 +129,12 @@ class NativeLayer(nn.Module):
         """
         if not record:
             return self.slot_buffers.operand(weight.detach(), self.slot + 1, record, rights)
-        key = (self.slot_buffers.epoch, self.slot_buffers.window, weight._version, weight.data_ptr())
+        key = (
+            self.slot_buffers.epoch,
+            self.slot_buffers.window,
+            weight._version,
+            weight.data_ptr(),
+        )
         held = self.slot_buffers.weights.get(self.slot)
         if held is not None and held[0] == key:
             return held[1]
@@ -132,7 +145,12 @@ class NativeLayer(nn.Module):
         return quantized
 
     def multiply(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, record: bool, needs: Needs = (True, True, True)
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        record: bool,
+        needs: Needs = (True, True, True),
     ) -> tuple[Tensor, Operand, Operand]:
         """rows W^T + b: bfloat16 [m, n], and both operands, for backward.
 
@@ -195,7 +213,9 @@ def _in_place_of(kind: type[nn.Module]) -> type[NativeLayer]:
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLayer, record: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: NativeLayer, record: bool
+    ) -> Tensor:
         ctx.layer, ctx.record, ctx.shape = layer, record, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         with operands_as_they_are(x.device.type):
@@ -221,7 +241,13 @@ class _Matmul(torch.autograd.Function):
                 grad, left, right, ctx.record, ctx.needs_input_grad[:3]
             )
         grad_x = None if grad_rows is None else grad_rows.reshape(ctx.shape)
-        return grad_x, grad_weight, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), None, None
+        return (
+            grad_x,
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
+            None,
+            None,
+        )
 
 
 def _linear(
@@ -249,7 +275,13 @@ def _fake_linear(
 
 
 def _linear_backward(
-    grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+    grad: Tensor,
+    left: Tensor,
+    left_inverse: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0].
 
@@ -261,13 +293,21 @@ def _linear_backward(
             operands = Carrier(left), plain_operand(weight)
         else:
             operands = Carrier(left, left_inverse.item()), layer.quantized_weight(weight, record)
-        rows, weights, bias = layer.gradients(grad, *operands, record, (needs[0], needs[1], needs[2]))
+        rows, weights, bias = layer.gradients(
+            grad, *operands, record, (needs[0], needs[1], needs[2])
+        )
     nothing = [grad.new_empty(0) if found is None else found for found in (rows, weights)]
     return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if bias is None else bias
 
 
 def _fake_linear_backward(
-    grad: Tensor, left: Tensor, left_inverse: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+    grad: Tensor,
+    left: Tensor,
+    left_inverse: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = grad.new_empty(left.shape if needs[0] else (0,))
     weights = grad.new_empty(weight.shape if needs[1] else (0,))
@@ -284,7 +324,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     found = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
-    rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
+    rows, weights, bias = (
+        value if need else None for value, need in zip(found, needs, strict=True)
+    )
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
@@ -294,6 +336,19 @@ _ops: Any = torch.ops.hopper_harness
 linear_operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.fp8_linear
 
 
+# The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
+_LARGEST_IN_HEAP = 32 * 2**20 - 2**13
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next step, in the whole process; harmless without glibc.
+
+    glibc returns freed memory to the system, and each page costs a page fault when it is allocated again: 5% of a step
+    here. How much glibc keeps grows with the largest block that was ever freed (M_MMAP_THRESHOLD in mallopt(3)).
+    """
+    torch.empty(_LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")
+
+
 class NativeBackend:
     """Delayed scaling for the Linear layers that the plan names, in one SlotBuffers.
 
@@ -301,16 +356,23 @@ class NativeBackend:
     """
 
     def __init__(
-        self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device, fp8_units: bool | None = None
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        model: nn.Module,
+        device: torch.device,
+        fp8_units: bool | None = None,
     ) -> None:
         self.layers = plan.fp8_layers()
         if device.type == "cpu":
-            keep_freed_memory()
+            _keep_freed_memory()
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
         on_units = has_fp8_units(device) if fp8_units is None else fp8_units
         self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
-        self.modules = swap_linears(model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear))))
+        self.modules = swap_linears(
+            model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear)))
+        )
         self._blocks = Blocks(model, NativeLayer)
         for index, module in enumerate(self.modules.values()):
             module.attach(self.slot_buffers, 3 * index, self._blocks.of(module))
@@ -340,7 +402,11 @@ class NativeBackend:
     def _active(self) -> Iterator[None]:
         if self.slot_buffers.active:
             raise MisuseError(
-                Problem("precision contexts do not nest", "context()", fix="leave the first context before the next")
+                Problem(
+                    "precision contexts do not nest",
+                    "context()",
+                    fix="leave the first context before the next",
+                )
             )
         self.slot_buffers.active = True
         try:
@@ -365,7 +431,7 @@ class NativeBackend:
         return self.slot_buffers.staged()
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update scales unless skipped; float32 [8, slots] statistics (rows: core.metrics.SLOT_ROWS)."""
+        """Update scales unless skipped; float32 [8, slots] statistics (rows: figures of `facts.SlotStats`)."""
         self.slot_buffers.end_window(amax, skip)
         return self.slot_buffers.stats(
             mean(self.slot_buffers.sums) if self.slot_buffers.sampling else self.slot_buffers.sums
@@ -383,7 +449,10 @@ class NativeBackend:
         self._mark_blocks()
 
     def _mark_blocks(self) -> None:
-        self._blocks.mark(self.slot_buffers.sampling, [module for module in self.modules.values() if module.demoted])
+        self._blocks.mark(
+            self.slot_buffers.sampling,
+            [module for module in self.modules.values() if module.demoted],
+        )
 
     def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: what FP8 layers have to fall to, whatever is asked for."""
@@ -409,6 +478,8 @@ class NativeBackend:
 def _buffers_of(on_units: bool) -> type[SlotBuffers]:
     if not on_units:
         return SlotBuffers
-    from harness.precision.backends.native_fp8 import Fp8SlotBuffers  # and with it Triton and dynamo: seconds
+    from harness.precision.backends.native_fp8 import (
+        Fp8SlotBuffers,
+    )  # and with it Triton and dynamo: seconds
 
     return Fp8SlotBuffers

@@ -26,7 +26,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harness.precision.backends import native_triton
-from harness.precision.backends.native_gemm import ALIGNMENT, Carrier, Fp8Pair, Operand, operands_as_they_are, padded
+from harness.precision.backends.native_gemm import (
+    ALIGNMENT,
+    Carrier,
+    Fp8Pair,
+    Operand,
+    operands_as_they_are,
+    padded,
+)
 from harness.precision.backends.native_gemm import plain_operand as plain
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.operators import define, layer_of
@@ -41,7 +48,13 @@ _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 @torch._dynamo.allow_in_graph
 def linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gradient: str, own_casts: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    gradient: str,
+    own_casts: bool,
 ) -> Tensor:
     """rows W^T + b of the FP8 layer behind `handle`, bfloat16 [m, n].
 
@@ -81,12 +94,22 @@ class _Linear(torch.autograd.Function):
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
         # The argument says that these are of now: scales may have rolled since forward.
         scales = _ops.fp8_scales_apart(handle, grad)
-        values, amax, left, turned = ctx.cast(grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1])
+        values, amax, left, turned = ctx.cast(
+            grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
+        )
         rows, weights = _ops.fp8_backward(
             left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
         )
         bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
-        return rows.to(ctx.dtype) if needs[0] else None, weights if needs[1] else None, bias, None, None, None, None
+        return (
+            rows.to(ctx.dtype) if needs[0] else None,
+            weights if needs[1] else None,
+            bias,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _own_cast(
@@ -109,7 +132,12 @@ def _cast(
     if not transpose:
         return values, amax, rows, None
     turned = rows.view(torch.uint8).t()
-    return values, amax, rows, F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+    return (
+        values,
+        amax,
+        rows,
+        F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype),
+    )
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -122,17 +150,25 @@ def _rounded(x: Tensor) -> Tensor:
     return torch.where(wide.isnan(), wide, even.view(torch.float32))
 
 
-def _fp8_cast(x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fp8_cast(
+    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The amax [1] of x, bfloat16, its FP8 bytes and their transpose, as of `quantize_pair`."""
     buffers = cast("Fp8SlotBuffers", layer_of(handle).slot_buffers)
     amax = x.new_zeros(1, dtype=torch.float32)
     return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)
 
 
-def _fake_cast(x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_cast(
+    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = FORMATS[fmt].dtype
     columns = (x.shape[1], padded(x.shape[0])) if transpose else (0,)
-    return x.new_empty(1, dtype=torch.float32), x.new_empty(x.shape, dtype=dtype), x.new_empty(columns, dtype=dtype)
+    return (
+        x.new_empty(1, dtype=torch.float32),
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(columns, dtype=dtype),
+    )
 
 
 def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
@@ -140,7 +176,11 @@ def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
     layer = layer_of(handle)
     buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
     return torch.cat(
-        [buffers.scale[slot : slot + 3], buffers.scale.new_ones(1), buffers.apart[slot : slot + 3].flatten()]
+        [
+            buffers.scale[slot : slot + 3],
+            buffers.scale.new_ones(1),
+            buffers.apart[slot : slot + 3].flatten(),
+        ]
     )
 
 
@@ -160,7 +200,13 @@ def _inverse(scales: Tensor, role: int) -> Tensor:
 
 
 def _fp8_forward(
-    rows: Tensor, amax: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    amax: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
 ) -> Tensor:
     """The forward GEMM: rows FP8 [m, k], cast under `scales`; bfloat16 [m, n]. Quantises the weight if need be."""
     layer = layer_of(handle)
@@ -171,7 +217,13 @@ def _fp8_forward(
 
 
 def _fake_forward(
-    rows: Tensor, amax: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    amax: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
 ) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.bfloat16)
 
@@ -199,7 +251,9 @@ def _fp8_backward(
     left = Fp8Pair(grad, turned, _inverse(scales, _GRADIENT))
     nothing = grad.new_empty(0, dtype=torch.bfloat16)
     rows = left.nn(layer.quantized_weight(weight, record)) if needs[0] else nothing
-    weights = left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT))) if needs[1] else nothing.clone()
+    weights = (
+        left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT))) if needs[1] else nothing.clone()
+    )
     layer.release(record)
     return rows, weights
 
@@ -243,7 +297,13 @@ def _fake_switching(
 
 
 def _fp8_switching_backward(
-    grad: Tensor, rows: Tensor, then: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+    grad: Tensor,
+    rows: Tensor,
+    then: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, weight (bfloat16) and bias (float32); one that is not in `needs` has shape [0]."""
     layer = layer_of(handle)
@@ -253,15 +313,27 @@ def _fp8_switching_backward(
             right: Operand = plain(weight)
         else:
             buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
-            left = buffers.again(rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot)
+            left = buffers.again(
+                rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot
+            )
             right = layer.quantized_weight(weight, record)
         found = layer.gradients(grad, left, right, record, (needs[0], needs[1], needs[2]))
     nothing = [grad.new_empty(0) if value is None else value for value in found[:2]]
-    return nothing[0], nothing[1], grad.new_empty(0, dtype=torch.float32) if found[2] is None else found[2]
+    return (
+        nothing[0],
+        nothing[1],
+        grad.new_empty(0, dtype=torch.float32) if found[2] is None else found[2],
+    )
 
 
 def _fake_switching_backward(
-    grad: Tensor, rows: Tensor, then: Tensor, weight: Tensor, handle: Tensor, record: bool, needs: list[bool]
+    grad: Tensor,
+    rows: Tensor,
+    then: Tensor,
+    weight: Tensor,
+    handle: Tensor,
+    record: bool,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         grad.new_empty(rows.shape if needs[0] else (0,)),
@@ -279,7 +351,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     found = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs)
-    rows, weights, bias = (value if need else None for value, need in zip(found, needs, strict=True))
+    rows, weights, bias = (
+        value if need else None for value, need in zip(found, needs, strict=True)
+    )
     return rows, weights, None if bias is None else bias.to(ctx.bias_dtype), None, None
 
 
@@ -292,7 +366,9 @@ define("fp8_switching_backward", _fp8_switching_backward, _fake_switching_backwa
 _ops: Any = torch.ops.hopper_harness
 
 
-def switching(rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+def switching(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> Tensor:
     """As `linear`, for a layer whose precision or statistics are known only when it runs."""
     return _ops.fp8_switching_apart(rows, weight, bias, handle, record)[0]
 
@@ -308,7 +384,9 @@ class Fp8SlotBuffers(SlotBuffers):
 
     traced = linear, switching
 
-    def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
+    ) -> None:
         super().__init__(names, formats, config, device)
         self.sampled = SampledStats(formats, device, measure=native_triton.load_stats(device))
         self.sums = self.sampled.sums
@@ -338,10 +416,14 @@ class Fp8SlotBuffers(SlotBuffers):
             self.sampled.add(slot, x, self.scale[slot])
         return self._pair(x.contiguous(), slot, record, rights, through_bf16=False)
 
-    def _pair(self, x: Tensor, slot: int, record: bool, rights: bool, through_bf16: bool) -> Fp8Pair:
+    def _pair(
+        self, x: Tensor, slot: int, record: bool, rights: bool, through_bf16: bool
+    ) -> Fp8Pair:
         amax = self.history[0, slot : slot + 1] if record else None
         fmt = self.formats[slot]
-        rows, columns = self.cast(x.detach(), self.scale[slot : slot + 1], amax, fmt, through_bf16, rights)
+        rows, columns = self.cast(
+            x.detach(), self.scale[slot : slot + 1], amax, fmt, through_bf16, rights
+        )
         return Fp8Pair(rows, columns if rights else None, self.apart[slot, :1])
 
     def again(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:

@@ -33,7 +33,10 @@ def operands_as_they_are(device_type: str) -> AbstractContextManager[Any]:
 
     Its bfloat16 mode, the usual one, does not anyway: switching that off at every call would cost 1% of a small layer.
     """
-    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != torch.bfloat16:
+    if (
+        torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) != torch.bfloat16
+    ):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
@@ -122,7 +125,11 @@ def padded(rows: int) -> int:
 
 
 def _product(
-    left: Tensor, right: Tensor, left_inverse: float | None, right_inverse: float | None, bias: Tensor | None = None
+    left: Tensor,
+    right: Tensor,
+    left_inverse: float | None,
+    right_inverse: float | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     scale = 1.0
     if left_inverse is not None and right_inverse is not None:
@@ -130,7 +137,9 @@ def _product(
         if not _FLT_MIN <= scale <= _FLT_MAX:
             # Not a number that alpha could hold, though the product of all three may well be one.
             wide = left.double() @ right.double() * left_inverse * right_inverse
-            return (wide if bias is None else wide + bias.detach().to(torch.bfloat16)).to(torch.bfloat16)
+            return (wide if bias is None else wide + bias.detach().to(torch.bfloat16)).to(
+                torch.bfloat16
+            )
     if bias is not None:
         return torch.addmm(bias.detach().to(torch.bfloat16), left, right, alpha=scale)
     return torch.addmm(_nothing(left.device), left, right, beta=0, alpha=scale)

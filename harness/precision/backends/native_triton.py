@@ -130,7 +130,17 @@ def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]
         by_row = 1 if scale.numel() == rows and scale.dim() else 0
         launch: Any = _stats_kernel[(rows,)]
         numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
-        launch(x, scale, sums, columns, x.stride(0), by_row, *numbers, SUMS=scaling.ROW_SUMS, STRETCH=STRETCH)
+        launch(
+            x,
+            scale,
+            sums,
+            columns,
+            x.stride(0),
+            by_row,
+            *numbers,
+            SUMS=scaling.ROW_SUMS,
+            STRETCH=STRETCH,
+        )
     return sums, _of_channels(x, scale, fmt)
 
 
@@ -304,7 +314,9 @@ if triton is not None:
         # Taken from the first row, so that a channel that is the same in every row counts exactly 0.
         top = tl.arange(0, 1).to(tl.int64)
         inside = (top[:, None] < rows) & (j[None, :] < columns)
-        first, offset = _value_and_error(x, scale, top, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC)
+        first, offset = _value_and_error(
+            x, scale, top, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC
+        )
         value_sum = tl.zeros([CHANNELS], tl.float64)
         value_squares = tl.zeros([CHANNELS], tl.float64)
         error_sum = tl.zeros([CHANNELS], tl.float64)
@@ -313,7 +325,9 @@ if triton is not None:
             number = (start + tl.arange(0, DEPTH)).to(tl.int64)
             i = number // TOGETHER * gap + number % TOGETHER
             inside = (number[:, None] < count) & (j[None, :] < columns)
-            value, error = _value_and_error(x, scale, i, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC)
+            value, error = _value_and_error(
+                x, scale, i, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC
+            )
             value = tl.where(inside, value - first, 0.0)
             error = tl.where(inside, error - offset, 0.0)
             value_sum += tl.sum(value, 0)
@@ -338,7 +352,10 @@ def load(device: torch.device) -> tuple[Cast, str]:
         return quantize_pair, "FP8 casts in PyTorch: no GPU"
     reason = _unusable(device, lambda: check(device, thorough=False))
     if not reason:
-        return _ops.fp8_quantize, f"fused FP8 casts by triton {getattr(triton, '__version__', '(assumed)')}"
+        return (
+            _ops.fp8_quantize,
+            f"fused FP8 casts by triton {getattr(triton, '__version__', '(assumed)')}",
+        )
     _log.warning("FP8 casts run in PyTorch, slower: %s", reason)
     return quantize_pair, f"FP8 casts in PyTorch: {reason}"
 
@@ -377,7 +394,9 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
     that training does not need anyway. Raises what Triton raises if the kernel does not compile or launch.
     """
     found: list[str] = []
-    every = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    every = (
+        torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    )
     odd = torch.cat([every[:5123], every[-5120:]]).float() * 1.1
     inputs = (
         every.view(256, 256),
@@ -402,13 +421,19 @@ def check_stats(device: torch.device) -> list[str]:
     value (but subnormal ones, of which Triton's interpreter loses some) and float32 ones between them, both formats,
     scales of the tensor and of each row. Raises as `check`.
     """
-    every = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    every = (
+        torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    )
     every = torch.where(every.float().abs() < torch.finfo(torch.bfloat16).tiny, 0.0, every)
     wide = (every.float() * 1.1)[: 40 * 1600].view(40, 1600)
     found: list[str] = []
     for x in (every.view(256, 256), wide, wide[::3]):
         for fmt in scaling.FORMATS:
-            for scale in (torch.tensor(0.37), torch.tensor(2.0**20), torch.linspace(1e-3, 1e3, len(x))[:, None]):
+            for scale in (
+                torch.tensor(0.37),
+                torch.tensor(2.0**20),
+                torch.linspace(1e-3, 1e3, len(x))[:, None],
+            ):
                 expected, _ = scaling.cast_stats(x, scale, fmt)
                 actual = _fp8_cast_stats(x.to(device), scale.to(device), fmt)[0].cpu()
                 # What float64 itself rounds off: of a row that FP8 holds exactly there may be nothing else.
@@ -416,7 +441,9 @@ def check_stats(device: torch.device) -> list[str]:
                 near = (actual[:, 3:] - expected[:, 3:]).abs() <= 1e-9 * expected[:, 3:] + floor
                 if not torch.equal(actual[:, :3], expected[:, :3]) or not near.all():
                     what = f"{x.dtype} {list(x.shape)}, {scale.numel()} scale(s), {fmt}"
-                    found.append(f"{actual.sum(0).tolist()} for {expected.sum(0).tolist()} of {what}")
+                    found.append(
+                        f"{actual.sum(0).tolist()} for {expected.sum(0).tolist()} of {what}"
+                    )
     return found + _channel_differences(device)
 
 
@@ -424,7 +451,9 @@ def _channel_differences(device: torch.device) -> list[str]:
     """As `check_stats`, of the sums by channels: rows about 3 that differ by 1, fewer and more than are looked at."""
     found: list[str] = []
     for rows, columns in ((1, 7), (40, 100), (1100, 48)):
-        x = 3 + torch.sin(torch.arange(rows * columns, dtype=torch.float32, device="cpu")).view(rows, columns)
+        x = 3 + torch.sin(torch.arange(rows * columns, dtype=torch.float32, device="cpu")).view(
+            rows, columns
+        )
         x[:, 1], x[0, 2], x[-1, 3] = 1.7, torch.nan, torch.inf
         for fmt in scaling.FORMATS:
             for scale in (torch.tensor(100.0), torch.linspace(10, 1000, rows)[:, None]):
@@ -432,19 +461,28 @@ def _channel_differences(device: torch.device) -> list[str]:
                 actual = _of_channels(x.to(device), scale.to(device), fmt).sum(dim=0).cpu()
                 if not torch.allclose(actual, expected, rtol=1e-9, atol=0.0):
                     what = f"{[rows, columns]}, {scale.numel()} scale(s), {fmt}"
-                    found.append(f"{actual.tolist()} for {expected.tolist()} of the channels of {what}")
+                    found.append(
+                        f"{actual.tolist()} for {expected.tolist()} of the channels of {what}"
+                    )
     return found
 
 
 def _differences(
-    x: Tensor, scale: float, running: float | None, fmt: str, through_bf16: bool, device: torch.device
+    x: Tensor,
+    scale: float,
+    running: float | None,
+    fmt: str,
+    through_bf16: bool,
+    device: torch.device,
 ) -> list[str]:
     theirs, ours = ([None if running is None else torch.tensor([running])] for _ in range(2))
     factor = torch.tensor([scale])
     expected = quantize_pair(x, factor, theirs[0], fmt, through_bf16, transpose=True)
     if ours[0] is not None:
         ours[0] = ours[0].to(device)
-    actual = _fp8_quantize(x.to(device), factor.to(device), ours[0], fmt, through_bf16, transpose=True)
+    actual = _fp8_quantize(
+        x.to(device), factor.to(device), ours[0], fmt, through_bf16, transpose=True
+    )
     what = f"{x.dtype} {list(x.shape)}, scale {scale:g}, {fmt}{', through bfloat16' if through_bf16 else ''}"
     found = [
         f"{name} of {what}"
@@ -457,5 +495,7 @@ def _differences(
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    equal = (left.view(torch.uint8) == right.view(torch.uint8)) | (left.float().isnan() & right.float().isnan())
+    equal = (left.view(torch.uint8) == right.view(torch.uint8)) | (
+        left.float().isnan() & right.float().isnan()
+    )
     return left.shape == right.shape and bool(equal.all())

@@ -56,7 +56,9 @@ class Backend:
         return getattr(import_module(module), name)
 
 
-def can_run(backend: str, precision: str, facts: MachineFacts, tier: Tier, scaling: str = "delayed") -> Answer:
+def can_run(
+    backend: str, precision: str, facts: MachineFacts, tier: Tier, scaling: str = "delayed"
+) -> Answer:
     """Whether `backend` can compute in `precision` (fp8 | bf16 | fp16 | fp32) on this machine, and the reason in words,
     which is given in both cases. scaling: the recipe's fp8.scaling (delayed | current | block).
 
@@ -65,20 +67,32 @@ def can_run(backend: str, precision: str, facts: MachineFacts, tier: Tier, scali
     """
     if backend in BACKENDS and precision in BACKENDS[backend].computes:
         return BACKENDS[backend].computes[precision](facts, tier, scaling)
-    known = sorted(f"{name} {each}" for name, declared in BACKENDS.items() for each in declared.computes)
+    known = sorted(
+        f"{name} {each}" for name, declared in BACKENDS.items() for each in declared.computes
+    )
     return False, f"{backend} does not compute in {precision} (known: {', '.join(known)})"
 
 
 def _te_fp8(facts: MachineFacts, tier: Tier, scaling: str) -> Answer:
     if tier not in _FP8_TIERS:
-        return False, f"Transformer Engine's FP8 needs compute capability 8.9 or more, {_here(facts, tier)}"
+        return (
+            False,
+            f"Transformer Engine's FP8 needs compute capability 8.9 or more, {_here(facts, tier)}",
+        )
     library = facts.libraries.get("transformer_engine")
     if library is None or not library.ok:
-        return False, f"Transformer Engine: {library.reason if library else 'not installed'} (make setup builds it)"
+        return (
+            False,
+            f"Transformer Engine: {library.reason if library else 'not installed'} (make setup builds it)",
+        )
     if lacking := _te_lacks(scaling, facts):
         return False, lacking
     version = f" {library.version}" if library.version else ""
-    emulated = ", emulated with MXFP8" if scaling == "block" and _weakest(facts).capability >= (10, 0) else ""
+    emulated = (
+        ", emulated with MXFP8"
+        if scaling == "block" and _weakest(facts).capability >= (10, 0)
+        else ""
+    )
     return True, f"Transformer Engine{version} on FP8 tensor cores, {scaling} scaling{emulated}"
 
 
@@ -113,20 +127,35 @@ def _torchao_fp8(facts: MachineFacts, tier: Tier, _: str) -> Answer:
     if library is None or not library.ok:
         return False, f"torchao: {library.reason if library else 'not installed'}"
     version = f"torchao {library.version}" if library.version else "torchao"
-    return True, f"{version}, dynamic scaling" + (", emulated on the CPU" if tier is Tier.CPU else "")
+    return True, f"{version}, dynamic scaling" + (
+        ", emulated on the CPU" if tier is Tier.CPU else ""
+    )
 
 
 def _bf16(facts: MachineFacts, tier: Tier, _: str) -> Answer:
     if tier is Tier.CPU:
         isa = ", ".join(facts.cpu_bf16_isa)
-        return True, f"bf16 on the CPU ({isa})" if isa else "bf16 on the CPU, slow: it has no bf16 instructions"
+        return (
+            True,
+            f"bf16 on the CPU ({isa})"
+            if isa
+            else "bf16 on the CPU, slow: it has no bf16 instructions",
+        )
     if tier in _BF16_TIERS:
         return True, "bf16 tensor cores"
-    return False, f"bf16 needs compute capability 8.0 or more, {_here(facts, tier)} and would only emulate it"
+    return (
+        False,
+        f"bf16 needs compute capability 8.0 or more, {_here(facts, tier)} and would only emulate it",
+    )
 
 
 def _fp16(facts: MachineFacts, tier: Tier, _: str) -> Answer:
-    return True, "fp16 on the CPU, very slow: for tests at tiny sizes" if tier is Tier.CPU else "fp16 tensor cores"
+    return (
+        True,
+        "fp16 on the CPU, very slow: for tests at tiny sizes"
+        if tier is Tier.CPU
+        else "fp16 tensor cores",
+    )
 
 
 def _fp32(facts: MachineFacts, tier: Tier, _: str) -> Answer:

@@ -1,150 +1,110 @@
-"""The buffers of all FP8 slots of a model, packed: history [L, slots], scale [slots], statistics [slots, 8].
+"""The FP8 state of all slots of a model, packed: amax history [L, slots], scale [slots], statistics [slots, 8].
 
-One update, one all-reduce, one snapshot, one telemetry read for the whole model, whatever its number of layers.
+One update, one all-reduce, one snapshot and one telemetry read serve the whole model, whatever its number of layers.
 
-On a CPU its casts are one fused kernel, which scales, rounds, finds amax and counts in one pass. It is built once per
-machine with the C++ compiler (under a second) into a user cache; without a compiler, or if the built kernel disagrees
-with `scaling.quantize` in a single bit, the PyTorch version is used and the reason is told.
+An amax passes through here in three steps. A cast raises its slot's entry in row 0 of the history, the staging row
+(`SlotBuffers.quantize`). At the end of the window the row goes out to be reduced over ranks (`staged`) and comes back
+to be rolled in (`end_window`), which also keeps it as the window's `peak`. `stats` hands the peak to telemetry.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.core.errors import CheckpointError, Problem
-from harness.core.files import cache_dir
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
+from harness.precision.backends import native_kernel
 from harness.precision.backends.native_gemm import Carrier, Operand
 from harness.precision.recipe import Fp8Config
 
-_SOURCE = Path(__file__).with_name("native_kernel.cpp")
-# No -ffast-math: NaN must stay NaN. No contraction: see the source's head.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC")
-_BUILD_SECONDS = 60
-_FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
 
-# The largest block, in bytes, that glibc still takes from its heap once it has seen one freed.
-_LARGEST_IN_HEAP = 32 * 2**20 - 2**13
+class ScalingState:
+    """Amax history and scale of all slots of one backend, from one optimizer step to the next.
 
-Kernel = Callable[..., Tensor]
-
-
-@cache
-def load() -> tuple[Kernel | None, str]:
-    """(kernel, what it is), or (None, why there is none).
-
-    kernel(x, scale, fmt, amax_pointer, stats_pointer, by_rows=False): x a contiguous float32 or bfloat16 CPU tensor;
-    returns its raw FP8 values in bfloat16, raises *amax_pointer (float32) to max|x| and, unless None, adds to eight
-    doubles at stats_pointer (see `scaling.quantization_stats` and `channel_stats`; by_rows: as `scaling.summed` has a
-    gradient).
+    history: float32 [L, slots]. Row 0 is staging: casts raise it to their amax. Only written in place.
+    scale: float32 [slots]. Only written in place.
+    fp8_max: float32 [slots], the largest finite value of each slot's format.
+    peak: float32 [slots], the largest amax of the window.
+    saturation: float32 [slots], the largest amax * scale / fp8_max of the window, under the scale in use.
+    scrubbed: float32 0-d, how many infinite amaxes were dropped in the window.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
-    try:
-        library = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", b"") or str(error).encode()
-        return None, f"the fused kernel did not build: {detail.decode(errors='replace').strip()[-200:]}"
-    kernel = _bind(library)
-    if not _agrees(kernel):
-        return None, "the fused kernel disagrees with the reference on this CPU: FP8 casts run in PyTorch"
-    return kernel, f"fused kernel built by {Path(compiler).name}"
+
+    def __init__(self, config: Fp8Config, fp8_max: Tensor) -> None:
+        self.config, self.fp8_max = config, fp8_max
+        self.history = fp8_max.new_zeros(config.amax_history_len, len(fp8_max))
+        self.scale = torch.ones_like(fp8_max)
+        self.peak, self.saturation = torch.zeros_like(fp8_max), torch.zeros_like(fp8_max)
+        self.scrubbed = fp8_max.new_zeros(())
+        self._entry = (self.history, self.scale)
+
+    def begin_window(self) -> None:
+        """Drop what was staged since the last window, and remember what a skipped step must restore."""
+        for tensor in (self.peak, self.saturation, self.scrubbed):
+            tensor.zero_()
+        self.history[0].zero_()
+        self._entry = (self.history.clone(), self.scale.clone())
+
+    def staged(self) -> Tensor:
+        """The amaxes since the last roll, float32 [slots]; a copy."""
+        return self.history[0].clone()
+
+    def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Under `roll: micro_batch` this micro-batch's amaxes set the scales of the next. reduce: MAX over ranks."""
+        if self.config.roll == "micro_batch":
+            self._roll(reduce(self.history[0].clone()))
+
+    def end_window(self, amax: Tensor, skip: Tensor) -> None:
+        """Roll `amax`, `staged` reduced over ranks, in unless micro-batches did.
+
+        skip: 0-d, positive for a skipped step: history and scale become bit-equal to what they were before the window.
+        """
+        if self.config.roll == "step":
+            self._roll(amax)
+        skipped = skip > 0
+        history, scale = self._entry
+        self.history.copy_(torch.where(skipped, history, self.history))
+        self.scale.copy_(torch.where(skipped, scale, self.scale))
+        self.history[0].zero_()
+
+    def window_stats(self) -> Tensor:
+        """float32 [3, slots] of the window that ended: peak amax, the scale in use when it began, saturation."""
+        return torch.stack([self.peak, self._entry[1], self.saturation])
+
+    def _roll(self, amax: Tensor) -> None:
+        torch.maximum(self.peak, amax, out=self.peak)
+        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
+        self.history[0] = amax
+        config = self.config
+        history, scale, dropped = scaling.roll(
+            self.history,
+            self.scale,
+            self.fp8_max,
+            config.margin,
+            config.amax_compute_algo,
+            config.scrub_inf,
+        )
+        self.history.copy_(history)
+        self.scale.copy_(scale)
+        self.scrubbed += dropped
 
 
-def keep_freed_memory() -> None:
-    """Let freed tensors of a step serve the next one, for the whole process; harmless without glibc.
+class SlotBuffers(ScalingState):
+    """The state of every slot of one model, and the casts that use it; here they give bfloat16 carriers.
 
-    glibc returns freed memory to the system, and every page costs a fault when it is taken again: 5% of a step here.
-    How much it keeps grows with the largest block that was ever freed, see mallopt(3) on M_MMAP_THRESHOLD.
-    """
-    torch.empty(_LARGEST_IN_HEAP, dtype=torch.uint8, device="cpu")
-
-
-def _bind(library: ctypes.CDLL) -> Kernel:
-    function = library.harness_quantize
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    count = ctypes.c_int64
-    function.argtypes = [pointer, integer, count, count, ctypes.c_float, integer] + [pointer] * 3 + [integer] * 2
-    function.restype = None
-
-    def quantize(x: Tensor, scale: float, fmt: str, amax: int, stats: int | None, by_rows: bool = False) -> Tensor:
-        out = torch.empty_like(x, dtype=torch.bfloat16)
-        is_bf16 = int(x.dtype == torch.bfloat16)
-        code = _FORMAT_CODES[fmt]
-        row, threads = x.shape[-1], torch.get_num_threads()
-        pointers = out.data_ptr(), amax, stats
-        function(x.data_ptr(), is_bf16, x.numel(), row, scale, code, *pointers, int(by_rows), threads)
-        return out
-
-    return quantize
-
-
-def _build(compiler: str) -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, compiler, _cpu(), torch.__version__)).encode())
-    folder = cache_dir()
-    target = folder / f"native_kernel-{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        objects, library = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        # Link against the OpenMP that torch already loaded: a second runtime would fight it for the cores.
-        openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-        link = [str(openmp[0])] if openmp else ["-fopenmp"]
-        _compile([compiler, *_FLAGS, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
-        _compile([compiler, "-shared", str(objects), *link, "-o", str(library)])
-        library.replace(target)  # atomic: ranks may build at the same time
-    return target
-
-
-def _compile(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
-
-
-def _cpu() -> str:
-    """What -march=native depends on: a cache in a shared home must not serve another CPU's instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("flags")), platform.machine())
-
-
-def _agrees(kernel: Kernel) -> bool:
-    """Every bfloat16 value, both formats, several scales: the same bits as the reference, NaN for NaN."""
-    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    amax = torch.zeros(1)
-    for fmt in _FORMAT_CODES:
-        for scale in (1.0, 0.37, 2.0**20, 2.0**-20):
-            for x in (values, values.float() * 1.1):
-                ours, reference = kernel(x, scale, fmt, amax.data_ptr(), None), scaling.quantize(x, scale, fmt)
-                same = (ours.view(torch.int16) == reference.view(torch.int16)) | (ours.isnan() & reference.isnan())
-                if not bool(same.all()):
-                    return False
-    return bool(torch.isinf(amax).all())
-
-
-class SlotBuffers(scaling.ScalingState):
-    """Delayed-scaling state of every slot of one model, and the casts under it, here to bfloat16 carriers.
-
-    names: `<layer>.<role>`. formats: "e4m3" or "e5m2" for each. `active` is on inside a precision context; `sampling`
-    adds the statistics that need more than an amax. demoted: first slots of the layers in BF16. epoch counts changes
-    of `scale`, window counts optimizer steps begun. gradient: format of every grad_output. weights: quantised ones by
-    their layer's first slot, with what they were made from and when.
+    names: `<layer>.<role>` of each slot.
+    formats: "e4m3" or "e5m2" of each slot.
+    active: on inside a precision context.
+    sampling: whether this window measures the statistics that cost more than an amax.
+    gradient: format of every grad_output.
+    demoted: first slots of the layers in BF16.
+    epoch: counts changes of `scale`.
+    window: counts optimizer steps begun.
+    weights: cache of quantised weights by their layer's first slot; its key says which weight and scale they are of.
     """
 
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
@@ -152,8 +112,12 @@ class SlotBuffers(scaling.ScalingState):
     own_casts = True
     """Whether `linear` casts by a kernel of its own, which the compiler does not look into."""
 
-    def __init__(self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device) -> None:
-        super().__init__(config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device))
+    def __init__(
+        self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
+    ) -> None:
+        super().__init__(
+            config, torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
+        )
         self.names, self.formats, self.device = tuple(names), tuple(formats), device
         self.sums = torch.zeros(len(names), scaling.SUMS, dtype=torch.float64, device=device)
         self.active = False
@@ -163,14 +127,16 @@ class SlotBuffers(scaling.ScalingState):
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.epoch = 0
         self.window = 0
-        self.kernel, self.kernel_note = load() if device.type == "cpu" else (None, "PyTorch casts")
+        self.kernel, self.kernel_note = (
+            native_kernel.load() if device.type == "cpu" else (None, "PyTorch casts")
+        )
         self._scratch = torch.zeros(1)
         self._scales_changed()
 
     def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
         """`rows` [m, n] of any float dtype, rounded to bfloat16 and then cast under the slot's scale.
 
-        record: note amax and statistics. rights: it will be a right operand or a transposed left one, too.
+        record: measure amax and statistics. rights: it will be a right operand or a transposed left one, too.
         """
         return self.operand(rows.to(torch.bfloat16).contiguous(), slot, record, rights)
 
@@ -179,9 +145,13 @@ class SlotBuffers(scaling.ScalingState):
         return Carrier(self.quantize(x.contiguous(), slot, record), self.inverses[slot])
 
     def quantize(self, x: Tensor, slot: int, record: bool) -> Tensor:
-        """Raw FP8 values of `x` (contiguous) in bfloat16 under the slot's scale; `record`: note amax and statistics."""
+        """Raw FP8 values of `x` (contiguous) in bfloat16, cast under the slot's scale.
+
+        record: raise the slot's amax in the staging row to max|x|, and measure statistics in a sampled window.
+        """
         fmt = self.formats[slot]
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
+            # The kernel itself raises the float32 at this address, which is history[0, slot].
             amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
             stats = self.sums[slot].data_ptr() if record and self.sampling else None
             return self.kernel(x, self.scales[slot], fmt, amax, stats, scaling.by_rows(slot))
@@ -195,7 +165,7 @@ class SlotBuffers(scaling.ScalingState):
         return quantized
 
     def observe(self, x: Tensor, slot: int) -> None:
-        """Note max|x| of a tensor that is multiplied in BF16; when sampling, also what FP8 would make of it.
+        """Record max|x| of a tensor that is multiplied in BF16; when sampling, also what FP8 would make of it.
 
         A demoted layer must not come back while its tensors would still lose too much.
         """
@@ -208,16 +178,16 @@ class SlotBuffers(scaling.ScalingState):
         self.stage(slot, scaling.amax(x))
 
     def stage(self, slot: int, amax: Tensor) -> None:
-        """Raise the slot's running amax to `amax`, float32 of one element."""
+        """Raise the slot's amax in the staging row to `amax`, float32 of one element."""
         staged = self.history[0, slot : slot + 1]
         torch.maximum(staged, amax.reshape(1), out=staged)
 
     def may_release(self) -> bool:
-        """Whether a layer may give its quantised weight up once backward has used it: here it stays for the window."""
+        """Whether a layer may drop its quantised weight once backward has used it; here it stays for the window."""
         return False
 
     def backward_begins(self, last: bool | None) -> None:
-        """One more micro-batch of the window goes backward; last: as of `PrecisionBackend.backward_context`."""
+        """Backward of one more micro-batch begins. last: as of `PrecisionBackend.backward_context`."""
 
     def before_update(self) -> None:
         """All of a window's backwards are done."""
@@ -241,11 +211,12 @@ class SlotBuffers(scaling.ScalingState):
         self._scales_changed()
 
     def stats(self, sums: Tensor) -> Tensor:
-        """float32 [8, slots], rows as in core.metrics.SLOT_ROWS, of the window that ended. sums: `sums`, rank-reduced.
+        """float32 [8, slots] of the window that ended; rows in the order of the figures of `facts.SlotStats`.
 
-        scale is the one in use when the window began. Rows from clipped on are NaN where nothing was sampled.
+        sums: `sums`, reduced over ranks. The first row is the peak amax. Rows from clipped on are NaN where nothing
+        was sampled.
         """
-        return torch.cat([self.known(), scaling.shares(sums)])
+        return torch.cat([self.window_stats(), scaling.shares(sums)])
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: history float32 [L, slots] (staging empty), scale float32 [slots]; meta: slot names, formats."""
@@ -255,8 +226,9 @@ class SlotBuffers(scaling.ScalingState):
         }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore in place; what a run without FP8 saved makes it new. Raises CheckpointError if slots, formats or
-        history length differ.
+        """Restore in place. A state that a run without FP8 saved resets it.
+
+        Raises CheckpointError if slots, formats or history length differ.
         """
         if not meta["slots"]:
             self.history.zero_()
@@ -281,7 +253,7 @@ class SlotBuffers(scaling.ScalingState):
     def _scales_changed(self) -> None:
         """Refresh what is derived from `scale` and drop cached FP8 weights.
 
-        inverses: 1 / scale, correctly rounded to float32. A carrier's GEMM takes its scales as numbers of the host.
+        inverse: 1 / scale, correctly rounded to float32.
         """
         self.epoch += 1
         self.weights.clear()
@@ -289,5 +261,6 @@ class SlotBuffers(scaling.ScalingState):
         self._read_scales()
 
     def _read_scales(self) -> None:
+        """A carrier's GEMM takes its scales as Python floats: read all of them from the device at once."""
         self.scales: list[float] = self.scale.tolist()
         self.inverses: list[float] = self.inverse.tolist()

@@ -37,7 +37,12 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
 from harness.precision.backends.native_triton import load_stats
-from harness.precision.backends.te_library import DelayedScales, Recomputations, Scales, TensorScales
+from harness.precision.backends.te_library import (
+    DelayedScales,
+    Recomputations,
+    Scales,
+    TensorScales,
+)
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
 from harness.precision.layers import swap_linears
 from harness.precision.plan import Plan, pad_numbers
@@ -62,17 +67,25 @@ class TransformerEngineBackend:
         self._rolls_between = fp8.scaling == "delayed" and fp8.roll == "micro_batch"
         self.layers = plan.fp8_layers()
         self.slot_names = plan.slot_names()
-        self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(self.layers)
+        self.formats = ["e4m3", "e4m3", "e5m2" if fp8.format == "hybrid" else "e4m3"] * len(
+            self.layers
+        )
         self.note = f"transformer_engine {library.version}, {fp8.scaling} scaling"
         if fp8.scaling == "delayed":
             self.note += ", rolls once per " + fp8.roll.replace("_", "-")
         check_convertible(model, self.layers)
-        sampled = None if fp8.scaling == "block" else SampledStats(self.formats, device, measure=load_stats(device))
+        sampled = (
+            None
+            if fp8.scaling == "block"
+            else SampledStats(self.formats, device, measure=load_stats(device))
+        )
         again = self._again = Recomputations(library.manager)
         self._watch = Watch(len(self.slot_names), device, again, fp8.scaling != "delayed", sampled)
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
         swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
-        self.modules: dict[str, Any] = {pad_numbers(name): module for name, module in swapped.items()}
+        self.modules: dict[str, Any] = {
+            pad_numbers(name): module for name, module in swapped.items()
+        }
         for index, (name, module) in enumerate(swapped.items()):
             module.slot, module.name_in_model = 3 * index, name
         for name, norm in plan.fused_norms().items():
@@ -99,7 +112,9 @@ class TransformerEngineBackend:
                     module.init_fp8_metadata()
                     te_library.keep_out_of_global_state(self._library, module.fp8_meta)
         except (RuntimeError, AssertionError) as error:
-            what = f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
+            what = (
+                f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
+            )
             fix = "take a recipe with another fp8.scaling or without it, such as bf16"
             raise MachineError(Problem(what, te_library.WHERE, fix=fix)) from error
 
@@ -117,7 +132,10 @@ class TransformerEngineBackend:
             self._again.forward_begins()
         self._watch.active = True
         try:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16), self._te.autocast(True, recipe=self._recipe):
+            with (
+                torch.autocast(self.device.type, dtype=torch.bfloat16),
+                self._te.autocast(True, recipe=self._recipe),
+            ):
                 yield
         except BaseException:
             self._open -= opened  # no backward will follow
@@ -134,7 +152,9 @@ class TransformerEngineBackend:
         """
         self._watch.nested = False
         if self._rolls_between and not self._open:
-            self._watch.rolled_under = True  # its forward counts as done: it had another backward, or is of before
+            self._watch.rolled_under = (
+                True  # its forward counts as done: it had another backward, or is of before
+            )
         self._watch.active = self._watch.in_backward = True
         try:
             yield
@@ -171,7 +191,12 @@ class TransformerEngineBackend:
         known = self._scales.finish(amax, skip)
         sampled = self._watch.sampled
         return torch.cat(
-            [known, known.new_full((5, known.shape[1]), torch.nan) if sampled is None else sampled.rows(mean)]
+            [
+                known,
+                known.new_full((5, known.shape[1]), torch.nan)
+                if sampled is None
+                else sampled.rows(mean),
+            ]
         )
 
     def scrubbed(self) -> Tensor:
@@ -194,8 +219,16 @@ class TransformerEngineBackend:
         Under current and block scaling, which keep no state, one row with the last amaxes, and ones. TE's own extra
         state is a pickle, and empty after a BF16 forward: never used.
         """
-        meta: Meta = {"slots": list(self.slot_names), "formats": list(self.formats), "demoted": list(self.demoted)}
-        return self._scales.tensors(), {**meta, "scaling": self.scaling, "lowered": self.fell_back_to}
+        meta: Meta = {
+            "slots": list(self.slot_names),
+            "formats": list(self.formats),
+            "demoted": list(self.demoted),
+        }
+        return self._scales.tensors(), {
+            **meta,
+            "scaling": self.scaling,
+            "lowered": self.fell_back_to,
+        }
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Restore in place. Raises CheckpointError naming what differs: slots, formats, scaling or history length.
@@ -204,7 +237,10 @@ class TransformerEngineBackend:
         """
         if not meta["slots"]:
             here = self._scales.tensors()
-            new = {"history": torch.zeros_like(here["history"]), "scale": torch.ones_like(here["scale"])}
+            new = {
+                "history": torch.zeros_like(here["history"]),
+                "scale": torch.ones_like(here["scale"]),
+            }
             self._scales.load(new)
             self.fell_back_to = ""
             self.switch((), list(self.modules))
@@ -235,7 +271,9 @@ class TransformerEngineBackend:
             found.append(f"history length {lengths[0]}, this run has {lengths[1]}")
         if found:
             fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError([Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found])
+            raise CheckpointError(
+                [Problem(f"FP8 state is of {what}", "fp8 state", fix=fix) for what in found]
+            )
 
 
 def _between(model: nn.Module, one: str, other: str) -> list[nn.Module]:

@@ -29,7 +29,11 @@ _KNOWN = frozenset(
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "device")}
 )  # fmt: skip
 _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
-_CHUNKS, _SPLITS, _PRODUCTS = {Tensor.chunk, torch.chunk}, {Tensor.split, torch.split}, {Tensor.mul, torch.mul}
+_CHUNKS, _SPLITS, _PRODUCTS = (
+    {Tensor.chunk, torch.chunk},
+    {Tensor.split, torch.split},
+    {Tensor.mul, torch.mul},
+)
 
 
 class Deferred(Tensor):
@@ -60,7 +64,9 @@ class Deferred(Tensor):
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Deferred)]
         if func in _HOOKS and (found[0] if found[0].whole is None else found[0].whole).taken:
             why = "the layer was applied together with what comes before it, whose output has no gradient of its own"
-            raise _misuse(found[0].linear, "a hook is put on the gradient of what a fused layer took", why)
+            raise _misuse(
+                found[0].linear, "a hook is put on the gradient of what a fused layer took", why
+            )
         for each in found:
             each.settle_others()
         values = {id(each): each.value() for each in found}
@@ -68,7 +74,11 @@ class Deferred(Tensor):
         result = func(*args, **kwargs)
         for each in found:
             value = values[id(each)]
-            if func in _HOOKS or value._version or any(_holds(leaf, value) for leaf in tree_leaves(result)):
+            if (
+                func in _HOOKS
+                or value._version
+                or any(_holds(leaf, value) for leaf in tree_leaves(result))
+            ):
                 each.settled = value
         return result
 
@@ -76,7 +86,10 @@ class Deferred(Tensor):
         """The tensor, computed now as it would have been then. Raises MisuseError if it can no longer be."""
         if self.settled is not None:
             return self.settled
-        with torch.set_grad_enabled(self.gradients), torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with (
+            torch.set_grad_enabled(self.gradients),
+            torch.autocast(self.device.type, dtype=torch.bfloat16),
+        ):
             return self.computed()
 
     def computed(self) -> Tensor:
@@ -107,7 +120,9 @@ class Normed(Deferred):
         """`source`. Raises MisuseError if it was written to since."""
         if self.source._version != self.version:
             why = "the norm is applied together with the Linear, and would see what was written"
-            raise _misuse(self.linear, "the norm's input was changed in place before its output was used", why)
+            raise _misuse(
+                self.linear, "the norm's input was changed in place before its output was used", why
+            )
         return self.source
 
     def settle_others(self) -> None:
@@ -133,10 +148,16 @@ class Hidden(Deferred):
     def computed(self) -> Tensor:
         if self.linear.window != self.window:
             why = "it was left to the second layer, and weights or scales may have changed since"
-            raise _misuse(self.linear, "the output of an MLP's first layer is looked at after its forward", why)
+            raise _misuse(
+                self.linear,
+                "the output of an MLP's first layer is looked at after its forward",
+                why,
+            )
         normed = self.normed
         # What was done with the norm's output after the second layer was applied is not in this.
-        again = deferred(normed.normaliser, normed.linear, normed.untouched()) if self.taken else normed
+        again = (
+            deferred(normed.normaliser, normed.linear, normed.untouched()) if self.taken else normed
+        )
         made: Tensor = normed.linear.separately(again)
         self.settled = made
         return made
@@ -188,7 +209,12 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the next operation of silu(first half) * second half hands on; None if this is another, or too late."""
     first = args[0] if args else None
     whole = first.whole if isinstance(first, Deferred) else None
-    if whole is None or whole.settled is not None or whole.taken or whole.gradients != torch.is_grad_enabled():
+    if (
+        whole is None
+        or whole.settled is not None
+        or whole.taken
+        or whole.gradients != torch.is_grad_enabled()
+    ):
         return None
     step, half = getattr(first, "step", ""), whole.shape[-1] // 2
     if not step and (func in _CHUNKS or func in _SPLITS) and kwargs.keys() <= {"dim"}:
@@ -199,7 +225,11 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _part(whole, "silu", func, args)
     elif func in _PRODUCTS and len(args) == 2 and not kwargs:
         other = args[1] if isinstance(args[1], Part) and args[1].whole is whole else None
-        return _part(whole, "gated", func, args) if {step, getattr(other, "step", "")} == {"silu", "up"} else None
+        return (
+            _part(whole, "gated", func, args)
+            if {step, getattr(other, "step", "")} == {"silu", "up"}
+            else None
+        )
     return None
 
 
@@ -208,7 +238,9 @@ def _holds(leaf: Any, value: Tensor) -> bool:
     if isinstance(leaf, Tensor):
         strided = leaf.layout == torch.strided
         return strided and leaf.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-    return not isinstance(leaf, int | float | complex | str | torch.dtype | torch.device | torch.layout | None)
+    return not isinstance(
+        leaf, int | float | complex | str | torch.dtype | torch.device | torch.layout | None
+    )
 
 
 def _handed_on(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
@@ -254,7 +286,9 @@ class _Lost:
 
     def __call__(self, grad: Tensor) -> Tensor:
         why = "an autograd.Function, a full backward hook or reentrant checkpointing took it from PyTorch's sight"
-        raise _misuse(self._linear, "what was left to it did not arrive, and the gradient would be lost", why)
+        raise _misuse(
+            self._linear, "what was left to it did not arrive, and the gradient would be lost", why
+        )
 
 
 class _Deferring(nn.Module):
@@ -335,7 +369,10 @@ def apply(block: Any, linear: Any, norm: Any, first: Any = None) -> Callable[[Te
         own[f"{name}weight"] = layer.weight
         if layer.use_bias:
             own[f"{name}bias"] = layer.bias
-    casts = {key: [each for layer in layers.values() for each in layer.quantizers[key]] for key in linear.quantizers}
+    casts = {
+        key: [each for layer in layers.values() for each in layer.quantizers[key]]
+        for key in linear.quantizers
+    }
     block.__dict__.update(own, quantizers=casts, training=linear.training)
     return block.forward
 
@@ -346,7 +383,9 @@ def _both_metas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
     made["num_gemms"] = 2
     for key in ("scaling_fwd", "scaling_bwd"):
         states = (first[key], second[key])
-        history, scale = (_Joined([getattr(each, name) for each in states]) for name in ("amax_history", "scale"))
+        history, scale = (
+            _Joined([getattr(each, name) for each in states]) for name in ("amax_history", "scale")
+        )
         made[key] = SimpleNamespace(amax_history=history, scale=scale)
     return made
 
@@ -371,7 +410,9 @@ def quantised(norm: Any, x: Tensor) -> Tensor:
     weight = norm.weight.to(x.dtype).float()
     if is_rms(norm):
         return F.rms_norm(x.float(), norm.normalized_shape, weight, norm.eps)
-    return F.layer_norm(x.float(), norm.normalized_shape, weight, norm.bias.to(x.dtype).float(), norm.eps)
+    return F.layer_norm(
+        x.float(), norm.normalized_shape, weight, norm.bias.to(x.dtype).float(), norm.eps
+    )
 
 
 def _misuse(linear: Any, what: str, why: str) -> MisuseError:

@@ -25,12 +25,16 @@ from torch import Tensor
 
 from harness.core.errors import MachineError, Problem
 from harness.core.protocols import TensorDict
-from harness.precision import scaling
+from harness.precision.backends.slot_buffers import ScalingState
 from harness.precision.recipe import Fp8Config
 
 WRITTEN_FOR = "2.20"
 WHERE = "backend transformer_engine"
-_RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+_RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+}
 # Read by TE itself: they change how values are rounded or when histories roll, and no recipe key or plan would say so.
 _OVERRIDES = (
     "NVTE_BACKWARD_OVERRIDE",
@@ -57,7 +61,10 @@ def load() -> Library:
     if overridden := [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
         raise MachineError(
-            [Problem(f"{name} is set in the environment", WHERE, why, f"unset {name}") for name in overridden]
+            [
+                Problem(f"{name} is set in the environment", WHERE, why, f"unset {name}")
+                for name in overridden
+            ]
         )
     try:
         package = import_module("transformer_engine")
@@ -67,20 +74,29 @@ def load() -> Library:
         quantization = import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         fix = "make setup builds it; or take a recipe without it, such as bf16"
-        raise MachineError(Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)) from error
+        raise MachineError(
+            Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)
+        ) from error
     version = str(getattr(package, "__version__", "of unknown version"))
     needed = [(pytorch, name) for name in ("autocast", "Linear", "LayerNormLinear", "LayerNormMLP")]
     needed += [(distributed, "in_fp8_activation_recompute_phase")]
     needed += [(distributed, "is_fp8_activation_recompute_enabled")]
     needed += [(recipes, name) for name in ("Format", *_RECIPES.values())]
-    needed += [(getattr(pytorch, "Linear", None), "init_fp8_metadata"), (quantization, "FP8GlobalStateManager")]
+    needed += [
+        (getattr(pytorch, "Linear", None), "init_fp8_metadata"),
+        (quantization, "FP8GlobalStateManager"),
+    ]
     manager = getattr(quantization, "FP8GlobalStateManager", None)
     needed += [
-        (manager, name) for name in ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer")
+        (manager, name)
+        for name in ("quantization_state", "get_buffer_info", "add_fp8_tensors_to_global_buffer")
     ]
     if missing := [name for owner, name in needed if not hasattr(owner, name)]:
         raise unexpected(version, f"has no {', '.join(missing)}")
-    phases = (distributed.in_fp8_activation_recompute_phase, distributed.is_fp8_activation_recompute_enabled)
+    phases = (
+        distributed.in_fp8_activation_recompute_phase,
+        distributed.is_fp8_activation_recompute_enabled,
+    )
     return Library(pytorch, recipes, *phases, manager, version)
 
 
@@ -90,7 +106,9 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
     Its recipe classes drop arguments that they do not know, without a word.
     """
     formats = library.recipes.Format
-    wanted: dict[str, Any] = {"fp8_format": formats.HYBRID if fp8.format == "hybrid" else formats.E4M3}
+    wanted: dict[str, Any] = {
+        "fp8_format": formats.HYBRID if fp8.format == "hybrid" else formats.E4M3
+    }
     if fp8.scaling == "delayed":
         wanted |= {
             "margin": fp8.margin,
@@ -100,7 +118,9 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
         }
     recipe = getattr(library.recipes, _RECIPES[fp8.scaling])(**wanted)
     if dropped := [name for name, value in wanted.items() if getattr(recipe, name, None) != value]:
-        raise unexpected(library.version, f"ignores {', '.join(dropped)} of {_RECIPES[fp8.scaling]}")
+        raise unexpected(
+            library.version, f"ignores {', '.join(dropped)} of {_RECIPES[fp8.scaling]}"
+        )
     return recipe
 
 
@@ -111,7 +131,9 @@ def keep_out_of_global_state(library: Library, fp8_meta: dict[str, Any]) -> None
     held = _held_by_te(manager)
     manager.add_fp8_tensors_to_global_buffer(fp8_meta)
     if _held_by_te(manager) != held:
-        raise unexpected(library.version, "rolls amax histories of modules that it was told to leave alone")
+        raise unexpected(
+            library.version, "rolls amax histories of modules that it was told to leave alone"
+        )
 
 
 def _held_by_te(manager: Any) -> int:
@@ -187,15 +209,25 @@ class Recomputations:
     def _time(self) -> int | None:
         """Of the node that runs: how many rolls, and the step's beginning, came before it; None if that is unknown."""
         node = torch._C._current_autograd_node()
-        return None if node is None or not self._one_thread else bisect_right(self._rolls, node._sequence_nr())
+        return (
+            None
+            if node is None or not self._one_thread
+            else bisect_right(self._rolls, node._sequence_nr())
+        )
 
     def _queue(self, place: int | None) -> deque[Any] | None:
         queues = self._manager.quantization_state.fp8_tensors_recompute_buffer
         return None if place is None or place >= len(queues) else queues[place]
 
     def _queues(self) -> dict[int, deque[Any]]:
-        found = {meta.get(RECOMPUTED): self._queue(meta.get(RECOMPUTED)) for meta in self._noted.values()}
-        return {place: queue for place, queue in found.items() if place is not None and queue is not None}
+        found = {
+            meta.get(RECOMPUTED): self._queue(meta.get(RECOMPUTED)) for meta in self._noted.values()
+        }
+        return {
+            place: queue
+            for place, queue in found.items()
+            if place is not None and queue is not None
+        }
 
 
 # te.Linear's columns: scaling_fwd has input, weight, output; scaling_bwd has grad_output, grad_input. The last one of
@@ -235,7 +267,7 @@ class Scales(Protocol):
         ...
 
 
-class DelayedScales(scaling.ScalingState):
+class DelayedScales(ScalingState):
     """TE's casts stage their amaxes in row 0 of one history for the whole model; it rolls here, as the recipe says.
 
     Each layer's `amax_history` [L, 3 or 2] and `scale` [3 or 2] in `fp8_meta` become views of `history` and `scale`,
@@ -247,11 +279,18 @@ class DelayedScales(scaling.ScalingState):
     Raises MachineError if TE does not keep its state as this was written for.
     """
 
-    def __init__(self, modules: Sequence[Any], config: Fp8Config, fp8_max: Tensor, version: str) -> None:
+    def __init__(
+        self, modules: Sequence[Any], config: Fp8Config, fp8_max: Tensor, version: str
+    ) -> None:
         device, width = fp8_max.device, sum(_COLUMNS.values())
         _check_layout(modules, config.amax_history_len, version)
-        self._columns = torch.tensor([width * i + slot for i in range(len(modules)) for slot in _SLOTS], device=device)
-        super().__init__(config, torch.ones(width * len(modules), device=device).index_copy_(0, self._columns, fp8_max))
+        self._columns = torch.tensor(
+            [width * i + slot for i in range(len(modules)) for slot in _SLOTS], device=device
+        )
+        super().__init__(
+            config,
+            torch.ones(width * len(modules), device=device).index_copy_(0, self._columns, fp8_max),
+        )
         first = 0
         for module in modules:
             for key, columns in _COLUMNS.items():
@@ -267,7 +306,7 @@ class DelayedScales(scaling.ScalingState):
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """Roll unless micro-batches did; after a skipped step history and scale are as before the window."""
         self.end_window(torch.zeros_like(self.scale).index_copy_(0, self._columns, amax), skip)
-        return self.known()[:, self._columns]
+        return self.window_stats()[:, self._columns]
 
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""
@@ -287,9 +326,19 @@ def _check_layout(modules: Sequence[Any], length: int, version: str) -> None:
             state = module.fp8_meta.get(key)
             for attribute, shape in wanted.items():
                 found = getattr(state, attribute, None)
-                if not isinstance(found, Tensor) or found.shape != shape or found.dtype != torch.float32:
-                    what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
-                    raise unexpected(version, f"keeps {key}.{attribute} as {what}, not as {shape} of float32")
+                if (
+                    not isinstance(found, Tensor)
+                    or found.shape != shape
+                    or found.dtype != torch.float32
+                ):
+                    what = (
+                        f"{tuple(found.shape)} of {found.dtype}"
+                        if isinstance(found, Tensor)
+                        else repr(found)
+                    )
+                    raise unexpected(
+                        version, f"keeps {key}.{attribute} as {what}, not as {shape} of float32"
+                    )
             if not hasattr(state, "make_quantizers"):
                 raise unexpected(version, f"makes no quantizers from {key}")
 
@@ -324,7 +373,9 @@ class TensorScales:
         limit = torch.finfo(torch.float32).max
         scale = torch.where(usable, (self._fp8_max / amax).clamp_max(limit), 1.0)
         saturation = amax * scale / self._fp8_max
-        return torch.stack([amax, torch.full_like(scale, torch.nan) if self._blocks else scale, saturation])
+        return torch.stack(
+            [amax, torch.full_like(scale, torch.nan) if self._blocks else scale, saturation]
+        )
 
     def tensors(self) -> TensorDict:
         """The last amaxes as a history of one row."""

@@ -87,7 +87,9 @@ def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
         elif odd or "weight" not in linear._parameters:
             what = f"its weight is not its own Parameter ({', '.join(odd) or 'a plain tensor'})"
         if what:
-            problems.append(Problem(what, f"layer {name}", fix=f'add "{name}" to layers.exclude in the recipe'))
+            problems.append(
+                Problem(what, f"layer {name}", fix=f'add "{name}" to layers.exclude in the recipe')
+            )
     if problems:
         raise ConfigError(problems)
 
@@ -199,7 +201,12 @@ class PlannedLinear(nn.Module):
         around = torch.is_autocast_enabled(input.device.type)
         before: Sequence[Any] = ()
         if isinstance(input, te_fused.Deferred):
-            mine = around and input.linear is self and input.gradients == torch.is_grad_enabled() and self._fuses()
+            mine = (
+                around
+                and input.linear is self
+                and input.gradients == torch.is_grad_enabled()
+                and self._fuses()
+            )
             before, input = input.hand_over() if mine else ((), input.value())
         own_dtype = torch.get_autocast_dtype(input.device.type) if around else input.dtype
         if input.is_floating_point():
@@ -220,7 +227,12 @@ class PlannedLinear(nn.Module):
     def _refuse_moved_scales(self) -> None:
         """Raise MisuseError where a forward runs again in backward, and the scales of the first one are not kept."""
         library, watch = self.shared.library, self.shared.watch
-        alone = self.shared.delayed and watch.in_backward and watch.rolled_under and not library.recomputing()
+        alone = (
+            self.shared.delayed
+            and watch.in_backward
+            and watch.rolled_under
+            and not library.recomputing()
+        )
         # What te.checkpoint is called for here will be computed again for a node that another thread may have made.
         if alone and (library.checkpointing() or watch.again.moved()):
             raise _recomputed(self.name_in_model)
@@ -261,12 +273,19 @@ class PlannedLinear(nn.Module):
 
         Rows of zeros fill up an RMSNorm's input; a LayerNorm would make its bias of them.
         """
-        if type(x) is not Tensor or not x.is_floating_point() or x.is_inference() or not self._fuses():
+        if (
+            type(x) is not Tensor
+            or not x.is_floating_point()
+            or x.is_inference()
+            or not self._fuses()
+        ):
             return False
         if not _is_bf16_around(x.device.type) or te_fused.hooked(self, *self.around):
             return False
         whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
-        return whole and (te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple)
+        return whole and (
+            te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple
+        )
 
     def nothing(self, device: torch.device) -> Tensor:
         """What a norm that was taken over hands on instead of values: NaN, float32 0-d."""
@@ -280,7 +299,12 @@ class PlannedLinear(nn.Module):
         """
         watch = self.shared.watch
         second, grads = self.second, torch.is_grad_enabled()
-        if second is None or normed.linear is not self or normed.settled is not None or normed.gradients != grads:
+        if (
+            second is None
+            or normed.linear is not self
+            or normed.settled is not None
+            or normed.gradients != grads
+        ):
             return False
         if not _is_bf16_around(normed.device.type):
             return False
@@ -298,7 +322,9 @@ class PlannedLinear(nn.Module):
 
     def _block(self, before: Sequence[Any]) -> Any:
         if self.fused is None:
-            self.__dict__["fused"] = te_fused.block(self.shared.library.pytorch, self, *before)  # not as a submodule
+            self.__dict__["fused"] = te_fused.block(
+                self.shared.library.pytorch, self, *before
+            )  # not as a submodule
         return self.fused
 
     def _keep_apart(self, before: Sequence[Any]) -> None:
@@ -318,15 +344,21 @@ class PlannedLinear(nn.Module):
     def _records(self) -> bool:
         """Gradients are wanted: te.checkpoint may run a forward that is to have some without them."""
         shared = self.shared
-        return torch.is_grad_enabled() or (shared.watch.with_gradients and shared.library.checkpointing())
+        return torch.is_grad_enabled() or (
+            shared.watch.with_gradients and shared.library.checkpointing()
+        )
 
-    def _silently(self, run: Callable[[Tensor], Tensor], input: Tensor, before: Sequence[Any]) -> Tensor:
+    def _silently(
+        self, run: Callable[[Tensor], Tensor], input: Tensor, before: Sequence[Any]
+    ) -> Tensor:
         """`run` with quantizers that have the same scales and note their amaxes where nobody looks."""
         layers = (*before[1:], self)
         own = [layer.quantizers for layer in layers]
         for layer in layers:
             if layer.silent is None:
-                layer.silent = [_unrecorded(quantizer) for quantizer in layer.quantizers["scaling_fwd"]]
+                layer.silent = [
+                    _unrecorded(quantizer) for quantizer in layer.quantizers["scaling_fwd"]
+                ]
             layer.quantizers = {**layer.quantizers, "scaling_fwd": layer.silent}
         try:
             return filled_up(run, input, self.shared.multiple)
@@ -352,9 +384,13 @@ class PlannedLinear(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.fp8_meta)] = self.fp8_meta
-        memo[id(self.quantizers)] = {key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()}
+        memo[id(self.quantizers)] = {
+            key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()
+        }
         made = memo[id(self)] = object.__new__(type(self))
-        made.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OF_ONE}, memo))
+        made.__dict__.update(
+            copy.deepcopy({k: v for k, v in vars(self).items() if k not in _OF_ONE}, memo)
+        )
         made.follows = True
         return made
 
@@ -377,7 +413,10 @@ class _Once:
         self._name, self._passed = name, False
 
     def __call__(self, *_: Any) -> None:
-        where, fix = f"layer {self._name}", "keep the layer out of FP8 (layers.exclude), or take a native rung"
+        where, fix = (
+            f"layer {self._name}",
+            "keep the layer out of FP8 (layers.exclude), or take a native rung",
+        )
         if torch.is_grad_enabled():
             why = "its backward cannot be differentiated: the terms through this layer would be missing in silence"
             what = "Transformer Engine has no gradients of gradients (create_graph=True)"
@@ -385,7 +424,9 @@ class _Once:
         if self._passed:
             why = "it frees what the layer saved in the first one"
             what = "Transformer Engine has one backward for each forward (retain_graph=True)"
-            raise MisuseError(Problem(what, where, why, f"run the forward again, or add up the losses; or {fix}"))
+            raise MisuseError(
+                Problem(what, where, why, f"run the forward again, or add up the losses; or {fix}")
+            )
         self._passed = True
 
 
@@ -395,7 +436,10 @@ def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
 
 
 def _is_bf16_around(device_type: str) -> bool:
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    return (
+        torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    )
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
@@ -436,9 +480,13 @@ def _not_kept(name: str) -> MisuseError:
     return MisuseError(Problem(what, f"layer {name}", why, fix))
 
 
-@torch.compiler.disable(reason="the transformer_engine backend does not compile: leave the model eager")
+@torch.compiler.disable(
+    reason="the transformer_engine backend does not compile: leave the model eager"
+)
 def _refuse_compiled(name: str) -> None:
     """A call that graphs break at: what is raised while a graph is traced may be swallowed, and the code run eager."""
     why = "it refuses DelayedScaling in a graph, and what is measured by hook would be lost under any scaling"
     fix = "leave the model eager, or take a recipe whose rung here is native"
-    raise MisuseError(Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix))
+    raise MisuseError(
+        Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix)
+    )

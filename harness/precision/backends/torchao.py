@@ -38,7 +38,13 @@ from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
 
 # What torchao adds to a Linear's attributes, and what belongs to the layer of a run.
-_THEIRS = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight", "scaling_type_grad_output")
+_THEIRS = (
+    "config",
+    "linear_mm_config",
+    "scaling_type_input",
+    "scaling_type_weight",
+    "scaling_type_grad_output",
+)
 _OF_THE_LAYER = {"watch", "slot", "block", "handle", "follows", "_compiled_call_impl"}
 
 
@@ -89,7 +95,9 @@ class WatchedLinear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = cast("Tensor", self.weight), cast("Tensor | None", self.bias)
-        if not self.watch.active or not input.is_floating_point():  # F.linear says what is wrong with integers
+        if (
+            not self.watch.active or not input.is_floating_point()
+        ):  # F.linear says what is wrong with integers
             return F.linear(input, weight, bias)
         dtype = torch.bfloat16 if torch.is_autocast_enabled(input.device.type) else input.dtype
         # torchao asks for CUDA's autocast only; the cast is the same everywhere if it is done here.
@@ -127,7 +135,13 @@ class WatchedLinear(Float8Linear):
         return _with_bias(_product(x, weight, self.linear_mm_config, self.config), bias)
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, record: bool, bias: bool, frozen: bool = False
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        record: bool,
+        bias: bool,
+        frozen: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of x [..., k], weight [n, k] unless `frozen` and, if `bias`, bias [n], bfloat16. grad: bfloat16 [..., n]."""
         if record:
@@ -138,7 +152,11 @@ class WatchedLinear(Float8Linear):
             grad_weight = None if frozen else rows.t() @ x.reshape(-1, x.shape[-1])
             return grad @ weight.to(grad.dtype), grad_weight, grad_bias
         if frozen:
-            return _input_gradient(grad, weight, self.linear_mm_config, self.config), None, grad_bias
+            return (
+                _input_gradient(grad, weight, self.linear_mm_config, self.config),
+                None,
+                grad_bias,
+            )
         return *_gradients(grad, x, weight, self.linear_mm_config, self.config), grad_bias
 
 
@@ -154,7 +172,9 @@ def _product(x: Tensor, weight: Tensor, gemms: Any, config: Any) -> Tensor:
     return matmul_with_hp_or_float8_args.forward(_Kept(), x, weight.t(), gemms, config)
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any) -> tuple[Tensor, Tensor]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, gemms: Any, config: Any
+) -> tuple[Tensor, Tensor]:
     """torchao's backward: gradients of x and weight. It casts both of them again, so that these are all it keeps."""
     kept = _Kept(saved_tensors=(x, weight.t()), linear_mm_config=gemms, config=config)
     grad_x, turned, *_ = matmul_with_hp_or_float8_args.backward(kept, grad)
@@ -177,21 +197,29 @@ def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Te
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
 
-    rows = cast(grad.reshape(-1, grad.shape[-1]), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
+    rows = cast(
+        grad.reshape(-1, grad.shape[-1]), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT
+    )
     right = cast(weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
     return torch.mm(rows, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
     """out + bias, and no view: what follows may work in place on it."""
-    return torch.ops.aten._unsafe_view.default(out, out.shape) if bias is None else out + bias.to(out.dtype)
+    return (
+        torch.ops.aten._unsafe_view.default(out, out.shape)
+        if bias is None
+        else out + bias.to(out.dtype)
+    )
 
 
 class _Watched(torch.autograd.Function):
     """Eager."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: WatchedLinear, record: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: WatchedLinear, record: bool
+    ) -> Tensor:
         ctx.layer, ctx.record = layer, record
         ctx.save_for_backward(x, weight)
         return layer.multiply(x, weight, bias, record)
@@ -200,12 +228,22 @@ class _Watched(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, weight, bias, *_ = ctx.needs_input_grad
-        return *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, bias, frozen=not weight), None, None
+        return (
+            *ctx.layer.gradients(grad, *ctx.saved_tensors, ctx.record, bias, frozen=not weight),
+            None,
+            None,
+        )
 
 
 @torch._dynamo.allow_in_graph
 def _traced(
-    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, gemms: Any, config: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    gemms: Any,
+    config: Any,
 ) -> Tensor:
     return _Traced.apply(x, weight, bias, handle, record, gemms, config)
 
@@ -260,17 +298,24 @@ def _as_outside() -> Iterator[None]:
 
     As torch.utils.checkpoint switches a key on again.
     """
-    with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    with (
+        torch.no_grad(),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+    ):
         yield
 
 
-def _switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+def _switching(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> Tensor:
     """As eager: in FP8 or BF16, with statistics in sampled windows."""
     with _as_outside():
         return layer_of(handle).multiply(x, weight, bias, record)
 
 
-def _fake_switching(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool) -> Tensor:
+def _fake_switching(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -287,7 +332,11 @@ def _switching_backward(
 def _fake_switching_backward(
     grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return grad.new_empty(x.shape), grad.new_empty(weight.shape), grad.new_empty(grad.shape[-1] if bias else 0)
+    return (
+        grad.new_empty(x.shape),
+        grad.new_empty(weight.shape),
+        grad.new_empty(grad.shape[-1] if bias else 0),
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -319,11 +368,17 @@ class TorchaoBackend:
         self.device = device
         self.slot_names = plan.slot_names()
         self.note = f"torchao {recipe.fp8.dynamic}"
-        config = replace(Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu")
+        config = replace(
+            Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu"
+        )
         wanted = set(self.layers)
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=config)
+        convert_to_float8_training(
+            model, module_filter_fn=lambda _, name: name in wanted, config=config
+        )
         modules = dict(model.named_modules())
-        self.modules = {pad_numbers(name): cast("WatchedLinear", modules[name]) for name in self.layers}
+        self.modules = {
+            pad_numbers(name): cast("WatchedLinear", modules[name]) for name in self.layers
+        }
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
         self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
@@ -411,10 +466,16 @@ class TorchaoBackend:
 
         What a run without FP8 saved makes all of it new; what such a run fell to says nothing of FP8.
         """
-        if meta["slots"] and (list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1):
+        if meta["slots"] and (
+            list(meta["slots"]) != list(self.slot_names) or tensors["history"].shape[0] != 1
+        ):
             fix = "resume with the recipe and model that wrote the checkpoint"
-            raise CheckpointError(Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix))
-        self._watch.amax.copy_(tensors["history"][0] if meta["slots"] else torch.zeros_like(self._watch.amax))
+            raise CheckpointError(
+                Problem("FP8 state is of other slots, or of delayed scaling", "fp8 state", fix=fix)
+            )
+        self._watch.amax.copy_(
+            tensors["history"][0] if meta["slots"] else torch.zeros_like(self._watch.amax)
+        )
         self.fell_back_to = meta["lowered"] if meta["slots"] else ""
         self._watch.demoted.clear()
         self.switch(meta["demoted"] if meta["slots"] else (), ())

@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from harness.capability.probe import MachineFacts  # noqa: E402
 from harness.core.errors import MachineError, Problem  # noqa: E402
-from harness.core.facts import RungVerdict, SlotStats, StepFacts  # noqa: E402
-from harness.core.metrics import SLOT_ROWS  # noqa: E402
+from harness.core.facts import SLOT_ROWS, RungVerdict, SlotStats, StepFacts  # noqa: E402
 from harness.core.protocols import Tensors  # noqa: E402
 from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
@@ -53,7 +52,9 @@ def alone(recipe: Recipe, facts: MachineFacts) -> tuple[Rung, list[RungVerdict]]
     """The rung that this machine takes."""
     rung, verdicts = resolve(recipe, facts)
     if rung is None:
-        raise MachineError(Problem(f"no rung of {recipe.name}", why="; ".join(each.reason for each in verdicts)))
+        raise MachineError(
+            Problem(f"no rung of {recipe.name}", why="; ".join(each.reason for each in verdicts))
+        )
     return rung, verdicts
 
 
@@ -61,7 +62,10 @@ def staged(_: Any, tensors: Tensors) -> Tensors:
     """Real zeros in place of the copy of fakes in host memory."""
     with unset_fake_temporarily():
         return {
-            part: {name: torch.zeros(each.shape, dtype=each.dtype, device="cpu") for name, each in named.items()}
+            part: {
+                name: torch.zeros(each.shape, dtype=each.dtype, device="cpu")
+                for name, each in named.items()
+            }
             for part, named in tensors.items()
         }
 
@@ -90,7 +94,11 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (InFlight, "facts", made_up),
         # Fake parameters cannot be moved and stay the same objects; they are made where they belong.
         (torch.nn.Module, "to", lambda module, *_: module),
-        (torch, "_fused_sdp_choice", lambda *_, **__: 1 if card.capability >= (8, 0) else 2),  # flash, or efficient
+        (
+            torch,
+            "_fused_sdp_choice",
+            lambda *_, **__: 1 if card.capability >= (8, 0) else 2,
+        ),  # flash, or efficient
         # The tensor that ranks vote with is a fake, and says yes to everything.
         (plan, "agree_on_rung", lambda recipe, facts, *_: alone(recipe, facts)),
         (Staging, "copy", staged),
@@ -113,7 +121,11 @@ def main(card_name: str, target: str, folder: Path) -> None:
             print(json.dumps({"not_run": str(error)}))
             return
     seen = {"waits": len(recorder.waits), "sync_modes": modes}
-    print(json.dumps({"summary": answer.summary, "figures": answer.figures, "failed": answer.failed, **seen}))
+    print(
+        json.dumps(
+            {"summary": answer.summary, "figures": answer.figures, "failed": answer.failed, **seen}
+        )
+    )
     sys.stdout.flush()
     os._exit(0)  # threads that autograd started for a device that is none do not end
 

@@ -44,7 +44,9 @@ def hangs(task: Task) -> Answer:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
     pids = Path(os.environ["PROOF_PIDS"])
-    pids.with_suffix(".tmp").write_text(" ".join(str(each) for each in (os.getpid(), *(c.pid for c in children))))
+    pids.with_suffix(".tmp").write_text(
+        " ".join(str(each) for each in (os.getpid(), *(c.pid for c in children)))
+    )
     pids.with_suffix(".tmp").rename(pids)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import centred
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 
 
 def test_the_kernel_without_the_sums_differs_in_them_alone(tmp_path: Path) -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     x = torch.randn(300, 48, generator=torch.Generator().manual_seed(0)) + 20
     made = {}
@@ -28,7 +28,7 @@ def test_the_kernel_without_the_sums_differs_in_them_alone(tmp_path: Path) -> No
     assert (made["without"][2][6:] == 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_kinds_of_casts_train_with_and_without(tmp_path: Path) -> None:
     out = tmp_path / "centred.json"
     threads = torch.get_num_threads()

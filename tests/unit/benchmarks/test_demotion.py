@@ -37,12 +37,28 @@ def result(seed: int, demoted_at: int | None) -> dict[str, Any]:
 
 def test_a_journal_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     rows = [
-        {"kind": "metrics", "step": 1, "metrics": {"train/loss": 5.0, f"fp8_underflow/{CASE.guilty}": math.nan}},
-        {"kind": "metrics", "step": 2, "metrics": {"train/loss": 4.0, f"fp8_underflow/{CASE.guilty}": 0.5}},
-        {"kind": "event", "step": 3, "code": "precision.switched", "demote": [CASE.layer], "promote": []},
+        {
+            "kind": "metrics",
+            "step": 1,
+            "metrics": {"train/loss": 5.0, f"fp8_underflow/{CASE.guilty}": math.nan},
+        },
+        {
+            "kind": "metrics",
+            "step": 2,
+            "metrics": {"train/loss": 4.0, f"fp8_underflow/{CASE.guilty}": 0.5},
+        },
+        {
+            "kind": "event",
+            "step": 3,
+            "code": "precision.switched",
+            "demote": [CASE.layer],
+            "promote": [],
+        },
         {"kind": "metrics", "step": 4, "metrics": {"val/loss": 3.0}},
     ]
-    (tmp_path / "journal.jsonl").write_bytes(b"".join(encode({**row, "attempt": 1}) for row in rows))
+    (tmp_path / "journal.jsonl").write_bytes(
+        b"".join(encode({**row, "attempt": 1}) for row in rows)
+    )
     (tmp_path / "outcome.json").write_text(json.dumps({"val_loss": 3.0}))
     found = look(tmp_path)
     assert found["loss"] == [(1, 5.0), (2, 4.0)]
@@ -69,9 +85,13 @@ def test_the_picture_has_each_run_its_mean_and_the_step_of_the_demotion() -> Non
         assert points(above, name) == pytest.approx(mean), "of seeds 0 and 2"
     assert "step 20" in above.texts[0].get_text()
     assert marks(above) == marks(below) == [20]
-    assert points(below, LOOKS["plain"][2]) == pytest.approx({step: step / 40 for step in range(10, 41)})
+    assert points(below, LOOKS["plain"][2]) == pytest.approx(
+        {step: step / 40 for step in range(10, 41)}
+    )
     used = {step: step / 40 for step in range(10, 21)}
-    assert points(below, LOOKS["fallback"][2]) == pytest.approx(used), "then FP8's values are not used"
+    assert points(below, LOOKS["fallback"][2]) == pytest.approx(used), (
+        "then FP8's values are not used"
+    )
 
 
 def test_seeds_that_sample_other_steps_have_a_mean_too() -> None:
@@ -79,7 +99,9 @@ def test_seeds_that_sample_other_steps_have_a_mean_too() -> None:
     results[1]["runs"]["plain"]["underflow"] = [(step, step / 20) for step in range(7, 40, 10)]
     above, below = picture(results).axes
     mean = points(below, LOOKS["plain"][2])
-    assert mean == pytest.approx({step: 1.5 * step / 40 for step in range(10, 38)}), "where both have values"
+    assert mean == pytest.approx({step: 1.5 * step / 40 for step in range(10, 38)}), (
+        "where both have values"
+    )
     assert "step 20 or 25" in above.texts[0].get_text()
 
 
@@ -87,7 +109,9 @@ def test_a_run_without_a_demotion_gets_no_mark() -> None:
     above, below = picture([result(0, None)]).axes
     assert not above.texts
     assert marks(above) == marks(below) == []
-    assert points(below, LOOKS["fallback"][2]) == pytest.approx({step: step / 40 for step in range(10, 41)})
+    assert points(below, LOOKS["fallback"][2]) == pytest.approx(
+        {step: step / 40 for step in range(10, 41)}
+    )
 
 
 def test_a_line_of_the_table_has_the_differences_and_both_steps() -> None:
@@ -96,12 +120,16 @@ def test_a_line_of_the_table_has_the_differences_and_both_steps() -> None:
         assert figure in line
 
 
-@pytest.mark.slow
-def test_one_layer_leaves_fp8_and_that_saves_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.nightly
+def test_one_layer_leaves_fp8_and_that_saves_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, drawn = tmp_path / "demotion.json", tmp_path / "demotion.png"
     main(["--seeds", "0", "--out", str(out), "--picture", str(drawn)])
     (found,) = json.loads(out.read_text())["results"]
-    bf16, plain, fallback = (found["runs"][kind]["val_loss"] for kind in ("bf16", "plain", "fallback"))
+    bf16, plain, fallback = (
+        found["runs"][kind]["val_loss"] for kind in ("bf16", "plain", "fallback")
+    )
     assert plain > 1.1 * bf16, "the fault fired"
     assert fallback == pytest.approx(bf16, rel=0.01)
     assert [switch["demote"] for switch in found["runs"]["fallback"]["switches"]] == [[CASE.layer]]

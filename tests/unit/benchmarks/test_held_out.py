@@ -21,7 +21,9 @@ def own_precision() -> Iterator[None]:
 
 
 def test_what_fp8_holds_is_not_lost() -> None:
-    x = torch.exp2(torch.randint(-4, 4, (8, 8), generator=torch.Generator().manual_seed(0)).double())
+    x = torch.exp2(
+        torch.randint(-4, 4, (8, 8), generator=torch.Generator().manual_seed(0)).double()
+    )
     oracle = Oracle()
     oracle.step(x, x, x)
     assert oracle.step(x, x, x) < 1e-12, "powers of two within range"
@@ -43,7 +45,9 @@ def test_the_oracle_rounds_as_the_layer_does() -> None:
     def look(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         seen.update(x=given[0].float(), out=out.float())
 
-    layer.register_forward_hook(look, prepend=True)  # before the benchmark puts the faultless output in its place
+    layer.register_forward_hook(
+        look, prepend=True
+    )  # before the benchmark puts the faultless output in its place
     oracle = bench.oracle.copy()
     bench.run(HEALTHY, 0, DUTIES["every step"], 1)
     x, weight = oracle.rounded("input", seen["x"]), oracle.rounded("weight", bench.healthy)
@@ -69,7 +73,11 @@ def test_a_fault_is_told_with_its_harm_and_leaves_nothing_behind(bench: Bench) -
 
 
 def test_a_verdict_weighs_what_was_done_against_the_harm() -> None:
-    told = {(left, harm): verdict({"left": left, "harm": harm}) for left in (0, 6) for harm in (0.05, 0.15, HARMFUL)}
+    told = {
+        (left, harm): verdict({"left": left, "harm": harm})
+        for left in (0, 6)
+        for harm in (0.05, 0.15, HARMFUL)
+    }
     assert told == {
         (0, 0.05): "quiet",
         (0, 0.15): "quiet",

@@ -22,7 +22,11 @@ def page(name: str) -> str:
 
 
 def figures(record: str, row: str) -> dict[str, Any]:
-    return next(each["figures"] for each in read_json(RESULTS / f"{record}.json")["rows"] if each["name"] == row)
+    return next(
+        each["figures"]
+        for each in read_json(RESULTS / f"{record}.json")["rows"]
+        if each["name"] == row
+    )
 
 
 STEPS = [
@@ -40,7 +44,11 @@ STEPS = [
 @pytest.mark.parametrize(("record", "row"), STEPS)
 def test_a_step_over_bf16s_is_the_records(record: str, row: str) -> None:
     timed = figures(record, row)["contenders"]
-    ratio, seconds, plain = timed["fp8"]["ratio"], timed["fp8"]["seconds"], timed["16 bit"]["seconds"]
+    ratio, seconds, plain = (
+        timed["fp8"]["ratio"],
+        timed["fp8"]["seconds"],
+        timed["16 bit"]["seconds"],
+    )
     spread = f"{ratio['median']:.3f}", f"({ratio['min']:.3f} to {ratio['max']:.3f})"
     times = f"{1e3 * seconds['median']:.1f} ms over {1e3 * plain['median']:.1f} ms"
     text = page("studies/hopper.md").replace("**", "")
@@ -52,7 +60,10 @@ def test_what_the_estimate_said_beside_a_card_is_the_records() -> None:
     fp8, plain, ratio = found["fp8"], found["16 bit"], found["ratio"]
     said = f"{fp8['predicted_ms']:.1f} ms for {fp8['measured_ms']:.1f}"
     guide = page("guide/estimate.md")
-    assert f"{said} in FP8, {plain['predicted_ms']:.1f} for {plain['measured_ms']:.1f} in bf16" in guide
+    assert (
+        f"{said} in FP8, {plain['predicted_ms']:.1f} for {plain['measured_ms']:.1f} in bf16"
+        in guide
+    )
     assert f"{ratio['predicted']:.2f} of bf16's step for {ratio['measured']:.2f}" in guide
     for place in ("studies/hopper.md", "studies/benchmarks.md", "guide/estimate.md"):
         assert f"{fp8['measured_ms']:.1f}" in page(place)
@@ -68,7 +79,9 @@ def test_the_mfu_of_the_steps_is_by_the_harnesss_own_count() -> None:
     with torch.device("meta"):
         model = build(**args)
     tokens = torch.zeros(1, sizes["context"], dtype=torch.int64)
-    flops = training_flops(model, Task(model, "harness.models.gpt:build"), {"inputs": tokens, "targets": tokens})
+    flops = training_flops(
+        model, Task(model, "harness.models.gpt:build"), {"inputs": tokens, "targets": tokens}
+    )
     card = CARDS["H100"]
 
     def shares(record: str, row: str) -> str:

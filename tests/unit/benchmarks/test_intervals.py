@@ -9,7 +9,17 @@ import pytest
 from benchmarks.intervals import binomial_upper, samples_needed, t_interval, t_quantile
 
 # Two-sided 95% points of Student's t as printed in textbooks.
-TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 7: 2.365, 10: 2.228, 15: 2.131, 30: 2.042, 120: 1.980}
+TABLE = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    5: 2.571,
+    7: 2.365,
+    10: 2.228,
+    15: 2.131,
+    30: 2.042,
+    120: 1.980,
+}
 
 
 @pytest.mark.parametrize("degrees", TABLE)
@@ -22,7 +32,10 @@ def test_t_interval_by_hand() -> None:
     found = t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (found.n, found.mean) == (5, 3.0)
     assert found.sd == pytest.approx(math.sqrt(2.5))
-    assert (found.low, found.high) == (pytest.approx(3 - 1.963243, abs=1e-5), pytest.approx(3 + 1.963243, abs=1e-5))
+    assert (found.low, found.high) == (
+        pytest.approx(3 - 1.963243, abs=1e-5),
+        pytest.approx(3 + 1.963243, abs=1e-5),
+    )
 
 
 def test_one_value_has_no_interval() -> None:

@@ -23,7 +23,10 @@ def test_the_table_names_every_loop_and_nothing_is_written(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny")]
     assert [line[12:29].strip() for line in lines] == [*loop.LOOPS, *loop.LOOPS]
     missing = [line for line in lines if "pip install" in line]
-    assert [line.partition("pip install ")[2] for line in missing] == 2 * ["accelerate", "lightning-fabric"]
+    assert [line.partition("pip install ")[2] for line in missing] == 2 * [
+        "accelerate",
+        "lightning-fabric",
+    ]
     assert list(tmp_path.iterdir()) == []
 
 

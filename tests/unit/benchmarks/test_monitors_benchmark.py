@@ -25,8 +25,10 @@ def test_the_loop_and_the_pass_agree_on_the_same_gradients() -> None:
     assert not tutorial(params, zeros=False)[1]
 
 
-@pytest.mark.slow
-def test_a_small_benchmark_ends_with_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.nightly
+def test_a_small_benchmark_ends_with_all_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "monitors.json"
     small = ["--sizes", "1", "--step-size", "1", "--tokens", "64", "--steps", "2", "--rounds", "1"]
     main([*small, "--out", str(out)])

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import FIXED, RECIPE, judge, pair_up, perturbed_gpt, run_folder, settings, show, train
+from benchmarks.parity import (
+    FIXED,
+    RECIPE,
+    judge,
+    pair_up,
+    perturbed_gpt,
+    run_folder,
+    settings,
+    show,
+    train,
+)
 from harness.core.config import load_config
 from harness.models import build_model, gpt
 
@@ -26,7 +36,9 @@ TINY = [
 
 def _ulps(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as integers that count fp32 values."""
-    bits = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(torch.int32)
+    bits = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).view(
+        torch.int32
+    )
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
@@ -46,9 +58,17 @@ def test_a_control_moves_every_weight_by_one_ulp_either_way(ulp_bits: int, ulp: 
 
 def test_the_ulp_of_bf16_changes_the_products_that_of_fp32_hardly() -> None:
     seen: list[torch.Tensor] = []
-    for model in (gpt.build, partial(perturbed_gpt, coin=1), partial(perturbed_gpt, coin=1, ulp_bits=16)):
+    for model in (
+        gpt.build,
+        partial(perturbed_gpt, coin=1),
+        partial(perturbed_gpt, coin=1, ulp_bits=16),
+    ):
         torch.manual_seed(3)
-        seen.append(torch.cat([parameter.detach().flatten() for parameter in model(**SIZES).parameters()]).bfloat16())
+        seen.append(
+            torch.cat(
+                [parameter.detach().flatten() for parameter in model(**SIZES).parameters()]
+            ).bfloat16()
+        )
     plain, faint, plainly = seen
     assert (faint != plain).double().mean() < 0.001
     assert (plainly != plain).double().mean() > 0.999
@@ -65,14 +85,25 @@ def test_the_kinds_differ_in_nothing_but_the_weights_of_the_controls() -> None:
         torch.manual_seed(7)
         plain = build_model(bf16.model)
         torch.manual_seed(7)
-        moves[kind] = (_ulps(build_model(configs[kind].model)) - _ulps(plain)).abs().unique().tolist()
+        moves[kind] = (
+            (_ulps(build_model(configs[kind].model)) - _ulps(plain)).abs().unique().tolist()
+        )
     assert moves == {"fp32_ulp": [1], "bf16_ulp": [2**16]}
 
 
 def test_overrides_win_over_what_the_study_sets_and_reach_the_control() -> None:
-    config = load_config("quickstart", settings("bf16_ulp", 0, ["data.val_samples=9", "model.args.dim=64"]))
+    config = load_config(
+        "quickstart", settings("bf16_ulp", 0, ["data.val_samples=9", "model.args.dim=64"])
+    )
     assert config.data.val_samples == 9
-    assert config.model.args == {"dim": 64, "layers": 4, "heads": 4, "tied": False, "coin": 0, "ulp_bits": 16}
+    assert config.model.args == {
+        "dim": 64,
+        "layers": 4,
+        "heads": 4,
+        "tied": False,
+        "coin": 0,
+        "ulp_bits": 16,
+    }
     assert "tracking.fp8_every=1" in FIXED
 
 
@@ -89,14 +120,21 @@ def test_the_claim_compares_the_upper_ends() -> None:
 
 
 def test_a_study_with_too_few_seeds_says_so() -> None:
-    spread = [0.004, -0.004, 0.0, 0.0]  # sd 0.327%: 9 seeds, since 2.3060 * 0.327% / 3 = 0.251% and n = 10: 0.234%
+    spread = [
+        0.004,
+        -0.004,
+        0.0,
+        0.0,
+    ]  # sd 0.327%: 9 seeds, since 2.3060 * 0.327% / 3 = 0.251% and n = 10: 0.234%
     verdict = judge(spread, {"control": spread})
     assert verdict.holds == {"control": True}
     assert verdict.seeds_needed == 10
     assert "4 are TOO FEW" in str(verdict)
 
 
-def test_differences_are_relative_to_bf16_of_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_relative_to_bf16_of_the_same_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     losses = {0: (2.02, 2.0, 1.98, 2.0), 4: (3.0, 3.0, 3.3, 2.7)}  # in the order of RECIPE
     results = {
         (kind, seed): {"val_loss": loss, "switches": 3 if (kind, seed) == ("fp8", 4) else 0}
@@ -104,15 +142,29 @@ def test_differences_are_relative_to_bf16_of_the_same_seed(capsys: pytest.Captur
         for kind, loss in zip(RECIPE, row, strict=True)
     }
     first, second = pairs = pair_up(results, [0, 4])
-    assert first["relative_difference"] == pytest.approx({"fp8": 0.01, "fp32_ulp": -0.01, "bf16_ulp": 0.0})
-    assert second["relative_difference"] == pytest.approx({"fp8": 0.0, "fp32_ulp": 0.1, "bf16_ulp": -0.1})
+    assert first["relative_difference"] == pytest.approx(
+        {"fp8": 0.01, "fp32_ulp": -0.01, "bf16_ulp": 0.0}
+    )
+    assert second["relative_difference"] == pytest.approx(
+        {"fp8": 0.0, "fp32_ulp": 0.1, "bf16_ulp": -0.1}
+    )
     assert (first["switches"], second["switches"]) == (0, 3)
     show(pairs, judge([0.01, 0.0], {"fp32_ulp": [-0.01, 0.1]}))
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2].split() == ["0", "2.0000", "2.0200", "+1.000%", "1.9800", "-1.000%", "2.0000", "+0.000%", "0"]
+    assert printed[2].split() == [
+        "0",
+        "2.0000",
+        "2.0200",
+        "+1.000%",
+        "1.9800",
+        "-1.000%",
+        "2.0000",
+        "+0.000%",
+        "0",
+    ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, "bf16_ulp", 1)
     folder.mkdir(parents=True)

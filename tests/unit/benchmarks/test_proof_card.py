@@ -19,7 +19,12 @@ from harness.capability.probe import Device, MachineFacts
 
 CPU = torch.device("cpu")
 FIELDS = ("driver_version", "power.limit", "clocks.max.sm")
-H100 = MachineFacts(torch_version="2.13.0", torch_cuda="13.0", cuda_available=True, devices=(Device("H", (9, 0), 1),))
+H100 = MachineFacts(
+    torch_version="2.13.0",
+    torch_cuda="13.0",
+    cuda_available=True,
+    devices=(Device("H", (9, 0), 1),),
+)
 
 
 @pytest.fixture
@@ -36,8 +41,15 @@ def says(path: Path, script: str) -> None:
 
 
 def test_the_driver_s_tool_is_asked_about_the_card_that_torch_uses(smi: Path) -> None:
-    says(smi, 'case "$*" in *GPU-1234*) echo "580.65, 700.00, 1980";; *) echo "1, 2, 3"; echo "1, 2, 3";; esac')
-    assert card.nvidia_smi(FIELDS) == {"driver_version": "580.65", "power.limit": "700.00", "clocks.max.sm": "1980"}
+    says(
+        smi,
+        'case "$*" in *GPU-1234*) echo "580.65, 700.00, 1980";; *) echo "1, 2, 3"; echo "1, 2, 3";; esac',
+    )
+    assert card.nvidia_smi(FIELDS) == {
+        "driver_version": "580.65",
+        "power.limit": "700.00",
+        "clocks.max.sm": "1980",
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,8 +112,14 @@ def test_what_compiling_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     ("facts", "why"),
     [
         (MachineFacts(torch_version="2.13.0+cpu"), "is a CPU build"),
-        (MachineFacts(torch_version="2.13.0", torch_cuda="13.0", torch_error="error 802"), "error 802"),
-        (MachineFacts(torch_version="2.13.0", torch_cuda="13.0", cuda_visible_devices=""), "CUDA_VISIBLE_DEVICES"),
+        (
+            MachineFacts(torch_version="2.13.0", torch_cuda="13.0", torch_error="error 802"),
+            "error 802",
+        ),
+        (
+            MachineFacts(torch_version="2.13.0", torch_cuda="13.0", cuda_visible_devices=""),
+            "CUDA_VISIBLE_DEVICES",
+        ),
     ],
 )
 def test_why_there_is_no_card(facts: MachineFacts, why: str) -> None:
@@ -112,13 +130,19 @@ def test_an_action_that_fails_takes_no_other_with_it() -> None:
     def fails() -> None:
         raise RuntimeError("no kernel for this card")
 
-    times, reasons = in_turns({"fails": fails, "works": lambda: None}, CPU, 1e-4, 5, time.monotonic() + 600)
+    times, reasons = in_turns(
+        {"fails": fails, "works": lambda: None}, CPU, 1e-4, 5, time.monotonic() + 600
+    )
     assert reasons == {"fails": "RuntimeError: no kernel for this card"}
     assert len(times["works"]) == 5
-    assert len(in_turns({"works": lambda: None}, CPU, 1e-4, 5, time.monotonic())[0]["works"]) == 1, "at the deadline"
+    assert (
+        len(in_turns({"works": lambda: None}, CPU, 1e-4, 5, time.monotonic())[0]["works"]) == 1
+    ), "at the deadline"
 
 
-def test_what_does_not_fit_is_tried_smaller_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_tried_smaller_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     task = Task(rehearsal=False, deadline=time.monotonic() + 600, folder=tmp_path, keep=tmp_path)
     closed: list[str] = []
@@ -140,7 +164,9 @@ def test_what_does_not_fit_is_tried_smaller_and_named(tmp_path: Path, monkeypatc
         training.at_the_largest(task, training.SIZES[:1], measure)
 
 
-@pytest.mark.parametrize(("free", "largest"), [(79, 4096), (44, 2048), (22, 2048), (14, 1024), (2, 1024)])
+@pytest.mark.parametrize(
+    ("free", "largest"), [(79, 4096), (44, 2048), (22, 2048), (14, 1024), (2, 1024)]
+)
 def test_the_size_goes_by_the_memory_that_is_free(
     free: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

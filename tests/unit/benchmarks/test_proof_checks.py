@@ -31,7 +31,13 @@ def test_broken(broken): pass
 
 
 def task(folder: Path, seconds: float = 600.0, **earlier: Any) -> Task:
-    return Task(rehearsal=False, deadline=time.monotonic() + seconds, folder=folder, keep=folder, earlier=earlier)
+    return Task(
+        rehearsal=False,
+        deadline=time.monotonic() + seconds,
+        folder=folder,
+        keep=folder,
+        earlier=earlier,
+    )
 
 
 @pytest.fixture
@@ -67,7 +73,9 @@ def test_tests_that_all_pass_pass(gpu_tests: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["import pytest\n", "import no_such_module\n"])
-def test_no_tests_and_tests_that_cannot_be_collected(gpu_tests: Path, tmp_path: Path, text: str) -> None:
+def test_no_tests_and_tests_that_cannot_be_collected(
+    gpu_tests: Path, tmp_path: Path, text: str
+) -> None:
     gpu_tests.write_text(text)
     if "no_such" in text:
         answer = checks.tests(task(tmp_path))
@@ -78,7 +86,9 @@ def test_no_tests_and_tests_that_cannot_be_collected(gpu_tests: Path, tmp_path: 
 
 
 def test_a_test_that_hangs_is_a_failure(gpu_tests: Path, tmp_path: Path) -> None:
-    gpu_tests.write_text("import pytest, time\npytestmark = pytest.mark.gpu\ndef test_long(): time.sleep(600)\n")
+    gpu_tests.write_text(
+        "import pytest, time\npytestmark = pytest.mark.gpu\ndef test_long(): time.sleep(600)\n"
+    )
     try:
         failed = checks.tests(task(tmp_path, seconds=12.0)).failed
     except RuntimeError as error:
@@ -88,7 +98,10 @@ def test_a_test_that_hangs_is_a_failure(gpu_tests: Path, tmp_path: Path) -> None
 
 def row(peak: float) -> dict[str, Any]:
     contender = {"peak": peak, "seconds": {"median": 0.1}, "ratio": {"median": 1.1}}
-    kinds = {"fp8": contender | {"rung": "native:fp8"}, "16 bit": contender | {"rung": "autocast:bf16"}}
+    kinds = {
+        "fp8": contender | {"rung": "native:fp8"},
+        "16 bit": contender | {"rung": "autocast:bf16"},
+    }
     return {"backend": "native", "model": {**TOY.args, "context": TOY.context}, "contenders": kinds}
 
 
@@ -97,7 +110,9 @@ def test_memory_is_held_against_the_estimate(tmp_path: Path) -> None:
     far = checks.estimated(task(tmp_path, machine={"card": CARD}, native=row(1.0)))
     assert "native:fp8" in far.failed
     assert "autocast:bf16" in far.failed
-    predicted = {kind: far.figures["rows"]["native"][kind]["predicted_gib"] for kind in ("fp8", "16 bit")}
+    predicted = {
+        kind: far.figures["rows"]["native"][kind]["predicted_gib"] for kind in ("fp8", "16 bit")
+    }
     near = row(1.0)
     for kind, gib in predicted.items():
         near["contenders"][kind] = near["contenders"][kind] | {"peak": 1.05 * gib * 2**30}
@@ -117,12 +132,16 @@ def test_cards_and_rows_that_the_estimate_has_not(tmp_path: Path) -> None:
     with pytest.raises(NotHere, match="no row before"):
         checks.estimated(task(tmp_path, machine={"card": CARD}))
     with pytest.raises(NotHere, match="knows no Some Other Card"):
-        checks.estimated(task(tmp_path, machine={"card": {**CARD, "name": "Some Other Card"}}, native=row(1.0)))
+        checks.estimated(
+            task(tmp_path, machine={"card": {**CARD, "name": "Some Other Card"}}, native=row(1.0))
+        )
     with pytest.raises(NotHere, match="harness estimate ended with"):
         checks.predict(["--card", "no such card"], 600)
 
 
-def test_a_version_without_the_fused_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_without_the_fused_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(NotHere, match="no fused kernel"):
         checks.kernels(task(tmp_path))

@@ -54,11 +54,21 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     out = tmp_path / "a folder"
     rows = ["machine", "launch", "kernels"]
     code, output = proof(
-        "--rehearse", "--only", *rows, "--out", str(out), LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0"
+        "--rehearse",
+        "--only",
+        *rows,
+        "--out",
+        str(out),
+        LC_ALL="C",
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
     )
     assert code == 0, output
     assert page.REHEARSAL in output
-    assert [path.name for path in sorted(out.iterdir())] == ["rehearsal_cpu.json", "rehearsal_cpu.md"]
+    assert [path.name for path in sorted(out.iterdir())] == [
+        "rehearsal_cpu.json",
+        "rehearsal_cpu.md",
+    ]
     found = json.loads((out / "rehearsal_cpu.json").read_text())
     check(found)
     assert found["rehearsal"] is True
@@ -83,14 +93,27 @@ def test_a_whole_rehearsal(tmp_path: Path) -> None:
     assert found["complete"]
     status = {row["name"]: row["status"] for row in found["rows"]}
     assert list(status) == [row.name for row in ROWS]
-    run = {"machine", "gemm", "bandwidth", "attention", "launch", "native", "native_compiled", "watching", "saves"}
+    run = {
+        "machine",
+        "gemm",
+        "bandwidth",
+        "attention",
+        "launch",
+        "native",
+        "native_compiled",
+        "watching",
+        "saves",
+    }
     assert {name for name in run if status[name] != "passed"} == set()
     assert {name for name, each in status.items() if each == "failed"} == set()
     rows = {row["name"]: row for row in found["rows"]}
     assert all(row["reason"] for row in rows.values() if row["status"] == "not run")
     assert "needs an NVIDIA GPU" in rows["tests"]["reason"], "pytest's own reason"
     contenders = rows["native"]["figures"]["contenders"]
-    assert (contenders["fp8"]["rung"], contenders["16 bit"]["rung"]) == ("native:fp8", "autocast:bf16")
+    assert (contenders["fp8"]["rung"], contenders["16 bit"]["rung"]) == (
+        "native:fp8",
+        "autocast:bf16",
+    )
     assert 0 < contenders["fp8"]["ratio"]["min"] <= contenders["fp8"]["ratio"]["median"]
     assert rows["watching"]["figures"]["snapshots"], "what is timed as shipped takes snapshots"
 
@@ -127,16 +150,22 @@ def on_paper(card: str, row: str, folder: Path) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     target = next(each.target for each in ROWS if each.name == row)
     command = [sys.executable, str(HERE / "proof_on_paper.py"), card, target, str(folder)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=MINUTES)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=MINUTES
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     found = on_paper("H100", "machine", tmp_path)
     card = found["figures"]["card"]
-    assert (card["name"], card["capability"], card["mig"]) == ("NVIDIA H100 80GB HBM3", [9, 0], False)
+    assert (card["name"], card["capability"], card["mig"]) == (
+        "NVIDIA H100 80GB HBM3",
+        [9, 0],
+        False,
+    )
     assert not found["figures"]["problem"]
 
 
@@ -144,8 +173,8 @@ def test_what_a_card_is_called_on_paper(tmp_path: Path) -> None:
     ("card", "kinds"),
     [
         ("H100", {"bf16", "fp16", "fp8", "fp8_precise", "fp8_gradient"}),
-        pytest.param("A100-80GB", {"bf16", "fp16"}, marks=pytest.mark.slow),
-        pytest.param("T4", {"fp16"}, marks=pytest.mark.slow),
+        pytest.param("A100-80GB", {"bf16", "fp16"}, marks=pytest.mark.nightly),
+        pytest.param("T4", {"fp16"}, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.slow
@@ -156,22 +185,27 @@ def test_gemms_on_paper(card: str, kinds: set[str], tmp_path: Path) -> None:
     assert found["size"] == 8192
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("card", "kernel"), [("H100", "FLASH_ATTENTION"), ("T4", "EFFICIENT_ATTENTION")])
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("card", "kernel"), [("H100", "FLASH_ATTENTION"), ("T4", "EFFICIENT_ATTENTION")]
+)
 def test_attention_on_paper(card: str, kernel: str, tmp_path: Path) -> None:
     assert on_paper(card, "attention", tmp_path)["figures"]["kernel"] == kernel
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", ["bandwidth", "launch"])
 def test_the_rest_of_the_card_on_paper(row: str, tmp_path: Path) -> None:
     assert on_paper("H100", row, tmp_path)["summary"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "row", "width"),
-    [("H100", "native", 4096), ("L4", "native", 2048), ("T4", "watching", 1024)],
+    [
+        pytest.param("H100", "native", 4096, marks=pytest.mark.slow),
+        pytest.param("L4", "native", 2048, marks=pytest.mark.nightly),
+        pytest.param("T4", "watching", 1024, marks=pytest.mark.nightly),
+    ],
 )
 def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None:
     """The largest size whose states fit the card, through the trainer's own path."""
@@ -179,7 +213,10 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
     assert not found["failed"]
     assert f"width {width}" in found["figures"]["size"]
     if row != "watching":
-        peaks = {name: contender["peak"] / 2**30 for name, contender in found["figures"]["contenders"].items()}
+        peaks = {
+            name: contender["peak"] / 2**30
+            for name, contender in found["figures"]["contenders"].items()
+        }
         state = 16 * SIZES[0 if width == 4096 else 1].parameters / 2**30
         assert all(state < peak < 1.6 * state for peak in peaks.values()), peaks
 
@@ -188,12 +225,16 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
 def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> None:
     found = on_paper("H100", "syncs", tmp_path)
     ran = {name for name, why in found["figures"]["rungs"].items() if not why}
-    assert {"16 bit, statistics at every step", "native, statistics at every step", "native, statistics off"} <= ran
+    assert {
+        "16 bit, statistics at every step",
+        "native, statistics at every step",
+        "native, statistics off",
+    } <= ran
     assert found["sync_modes"] == ["error", "default"] * len(ran)
     assert not found["failed"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saves_on_paper(tmp_path: Path) -> None:
     assert on_paper("H100", "saves", tmp_path)["figures"]["saves"] >= 2
 

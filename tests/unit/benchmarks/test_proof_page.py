@@ -30,7 +30,11 @@ SOURCE = {"commit": "a" * 40, "changed": [], "sha256": "b" * 64, "why": ""}
 
 def outcome(name: str, figures: dict[str, Any], **over: Any) -> dict[str, Any]:
     row = next(row for row in ROWS if row.name == name)
-    return command.skipped(row, "") | {"status": "passed", "summary": "said", "figures": figures, "seconds": 1.0} | over
+    return (
+        command.skipped(row, "")
+        | {"status": "passed", "summary": "said", "figures": figures, "seconds": 1.0}
+        | over
+    )
 
 
 def spread(value: float) -> dict[str, float]:
@@ -43,14 +47,21 @@ def rows() -> list[dict[str, Any]]:
         outcome("machine", machine),
         outcome("gemm", {"flops": {"bf16": spread(7e14), "fp8": spread(1.3e15)}}),
         outcome("bandwidth", {"rate": {"copy": spread(2.9e12)}}),
-        outcome("attention", {"flops": {"both": spread(4e14)}}, status="failed", reason="it | broke\nin two"),
+        outcome(
+            "attention",
+            {"flops": {"both": spread(4e14)}},
+            status="failed",
+            reason="it | broke\nin two",
+        ),
         outcome("launch", {"seconds": spread(3e-6), "context_bytes": 600 * 2**20}),
     ]
 
 
 def proof(made: list[dict[str, Any]], rehearsal: bool = False) -> dict[str, Any]:
     text = "python -m benchmarks.proof"
-    return page.record(made, rehearsal=rehearsal, complete=True, command=text, date="2030-01-01", minutes=9.0)
+    return page.record(
+        made, rehearsal=rehearsal, complete=True, command=text, date="2030-01-01", minutes=9.0
+    )
 
 
 def check(found: dict[str, Any]) -> None:
@@ -82,7 +93,11 @@ def test_a_proof_has_its_form_and_calibrates_the_estimate(tmp_path: Path) -> Non
     (tmp_path / "proof.json").write_text(json.dumps(found))
     read = read_calibration(tmp_path / "proof.json", CARDS["H100"])
     assert read.calibrated
-    assert (read.rates.gemm_half, read.rates.gemm_fp8, read.rates.bandwidth) == (7e14, 1.3e15, 2.9e12)
+    assert (read.rates.gemm_half, read.rates.gemm_fp8, read.rates.bandwidth) == (
+        7e14,
+        1.3e15,
+        2.9e12,
+    )
     assert (read.rates.launch_seconds, read.rates.context_bytes) == (3e-6, 600 * 2**20)
     assert found["roofline"]["attention"] is None, "that row failed"
 
@@ -101,11 +116,21 @@ def test_a_card_that_is_not_whole_or_idle_calibrates_nothing(what: str, tmp_path
 def test_the_table_has_a_line_for_every_row_and_survives_any_text() -> None:
     text = page.markdown(proof(rows()))
     table = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in table] == [row["name"] for row in rows()]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table] == [
+        row["name"] for row in rows()
+    ]
     for line in table:
         assert line.replace("\\|", "").count("|") == 6
     assert "**failed** | it \\| broke in two; said" in text
-    for value in ("NVIDIA H100", "9.0", "580.65.06", "700.00", "torch 2.13.0", "a" * 40, "python -m benchmarks.proof"):
+    for value in (
+        "NVIDIA H100",
+        "9.0",
+        "580.65.06",
+        "700.00",
+        "torch 2.13.0",
+        "a" * 40,
+        "python -m benchmarks.proof",
+    ):
         assert value in text
     assert "as committed" in text
 
@@ -136,8 +161,13 @@ def test_nothing_private_is_left(tmp_path: Path) -> None:
     ]  # fmt: skip
     made = rows()
     for number, text in enumerate(private):
-        made[number % 5]["figures"][f"key {text}/x"] = [{"deep": f"a {text}/file.py, {text}: line {number}"}]
-        made[number % 5]["log"] = [*made[number % 5].get("log", []), f'File "{text}/harness/run.py", {text}']
+        made[number % 5]["figures"][f"key {text}/x"] = [
+            {"deep": f"a {text}/file.py, {text}: line {number}"}
+        ]
+        made[number % 5]["log"] = [
+            *made[number % 5].get("log", []),
+            f'File "{text}/harness/run.py", {text}',
+        ]
     made[3]["reason"] = " ".join(private)
     clean = scrubber.all(proof(made))
     check(clean)
@@ -161,7 +191,11 @@ def test_what_rows_kept_is_stored_beside_the_results_as_it_was(tmp_path: Path) -
     keep, out = tmp_path / "keep", tmp_path / "out"
     keep.mkdir()
     out.mkdir()
-    golden = {"gpu": CARD["name"], "sequences": [], "casts": [{"format": "e4m3", "scale": 1.0, "runs": [[0, 0]]}]}
+    golden = {
+        "gpu": CARD["name"],
+        "sequences": [],
+        "casts": [{"format": "e4m3", "scale": 1.0, "runs": [[0, 0]]}],
+    }
     (keep / "te_golden.json").write_text(json.dumps(golden))
     files = command.write(proof(rows()), out, keep)
     stem = "proof_nvidia_h100_80gb_hbm3"
@@ -170,7 +204,10 @@ def test_what_rows_kept_is_stored_beside_the_results_as_it_was(tmp_path: Path) -
 
 
 def test_records_of_transformer_engine_agree_with_the_native_backend() -> None:
-    files = [*sorted(te_golden.FOLDER.glob("*.json")), *sorted(RESULTS.glob("proof_*_te_golden.json"))]
+    files = [
+        *sorted(te_golden.FOLDER.glob("*.json")),
+        *sorted(RESULTS.glob("proof_*_te_golden.json")),
+    ]
     assert files
     said: list[str] = []
     assert te_golden.main(["--check", *map(str, files)], show=said.append) == 0, "\n".join(said)

@@ -35,7 +35,9 @@ def run(tmp_path: Path, function: str, seconds: float = MINUTES, **extra: str) -
         folder.mkdir(exist_ok=True)
     environ = environment(work, True, os.environ | {"PYTHONPATH": str(HERE)} | extra)
     row = Row(function, "Does it?", (), 1, f"proof_rows:{function}")
-    return run_row(row, seconds, work, rehearsal=True, environ=environ, earlier={"machine": {}}, keep=keep)
+    return run_row(
+        row, seconds, work, rehearsal=True, environ=environ, earlier={"machine": {}}, keep=keep
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,11 @@ def alive(pid: int) -> bool:
 
 def test_a_row_that_is_well(tmp_path: Path) -> None:
     outcome = run(tmp_path, "fine")
-    assert (outcome["status"], outcome["reason"], outcome["summary"]) == ("passed", "", "all is well")
+    assert (outcome["status"], outcome["reason"], outcome["summary"]) == (
+        "passed",
+        "",
+        "all is well",
+    )
     assert outcome["figures"] == {"number": 1, "told": ["machine"]}
     assert (tmp_path / "keep" / "kept.json").exists()
 
@@ -76,7 +82,9 @@ def test_a_row_that_is_well(tmp_path: Path) -> None:
         ("no_such_function", "failed", "AttributeError"),
     ],
 )
-def test_a_bad_row_becomes_a_reason(tmp_path: Path, function: str, status: str, reason: str) -> None:
+def test_a_bad_row_becomes_a_reason(
+    tmp_path: Path, function: str, status: str, reason: str
+) -> None:
     outcome = run(tmp_path, function)
     assert outcome["status"] == status
     assert reason in outcome["reason"]
@@ -106,7 +114,9 @@ def hang(tmp_path: Path) -> list[int]:
     return found
 
 
-def test_a_row_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, adopting: None) -> None:
+def test_a_row_that_hangs_is_killed_with_all_that_it_started(
+    tmp_path: Path, adopting: None
+) -> None:
     others = children_of(os.getpid())
     assert [pid for pid in hang(tmp_path) if alive(pid)] == []
     assert children_of(os.getpid()) <= others
@@ -169,17 +179,37 @@ def test_a_machine_that_has_everything_lacks_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "rows", "reason"),
     [
-        ({"card": {"capability": [7, 5]}}, {"kernels", "golden", "native", "te", "torchao", "estimated"}, "has 7.5"),
+        (
+            {"card": {"capability": [7, 5]}},
+            {"kernels", "golden", "native", "te", "torchao", "estimated"},
+            "has 7.5",
+        ),
         ({"card": None}, {"kernels", "golden", "syncs", "estimated"}, "needs a card"),
-        ({"no_compiling": "no compiler"}, {"kernels", "native_compiled", "torchao_compiled"}, "no compiler"),
-        ({"packages": ["pytest"]}, {"native", "watching", "saves", "syncs"}, "needs numpy, pydantic"),
-        ({"packages": [*H100["packages"][:2], "rich", "safetensors", "yaml"]}, {"tests"}, "needs pytest"),
+        (
+            {"no_compiling": "no compiler"},
+            {"kernels", "native_compiled", "torchao_compiled"},
+            "no compiler",
+        ),
+        (
+            {"packages": ["pytest"]},
+            {"native", "watching", "saves", "syncs"},
+            "needs numpy, pydantic",
+        ),
+        (
+            {"packages": [*H100["packages"][:2], "rich", "safetensors", "yaml"]},
+            {"tests"},
+            "needs pytest",
+        ),
         (
             {"libraries": {**H100["libraries"], "transformer_engine": "no TE"}},
             {"golden", "te", "te_fused", "te_compiled"},
             "no TE",
         ),
-        ({"libraries": {**H100["libraries"], "torchao": "no AO"}}, {"torchao", "torchao_compiled"}, "no AO"),
+        (
+            {"libraries": {**H100["libraries"], "torchao": "no AO"}},
+            {"torchao", "torchao_compiled"},
+            "no AO",
+        ),
     ],
 )
 def test_what_a_machine_lacks_is_named(change: dict[str, Any], rows: set[str], reason: str) -> None:
@@ -195,7 +225,10 @@ def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
 ) -> None:
     """Of 200 s: the first row takes 1 of its 60, so the second may run for 139 of the 140 that both have; it hangs
     that long, and the third still has its own 60."""
-    rows = [Row(name, "?", (), budget, "x:y") for name, budget in (("machine", 60), ("hangs", 80), ("last", 60))]
+    rows = [
+        Row(name, "?", (), budget, "x:y")
+        for name, budget in (("machine", 60), ("hangs", 80), ("last", 60))
+    ]
     clock, limits = [0.0], {}
 
     def instead(row: Row, seconds: float, work: Path, **_: Any) -> dict[str, Any]:
@@ -213,7 +246,9 @@ def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
 
 def test_no_time_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row(name, "?", (), budget, "x:y") for name, budget in (("machine", 20), ("last", 20))]
-    monkeypatch.setattr(command, "run_row", lambda row, *_, **__: command.skipped(row, "") | {"figures": H100})
+    monkeypatch.setattr(
+        command, "run_row", lambda row, *_, **__: command.skipped(row, "") | {"figures": H100}
+    )
     outcomes, _ = command.ask(rows, True, 0.5, tmp_path)
     assert not outcomes[0]["reason"], "the machine is looked at in any case"
     assert "no time left" in outcomes[1]["reason"]
@@ -221,11 +256,19 @@ def test_no_time_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_environment_of_a_row(tmp_path: Path) -> None:
-    given = {"RANK": "3", "MASTER_ADDR": "x", "CUDA_VISIBLE_DEVICES": "2,5", "PYTHONPATH": "mine", "HOME": "/h"}
+    given = {
+        "RANK": "3",
+        "MASTER_ADDR": "x",
+        "CUDA_VISIBLE_DEVICES": "2,5",
+        "PYTHONPATH": "mine",
+        "HOME": "/h",
+    }
     row = environment(tmp_path, False, given)
     assert row["CUDA_VISIBLE_DEVICES"] == "2", "one card"
     assert environment(tmp_path, False, {})["CUDA_VISIBLE_DEVICES"] == "0"
-    assert environment(tmp_path, True, given)["CUDA_VISIBLE_DEVICES"] == "", "a rehearsal touches none"
+    assert environment(tmp_path, True, given)["CUDA_VISIBLE_DEVICES"] == "", (
+        "a rehearsal touches none"
+    )
     assert not {"RANK", "MASTER_ADDR"} & row.keys()
     assert row["PYTHONPATH"].endswith(os.pathsep + "mine")
     for name in ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
@@ -234,5 +277,7 @@ def test_the_environment_of_a_row(tmp_path: Path) -> None:
 
 def test_the_command_itself_stays_free_of_torch() -> None:
     code = "import sys, benchmarks.proof.__main__ as m; m.parse([]); print(*({'torch', 'numpy'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == []

@@ -67,11 +67,17 @@ def test_held_out_faults() -> None:
     harmful = [row for row in faults if row["harm"] >= HARMFUL]
     seen = sum(bool(row["left"]) for row in harmful)
     assert f"Of {len(harmful)} harmful faults {seen} were seen" in FALLBACK
-    still = [row for row in harmful if row["duty"] == "every step" and row["family"] != "input, a drifting channel"]
+    still = [
+        row
+        for row in harmful
+        if row["duty"] == "every step" and row["family"] != "input, a drifting channel"
+    ]
     late = sorted(row["left"] for row in still if row["left"] > 8)
     missed = sum(not row["left"] for row in still)
     soon = len(still) - len(late) - missed
-    told = f"Of {len(still)} harmful faults at every step that do not drift {soon} left within 8 steps"
+    told = (
+        f"Of {len(still)} harmful faults at every step that do not drift {soon} left within 8 steps"
+    )
     assert told in FALLBACK
     assert f"{len(late)} after {late[0]} to {late[-1]}, and {missed} not at all" in FALLBACK
 
@@ -80,14 +86,19 @@ def test_healthy_runs() -> None:
     record = read_json(RESULTS / "evidence_healthy_cpu.json")
     runs = record["runs"]
     healthy = [row for row in runs if row["healthy"]]
-    assert [(row["dim"], row["lr"], row["warmup"]) for row in runs] == [each for each in GRID for _ in range(2)]
+    assert [(row["dim"], row["lr"], row["warmup"]) for row in runs] == [
+        each for each in GRID for _ in range(2)
+    ]
     assert (record["healthy"], record["with a demotion"]) == (len(healthy), 0)
     assert not any(row["demotions"] for row in runs)
     assert len(healthy) >= 24
     tighter, lost = record["octaves tighter"], record["healthy runs that lose a layer"]
     at = {statistic: dict(zip(tighter, counts, strict=True)) for statistic, counts in lost.items()}
     assert {each[octaves] for each in at.values() for octaves in (0.0, 0.25)} == {0}
-    half, one = ({name: each[octaves] for name, each in at.items() if each[octaves]} for octaves in (0.5, 1.0))
+    half, one = (
+        {name: each[octaves] for name, each in at.items() if each[octaves]}
+        for octaves in (0.5, 1.0)
+    )
     assert (half, one) == (
         {"saturation": len(healthy), "even_db": 1},
         {"saturation": len(healthy), "clipped": 1, "even_db": 1},
@@ -97,7 +108,9 @@ def test_healthy_runs() -> None:
     assert min(lowest) > record["policy"]["even_db_grad_output"]
     upper = binomial_upper(0, len(healthy))
     assert record["upper bound"] == pytest.approx(upper)
-    assert f"no layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK
+    assert (
+        f"no layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK
+    )
     assert f"(95% upper bound of the chance of a demotion: {upper:.0%})" in FALLBACK
 
 
@@ -107,7 +120,11 @@ def cost_stages() -> dict[str, dict[str, Any]]:
 
 def cost_rows(start: str) -> dict[str, list[str]]:
     """First cell, without its markup -> the others, of all lines that begin so."""
-    lines = [line.strip("| ").replace("*", "").replace("`", "") for line in COST.splitlines() if line.startswith(start)]
+    lines = [
+        line.strip("| ").replace("*", "").replace("`", "")
+        for line in COST.splitlines()
+        if line.startswith(start)
+    ]
     return {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line) for line in lines)}
 
 
@@ -116,7 +133,11 @@ def pairs_of(record: dict[str, Any], variant: str) -> list[float]:
     losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
     seeds = sorted({seed for name, _, seed in losses if name == variant})
     each = [
-        [losses[variant, corpus, seed] / mean(losses[name, corpus, seed] for name in CONTROLS) - 1 for seed in seeds]
+        [
+            losses[variant, corpus, seed] / mean(losses[name, corpus, seed] for name in CONTROLS)
+            - 1
+            for seed in seeds
+        ]
         for corpus in ("python", "licences")
     ]
     return [mean(both) for both in zip(*each, strict=True)]
@@ -128,7 +149,12 @@ def test_cost_of_fp8_answer() -> None:
         result = record["variants"]["fp8"]["result"]
         pooled, corpora = result["pooled"], result["by_corpus"]
         row = rows[f"{size}, {record['size']['steps']}"]
-        assert row[:4] == [str(pooled["n"]), percent(pooled), percent(corpora["python"]), percent(corpora["licences"])]
+        assert row[:4] == [
+            str(pooled["n"]),
+            percent(pooled),
+            percent(corpora["python"]),
+            percent(corpora["licences"]),
+        ]
         assert row[4].startswith("yes" if pooled["high"] <= record["target"] else "no"), size
         assert f"{100 * pooled['high']:+.2f}% at" in COST.replace("\n", " "), size
         assert f"{record['runs']} runs" in COST
@@ -154,13 +180,23 @@ def test_cost_of_fp8_larger_sizes() -> None:
     for size, record in cost_stages().items():
         if size == "1.4M":
             continue
-        rest = {name: row["result"] for name, row in record["variants"].items() if name not in (*CONTROLS, "fp8")}
-        told = {f"{size} {name}": [percent(row["pooled"]), percent(row["to_fp8"])] for name, row in rest.items()}
+        rest = {
+            name: row["result"]
+            for name, row in record["variants"].items()
+            if name not in (*CONTROLS, "fp8")
+        }
+        told = {
+            f"{size} {name}": [percent(row["pooled"]), percent(row["to_fp8"])]
+            for name, row in rest.items()
+        }
         assert cost_rows(f"| {size} `") == told
     record = cost_stages()["10M"]
     pairs = pairs_of(record, "fp8")
     assert asdict(t_interval(pairs)) == pytest.approx(record["variants"]["fp8"]["result"]["pooled"])
-    assert f"8 seeds\n  on both corpora and {percent(asdict(t_interval(pairs[:8])))}, an upper end as wanted" in COST
+    assert (
+        f"8 seeds\n  on both corpora and {percent(asdict(t_interval(pairs[:8])))}, an upper end as wanted"
+        in COST
+    )
     assert f"one of them with {100 * max(pairs[8:]):+.2f}" in COST
     for recipe in ("most_recent", "block_e4m3"):
         assert f"{correlation(pairs, pairs_of(record, recipe)):.2f})" in COST
@@ -171,7 +207,10 @@ def test_cost_of_fp8_spread() -> None:
     for size, record in cost_stages().items():
         result = record["variants"]["fp8"]["result"]
         pooled = result["pooled"]
-        deviations = [pooled["sd"], *(result["by_corpus"][corpus]["sd"] for corpus in ("python", "licences"))]
+        deviations = [
+            pooled["sd"],
+            *(result["by_corpus"][corpus]["sd"] for corpus in ("python", "licences")),
+        ]
         losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
         groups = [
             [losses[name, corpus, seed] for name in CONTROLS if (name, corpus, seed) in losses]
@@ -193,7 +232,11 @@ def test_limits_of_common_parts_and_small_groups() -> None:
     groups = {(row["role"], row["bits"], row["rows"]): row for row in results["groups"]}
 
     def loss_over_bf16(part: str) -> str:
-        rows = [row for row in results["training"] if (row["role"], row["part"], row["size"]) == ("input", part, 16)]
+        rows = [
+            row
+            for row in results["training"]
+            if (row["role"], row["part"], row["size"]) == ("input", part, 16)
+        ]
         assert not any(row["left"] for row in rows)
         ratios = sorted(row["fallback"] / row["bf16"] for row in rows)
         return f"ends at {ratios[0]:.1f} to {ratios[-1]:.1f} times that of bf16"
@@ -236,7 +279,9 @@ def test_starts_from_zero() -> None:
     assert f"in {kept} of these {len(starts)} starts no layer leaves FP8" in FALLBACK
     assert {rate for _, rate, _ in lost} == {3e-2}
     assert [(row["model"], row["rate"], row["warmup"]) for row in record["harm"]] == lost
-    eight = [run for row in record["harm"] for run in row["losses"]["fallback"] if len(run["left"]) == 8]
+    eight = [
+        run for row in record["harm"] for run in row["losses"]["fallback"] if len(run["left"]) == 8
+    ]
     assert len(eight) == 2
     assert "Two of the six runs of the ConvNet from zero go to BF16 for good" in FALLBACK
     for row in record["harm"]:
@@ -266,4 +311,7 @@ def test_what_centred_db_costs() -> None:
             cells.append(f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})")
         casts = f"{sampled['ms more in casts']:.1f} of {sampled['ms a step without']:.0f} ms"
         share = "{:.1f}%".format(100 * sampled["casts' share of the step"])
-        assert f"| {sampled['size']}, {sampled['casts']} | {casts}, {share} | {cells[0]} | {cells[1]} |" in FALLBACK
+        assert (
+            f"| {sampled['size']}, {sampled['casts']} | {casts}, {share} | {cells[0]} | {cells[1]} |"
+            in FALLBACK
+        )

@@ -16,4 +16,6 @@ def test_a_model_that_begins_at_zero_keeps_its_layers(name: str) -> None:
 def test_the_record_has_every_model_rate_and_warm_up() -> None:
     runs = read_json(RESULTS)["runs"]
     found = {(run["model"], run["rate"], run["warmup"]) for run in runs}
-    assert found == {(name, rate, warmup) for name in MODELS for rate in RATES for warmup in WARMUPS}
+    assert found == {
+        (name, rate, warmup) for name in MODELS for rate in RATES for warmup in WARMUPS
+    }

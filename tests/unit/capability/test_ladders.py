@@ -62,7 +62,11 @@ NO_TE = {"transformer_engine": LibraryFacts(None, False, "not installed")}
 
 
 def facts_of(card: str, libraries: dict[str, LibraryFacts]) -> MachineFacts:
-    facts = MachineFacts(torch_version="2.13.0+cpu") if card == "CPU" else machine(card, arch_list=(*CUDA_12, "sm_100"))
+    facts = (
+        MachineFacts(torch_version="2.13.0+cpu")
+        if card == "CPU"
+        else machine(card, arch_list=(*CUDA_12, "sm_100"))
+    )
     return replace(facts, libraries=libraries)
 
 
@@ -97,12 +101,17 @@ def test_the_rung_taken_and_the_reasons_for_the_others(
     recipe: str, table: dict[str, str], te: dict[str, LibraryFacts]
 ) -> None:
     found = [told(recipe, facts_of(card, TORCHAO | te), card) for card in COLUMNS]
-    assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, table[recipe].split(), strict=True))
+    assert dict(zip(COLUMNS, found, strict=True)) == dict(
+        zip(COLUMNS, table[recipe].split(), strict=True)
+    )
 
 
 def test_a_t4_that_claims_bf16_does_not_get_it() -> None:
     """torch.cuda.is_bf16_supported() is True there; neither the claim, a recipe nor the host's CPU makes it real."""
-    ladder = [{"backend": "autocast", "precision": p, "tiers": ["TURING", "VOLTA"]} for p in ("bf16", "fp16")]
+    ladder = [
+        {"backend": "autocast", "precision": p, "tiers": ["TURING", "VOLTA"]}
+        for p in ("bf16", "fp16")
+    ]
     recipe = Recipe.model_validate({"name": "hopeful", "ladder": ladder})
     for card in ("T4", "V100"):
         facts = replace(facts_of(card, {}), cpu_bf16_isa=("amx_bf16", "avx512_bf16"))
@@ -120,10 +129,14 @@ def test_a_card_that_torch_cannot_use_stops_before_any_ladder(card: str) -> None
     assert unbuilt.what == "this build of torch has no code for this card"
     assert name in unbuilt.where
     seen = NvidiaSmi(True, "470.82.01", (name,))
-    unseen = MachineFacts(torch_version="2.13.0+cu130", torch_cuda="13.0", nvidia_smi=seen, libraries=TORCHAO | TE)
+    unseen = MachineFacts(
+        torch_version="2.13.0+cu130", torch_cuda="13.0", nvidia_smi=seen, libraries=TORCHAO | TE
+    )
     (old_driver,) = check_usable(unseen)
     assert "needs driver 580 or newer; here is 470.82.01" in old_driver.why
     hidden = replace(unseen, cuda_visible_devices="")
     assert check_usable(hidden) == []
     for recipe, row in TAKEN.items():
-        assert told(recipe, hidden, "CPU") == row.split()[-1], "on the CPU on purpose, as without a card"
+        assert told(recipe, hidden, "CPU") == row.split()[-1], (
+            "on the CPU on purpose, as without a card"
+        )

@@ -42,13 +42,19 @@ def fake_te(root: Path, *, extension: bool, release: str) -> str:
     (root / "transformer_engine/__init__.py").write_text("raise SystemExit('imported')")
     dist = root / f"transformer_engine-{release}.dist-info"
     dist.mkdir()
-    (dist / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n")
+    (dist / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n"
+    )
     if extension:
         (root / "transformer_engine_torch.py").write_text("")
     code = "from harness.capability.probe import library_facts; print(library_facts()['transformer_engine'])"
     path = os.pathsep.join([str(root), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     return done.stdout
 
@@ -61,12 +67,17 @@ def fake_te(root: Path, *, extension: bool, release: str) -> str:
         (True, "1.13.0", "older than 2.9"),
     ],
 )
-def test_transformer_engine_needs_its_extension(tmp_path: Path, extension: bool, release: str, expected: str) -> None:
+def test_transformer_engine_needs_its_extension(
+    tmp_path: Path, extension: bool, release: str, expected: str
+) -> None:
     assert expected in fake_te(tmp_path, extension=extension, release=release)
 
 
 def test_bf16_instructions() -> None:
-    assert cpu_bf16_isa("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 sse\n") == ("amx_bf16", "avx512_bf16")
+    assert cpu_bf16_isa("processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 sse\n") == (
+        "amx_bf16",
+        "avx512_bf16",
+    )
     assert cpu_bf16_isa("Features\t: fp asimd bf16\n") == ("bf16",)
     assert cpu_bf16_isa("flags : fpu sse2\n") == ()
     assert cpu_bf16_isa("") == ()

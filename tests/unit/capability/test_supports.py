@@ -33,7 +33,10 @@ EXPECTED = {
 
 
 def machine(
-    tier: Tier, libraries: dict[str, LibraryFacts] | None = None, isa: tuple[str, ...] = (), cuda: str = "13.0"
+    tier: Tier,
+    libraries: dict[str, LibraryFacts] | None = None,
+    isa: tuple[str, ...] = (),
+    cuda: str = "13.0",
 ) -> MachineFacts:
     capability = CAPABILITIES.get(tier)
     facts = MachineFacts(
@@ -73,11 +76,15 @@ def test_reasons_name_the_card() -> None:
 def test_slow_ways_on_a_cpu_say_so() -> None:
     assert "slow" in can_run("autocast", "fp16", machine(Tier.CPU), Tier.CPU)[1]
     assert "slow" in can_run("autocast", "bf16", machine(Tier.CPU), Tier.CPU)[1]
-    assert "amx_bf16" in can_run("autocast", "bf16", machine(Tier.CPU, isa=("amx_bf16",)), Tier.CPU)[1]
+    assert (
+        "amx_bf16" in can_run("autocast", "bf16", machine(Tier.CPU, isa=("amx_bf16",)), Tier.CPU)[1]
+    )
     assert "emulation in PyTorch" in can_run("native", "fp8", machine(Tier.CPU), Tier.CPU)[1]
 
 
-@pytest.mark.parametrize(("backend", "precision"), [("native", "bf16"), ("nccl", "fp8"), ("autocast", "fp8")])
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("native", "bf16"), ("nccl", "fp8"), ("autocast", "fp8")]
+)
 def test_a_pair_that_does_not_exist(backend: str, precision: str) -> None:
     able, reason = can_run(backend, precision, machine(Tier.HOPPER), Tier.HOPPER)
     assert not able
@@ -110,7 +117,9 @@ def test_what_transformer_engine_needs_for_each_scaling(
 
 
 def test_the_weakest_card_decides_other_backends_go_by_their_own_rules() -> None:
-    mixed = replace(machine(Tier.ADA), devices=(Device("big", (9, 0), 2**34), Device("small", (8, 9), 2**34)))
+    mixed = replace(
+        machine(Tier.ADA), devices=(Device("big", (9, 0), 2**34), Device("small", (8, 9), 2**34))
+    )
     able, reason = can_run("transformer_engine", "fp8", mixed, Tier.ADA, "block")
     assert not able
     assert "small has 8.9" in reason

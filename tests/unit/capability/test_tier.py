@@ -83,9 +83,13 @@ def test_a_cpu_build_beside_a_card() -> None:
     assert "CUDA_VISIBLE_DEVICES" in problem.fix
 
 
-@pytest.mark.parametrize(("cuda", "driver", "needed"), [("13.0", "550.54.15", "580"), ("12.8", "470.82.01", "525")])
+@pytest.mark.parametrize(
+    ("cuda", "driver", "needed"), [("13.0", "550.54.15", "580"), ("12.8", "470.82.01", "525")]
+)
 def test_a_driver_too_old(cuda: str, driver: str, needed: str) -> None:
-    (problem,) = check_usable(blind(torch_cuda=cuda, nvidia_smi=NvidiaSmi(True, driver, ("NVIDIA H100",))))
+    (problem,) = check_usable(
+        blind(torch_cuda=cuda, nvidia_smi=NvidiaSmi(True, driver, ("NVIDIA H100",)))
+    )
     assert f"needs driver {needed}" in problem.why
     assert driver in problem.why
 

@@ -14,7 +14,9 @@ from harness.core.state import RunLedger
 
 def test_a_ledger_comes_back(tmp_path: Path) -> None:
     assert load_ledger(tmp_path) == RunLedger()
-    ledger = RunLedger(attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1, lowered="bf16")
+    ledger = RunLedger(
+        attempt=3, skipped_windows=[40, 7], rollbacks=2, skips=9, switches=1, lowered="bf16"
+    )
     save_ledger(tmp_path, ledger)
     assert load_ledger(tmp_path) == ledger
     assert [path.name for path in tmp_path.iterdir()] == ["incidents.json"]

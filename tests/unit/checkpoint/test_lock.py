@@ -27,7 +27,9 @@ time.sleep(60)
 
 def test_a_second_process_is_refused_with_the_owner_until_that_dies(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         try:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "locked\n"

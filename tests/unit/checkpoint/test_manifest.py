@@ -26,7 +26,9 @@ def forge(folder: Path, files: object, step: object = 3) -> None:
     (folder / "manifest.json").write_bytes(manifest_bytes(step, files, {}))  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "..", "sub/x.safetensors", "", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["../../outside", "/etc/passwd", "..", "sub/x.safetensors", "", ".hidden"]
+)
 def test_a_forged_manifest_cannot_reach_out_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     store = saved(tmp_path / "in")
     (tmp_path / "outside").write_bytes(b"")
@@ -35,7 +37,9 @@ def test_a_forged_manifest_cannot_reach_out_of_the_checkpoint(tmp_path: Path, na
     assert "not plain files" in store.verify(3)[0].what
 
 
-@pytest.mark.parametrize("files", [None, [], {}, {"state.json": None}, {"state.json": {"bytes": "9"}}])
+@pytest.mark.parametrize(
+    "files", [None, [], {}, {"state.json": None}, {"state.json": {"bytes": "9"}}]
+)
 def test_a_forged_manifest_of_another_shape_is_refused(tmp_path: Path, files: object) -> None:
     store = saved(tmp_path)
     forge(store.path(3), files)

@@ -33,7 +33,9 @@ def damage(store: Store, step: int) -> None:
 def test_a_rollback_names_the_good_checkpoints_that_it_passes_over(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    engine = TorchEngine(model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60)
+    engine = TorchEngine(
+        model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60
+    )
     store = Store(tmp_path / "checkpoints")
     for step in (1, 2, 3):
         store.save(step, {"model": {"weight": torch.ones(3)}}, {"step": step})

@@ -179,11 +179,15 @@ def test_the_best_by_a_metric_is_kept(tmp_path: Path) -> None:
     assert Retention(store, 2).prune() == [5]
 
 
-def test_what_verified_is_not_read_again_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_verified_is_not_read_again_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = saved(tmp_path, 1, 2, 3)
     read: list[int] = []
     whole = Store.verify
-    monkeypatch.setattr(Store, "verify", lambda self, step: (read.append(step), whole(self, step))[1])
+    monkeypatch.setattr(
+        Store, "verify", lambda self, step: (read.append(step), whole(self, step))[1]
+    )
     retention = Retention(store, 2)
     assert retention.prune() == [1]
     assert sorted(read) == [2, 3]

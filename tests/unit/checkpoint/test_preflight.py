@@ -24,7 +24,9 @@ def test_a_folder_with_room_is_fine_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("existing", "copies"), [(0, 3), (1, 2), (2, 1), (5, 1)])
-def test_a_disk_that_is_too_small_is_named_with_what_it_lacks(tmp_path: Path, existing: int, copies: int) -> None:
+def test_a_disk_that_is_too_small_is_named_with_what_it_lacks(
+    tmp_path: Path, existing: int, copies: int
+) -> None:
     # Others use the disk at the same time: stay well away from the edge.
     enough, too_much = free(tmp_path) // copies // 2, free(tmp_path) * 2 // copies
     assert lacks_room(tmp_path, enough, existing) == []

@@ -30,14 +30,21 @@ class SlowStore(Store):
         self.go = threading.Event()
         self.threads: list[tuple[int, int]] = []
 
-    def save(self, step: int, tensors: Any, meta: Any, metrics: Mapping[str, float] | None = None) -> Path:
-        self.threads.append((threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    def save(
+        self, step: int, tensors: Any, meta: Any, metrics: Mapping[str, float] | None = None
+    ) -> Path:
+        self.threads.append(
+            (threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        )
         assert self.go.wait(300)
         return super().save(step, tensors, meta, metrics)
 
 
 def state(value: float) -> Tensors:
-    return {"model": {"weight": torch.full((300,), value), "half": torch.full((3,), value).bfloat16()}, "rng": {}}
+    return {
+        "model": {"weight": torch.full((300,), value), "half": torch.full((3,), value).bfloat16()},
+        "rng": {},
+    }
 
 
 def keep_all(good: object) -> list[int]:
@@ -58,7 +65,12 @@ def test_training_goes_on_and_what_is_saved_is_the_state_of_the_moment(tmp_path:
     saver.wait()
     assert saver.committed(5) is True
     (saved,) = saver.finished()
-    assert (saved.step, saved.path, saved.error, saved.metrics["val_loss"]) == (5, store.path(5), "", 2.5)
+    assert (saved.step, saved.path, saved.error, saved.metrics["val_loss"]) == (
+        5,
+        store.path(5),
+        "",
+        2.5,
+    )
     tensors, meta = store.load(5)
     assert tensors["model"]["weight"].tolist() == [1.0] * 300
     assert tensors["model"]["half"].tolist() == [1.0] * 3
@@ -140,7 +152,9 @@ def test_retention_sees_the_marks_of_the_moment_of_the_save(tmp_path: Path) -> N
     saver.wait()
     store.go.clear()
     saver.begin(3, state(1.0), {}, {})
-    manifest.add_mark(tmp_path, 1)  # too late: without a thread, step 1 would have been deleted by now
+    manifest.add_mark(
+        tmp_path, 1
+    )  # too late: without a thread, step 1 would have been deleted by now
     store.go.set()
     saver.wait()
     assert [list(saved.deleted) for saved in saver.finished()] == [[], [], [1]]
@@ -170,7 +184,9 @@ def test_a_disk_that_fails_outside_the_write_is_an_event_too(tmp_path: Path) -> 
     assert "Input/output error" in saved.error
 
 
-def test_without_memory_for_a_copy_training_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_copy_training_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Staging, size: int) -> None:
         raise MemoryError
 
@@ -180,7 +196,9 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk(tmp_path: Path, m
     saver = Saver(Store(tmp_path), keep_all, staging)
     for step in (1, 2):
         saver.begin(step, state(1.0), {}, {})
-        assert Store(tmp_path, readonly=True).steps()[-1] == step, "written before the call returned"
+        assert Store(tmp_path, readonly=True).steps()[-1] == step, (
+            "written before the call returned"
+        )
     assert [saved.error for saved in saver.finished()] == ["", ""]
 
 

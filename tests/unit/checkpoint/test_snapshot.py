@@ -12,7 +12,10 @@ from harness.core.protocols import Tensors
 
 
 def state(value: float) -> Tensors:
-    return {"model": {"weight": torch.full((8,), value), "bias": torch.full((2,), value)}, "rng": {}}
+    return {
+        "model": {"weight": torch.full((8,), value), "bias": torch.full((2,), value)},
+        "rng": {},
+    }
 
 
 def earned(snapshots: Snapshots, step: int, healthy: int = 3) -> None:
@@ -36,7 +39,13 @@ def test_a_snapshot_is_a_copy_of_tensors_and_meta() -> None:
 def test_good_is_earned_by_healthy_steps_in_a_row() -> None:
     snapshots = Snapshots(healthy_steps=3)
     snapshots.take(5, state(1.0), {})
-    for step, healthy, good in [(5, True, None), (6, True, None), (7, False, None), (8, True, None), (9, True, None)]:
+    for step, healthy, good in [
+        (5, True, None),
+        (6, True, None),
+        (7, False, None),
+        (8, True, None),
+        (9, True, None),
+    ]:
         snapshots.observe(step, healthy)
         assert snapshots.good == good, step
     snapshots.observe(10, True)

@@ -18,10 +18,19 @@ def odd_state(seed: int) -> Tensors:
     torch.manual_seed(seed)
     weight = torch.randn(7, 5)
     return {
-        "model": {"weight": weight, "view": weight.t(), "tied": weight, "bf16": torch.randn(3).bfloat16()},
+        "model": {
+            "weight": weight,
+            "view": weight.t(),
+            "tied": weight,
+            "bf16": torch.randn(3).bfloat16(),
+        },
         "empty": {},
         "optimizer": {"step": torch.tensor(float(seed)), "none": torch.zeros(0, 4)},
-        "fp8": {"bytes": torch.randn(9).to(FP8), "flag": torch.tensor([True, False, True]), "long": torch.arange(3)},
+        "fp8": {
+            "bytes": torch.randn(9).to(FP8),
+            "flag": torch.tensor([True, False, True]),
+            "long": torch.arange(3),
+        },
     }
 
 
@@ -45,7 +54,10 @@ def test_everything_is_copied_and_nothing_is_shared() -> None:
             tensor.zero_()
     assert same(copies, odd_state(1))
     places = sorted(
-        (t.data_ptr(), t.numel() * t.element_size()) for named in copies.values() for t in named.values() if t.numel()
+        (t.data_ptr(), t.numel() * t.element_size())
+        for named in copies.values()
+        for t in named.values()
+        if t.numel()
     )
     assert all(place % 64 == 0 for place, _ in places)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(places))

@@ -17,7 +17,11 @@ from harness.checkpoint.store import Store, check_unfinished
 from harness.core.errors import CheckpointError, MisuseError
 from harness.core.state import RunLedger
 
-META: dict[str, Any] = {"step": 3, "parts": {"model": {}, "data": {"nested": [1, 2.5, None, "é"]}}, "rng": 2**64 + 1}
+META: dict[str, Any] = {
+    "step": 3,
+    "parts": {"model": {}, "data": {"nested": [1, 2.5, None, "é"]}},
+    "rng": 2**64 + 1,
+}
 
 
 def state(seed: int = 0) -> dict[str, dict[str, Tensor]]:
@@ -31,7 +35,10 @@ def state(seed: int = 0) -> dict[str, dict[str, Tensor]]:
             "row": weight[3],
             "empty": weight[:0],
         },
-        "optimizer": {"step": torch.tensor(7.0), "moments": torch.randn(3, 5, generator=random).double()},
+        "optimizer": {
+            "step": torch.tensor(7.0),
+            "moments": torch.randn(3, 5, generator=random).double(),
+        },
         "fp8": {
             "history": torch.rand(4, 6, generator=random).to(torch.float8_e4m3fn),
             "scale": torch.rand(6, generator=random).bfloat16(),
@@ -160,7 +167,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["empty", "short", "longer", "missing", "link", "folder"])
-def test_every_damaged_file_is_found_and_the_one_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+def test_every_damaged_file_is_found_and_the_one_before_is_used(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     store = saved(tmp_path, 3, 6)
     path = tmp_path / "step-00000006" / name
     data = path.read_bytes()
@@ -177,10 +186,16 @@ def test_every_damaged_file_is_found_and_the_one_before_is_used(tmp_path: Path, 
     assert problem.fix
     assert store.newest_valid() == 3
     assert_same(store, 3)
-    assert [step for step in names(tmp_path) if "step" in step] == ["step-00000003", "step-00000006"], "nothing moves"
+    assert [step for step in names(tmp_path) if "step" in step] == [
+        "step-00000003",
+        "step-00000006",
+    ], "nothing moves"
     assert (store.damaged, store.quarantined) == ({6: [problem]}, [])
     store.set_aside()
-    assert [step for step in names(tmp_path) if "step" in step] == ["quarantine-step-00000006-1", "step-00000003"]
+    assert [step for step in names(tmp_path) if "step" in step] == [
+        "quarantine-step-00000006-1",
+        "step-00000003",
+    ]
     assert (store.damaged, store.quarantined) == ({}, [problem])
     assert store.newest_valid() == 3
 
@@ -208,7 +223,9 @@ def test_a_checkpoint_of_another_step_or_behind_a_link_is_refused(tmp_path: Path
         ({"model": {"a": torch.zeros(1)}}, {"path": Path()}, "JSON"),
     ],
 )
-def test_what_cannot_be_written_as_data_is_refused(tmp_path: Path, tensors: Any, meta: Any, why: str) -> None:
+def test_what_cannot_be_written_as_data_is_refused(
+    tmp_path: Path, tensors: Any, meta: Any, why: str
+) -> None:
     store = saved(tmp_path, 3)
     with pytest.raises(CheckpointError, match=why):
         store.save(6, tensors, meta)
@@ -246,7 +263,9 @@ def test_a_rollback_is_finished_only_where_its_ledger_says_so(tmp_path: Path) ->
     saved(tmp_path, 3, 6)
     check_unfinished(tmp_path, ledger)
     (tmp_path / "rollback.json").write_text('{"to": 3}')
-    with pytest.raises(CheckpointError, match=r"rollback\.json: tells of a rollback to step 3 that is finished"):
+    with pytest.raises(
+        CheckpointError, match=r"rollback\.json: tells of a rollback to step 3 that is finished"
+    ):
         check_unfinished(tmp_path, ledger)
     ledger.return_to = 3
     check_unfinished(tmp_path, ledger)
@@ -270,7 +289,12 @@ def test_a_store_opened_to_read_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "step-00000006" / "state.json").write_bytes(b"{}")
     store = Store(tmp_path, readonly=True)
     assert store.newest_valid() == 3
-    writes = (lambda: store.save(9, {}, {}), lambda: store.discard_after(3), lambda: store.remove(3), store.set_aside)
+    writes = (
+        lambda: store.save(9, {}, {}),
+        lambda: store.discard_after(3),
+        lambda: store.remove(3),
+        store.set_aside,
+    )
     for change in writes:
         with pytest.raises(MisuseError):
             change()
@@ -324,7 +348,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are read from the first byte to the last, in order."""
     read: list[str] = []
     whole = manifest.file_entry
-    monkeypatch.setattr(manifest, "file_entry", lambda path: (read.append(path.name), whole(path))[1])
+    monkeypatch.setattr(
+        manifest, "file_entry", lambda path: (read.append(path.name), whole(path))[1]
+    )
     return read
 
 
@@ -336,9 +362,13 @@ def test_a_resume_hashes_every_file_once(tmp_path: Path, hashed: list[str]) -> N
     assert sorted(hashed) == sorted(set(names(store.path(3))) - {"manifest.json"})
 
 
-def test_one_so_new_that_its_times_may_tell_too_little_is_read_again(tmp_path: Path, hashed: list[str]) -> None:
+def test_one_so_new_that_its_times_may_tell_too_little_is_read_again(
+    tmp_path: Path, hashed: list[str]
+) -> None:
     store = saved(tmp_path, 3)
-    for path in store.path(3).iterdir():  # of the future, so that no pause of this test makes it old
+    for path in store.path(
+        3
+    ).iterdir():  # of the future, so that no pause of this test makes it old
         os.utime(path, times=(path.stat().st_mtime + 3600, path.stat().st_mtime + 3600))
     assert store.newest_valid() == 3
     assert_same(store, 3)

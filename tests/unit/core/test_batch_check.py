@@ -53,7 +53,9 @@ def test_without_a_vocabulary_only_negative_labels_are_bad() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
 def test_an_input_that_is_not_finite_is_found(value: float, dtype: torch.dtype) -> None:
     images = torch.ones(2, 3, 4, 4, dtype=dtype)
     labels = torch.tensor([1, 0])
@@ -70,7 +72,9 @@ def test_an_input_that_is_not_finite_is_found(value: float, dtype: torch.dtype) 
 def test_the_largest_finite_values_are_finite() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         info = torch.finfo(dtype)
-        assert check_batch(torch.tensor([info.max, info.min], dtype=dtype), torch.tensor([0, 1])) == 0
+        assert (
+            check_batch(torch.tensor([info.max, info.min], dtype=dtype), torch.tensor([0, 1])) == 0
+        )
 
 
 def test_a_byte_is_never_taken_for_an_ignored_label() -> None:
@@ -86,7 +90,9 @@ def test_a_byte_is_never_taken_for_an_ignored_label() -> None:
 def test_several_faults_are_told_together() -> None:
     inputs = with_value(torch.ones(3, 2), (0, 1), math.nan)
     assert check_batch(inputs, torch.tensor([1, 9, 8]), 5) == NON_FINITE_INPUT | BAD_LABEL
-    assert [(fault.row, fault.text) for fault in name_faults(inputs, torch.tensor([1, 9, 8]), 5)] == [
+    assert [
+        (fault.row, fault.text) for fault in name_faults(inputs, torch.tensor([1, 9, 8]), 5)
+    ] == [
         (0, "input nan at position 1"),
         (1, "label 9, not in [0, 5)"),
         (2, "label 8, not in [0, 5)"),
@@ -101,7 +107,15 @@ def test_shapes_without_values(shape: tuple[int, ...]) -> None:
     assert len(name_faults(empty, empty, 8)) == (0 if shape == () else 1)
 
 
-INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool]
+INTEGERS = [
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+]
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,7 +124,9 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
     dtype=st.sampled_from(INTEGERS),
     vocab=st.none() | st.integers(2, 130),
 )
-def test_it_says_what_plain_python_says(values: list[int], dtype: torch.dtype, vocab: int | None) -> None:
+def test_it_says_what_plain_python_says(
+    values: list[int], dtype: torch.dtype, vocab: int | None
+) -> None:
     targets = torch.tensor(values, dtype=torch.int64).to(dtype)
     seen = [int(value) for value in targets.tolist()]
     labels = [value for value in seen if value != -100]
@@ -118,11 +134,21 @@ def test_it_says_what_plain_python_says(values: list[int], dtype: torch.dtype, v
     expected = (BAD_LABEL if wrong else 0) if labels else NO_LABEL
     inputs = torch.zeros(len(values))
     assert check_batch(inputs, targets, vocab) == expected
-    assert [fault.bit for fault in name_faults(inputs, targets, vocab)][:1] == ([expected] if expected else [])
+    assert [fault.bit for fault in name_faults(inputs, targets, vocab)][:1] == (
+        [expected] if expected else []
+    )
 
 
 def test_a_harmless_batch_has_the_same_shapes_and_no_fault() -> None:
-    bad = {"inputs": torch.full((2, 3), math.nan, dtype=torch.bfloat16), "targets": torch.full((2,), 999)}
+    bad = {
+        "inputs": torch.full((2, 3), math.nan, dtype=torch.bfloat16),
+        "targets": torch.full((2,), 999),
+    }
     inputs, targets = harmless(bad).values()
-    assert (inputs.shape, inputs.dtype, targets.shape, targets.dtype) == ((2, 3), torch.bfloat16, (2,), torch.int64)
+    assert (inputs.shape, inputs.dtype, targets.shape, targets.dtype) == (
+        (2, 3),
+        torch.bfloat16,
+        (2,),
+        torch.int64,
+    )
     assert check_batch(inputs, targets, 2) == 0

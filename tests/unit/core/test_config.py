@@ -12,7 +12,9 @@ from harness.core.errors import ConfigError
 
 def test_overrides_reach_nested_keys_with_yaml_types() -> None:
     config = load_config(
-        "tiny", ["train.lr=1e-3", "train.steps=7", "data.path=/some/where", "model.args.dim=128"], "bf16"
+        "tiny",
+        ["train.lr=1e-3", "train.steps=7", "data.path=/some/where", "model.args.dim=128"],
+        "bf16",
     )
     assert (config.train.lr, config.train.steps, config.data.path) == (1e-3, 7, "/some/where")
     assert config.model.args["dim"] == 128
@@ -22,9 +24,24 @@ def test_overrides_reach_nested_keys_with_yaml_types() -> None:
 
 def test_all_problems_of_a_command_line_come_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("tiny", ["train.stpes=3", "train.lr=fast", "trian.seed=1", "checkpoint.keep=1", "train.seed=-1"])
+        load_config(
+            "tiny",
+            [
+                "train.stpes=3",
+                "train.lr=fast",
+                "trian.seed=1",
+                "checkpoint.keep=1",
+                "train.seed=-1",
+            ],
+        )
     text = str(caught.value)
-    for expected in ('did you mean "steps"?', "'fast'", 'did you mean "train"?', "checkpoint.keep", "train.seed"):
+    for expected in (
+        'did you mean "steps"?',
+        "'fast'",
+        'did you mean "train"?',
+        "checkpoint.keep",
+        "train.seed",
+    ):
         assert expected in text
     assert len(caught.value.problems) == 5
 
@@ -54,14 +71,18 @@ def test_a_choice_is_taken_in_any_case(given: list[str], taken: str) -> None:
 
 
 def test_other_choices_too_and_no_more_than_case() -> None:
-    config = load_config("tiny", ["checkpoint.best=Train_Loss", "data.packing=DOCUMENTS"], "fp8_hybrid")
+    config = load_config(
+        "tiny", ["checkpoint.best=Train_Loss", "data.packing=DOCUMENTS"], "fp8_hybrid"
+    )
     assert (config.checkpoint.best, config.data.packing) == ("train_loss", "documents")
     with pytest.raises(ConfigError, match=r"'json' is not one of .*\n.*JSONL"):
         load_config("tiny", ["data.format=json"], "fp8_hybrid")
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"global_batch \(5\) is not a multiple of train.micro_batch \(2\)"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch \(5\) is not a multiple of train.micro_batch \(2\)"
+    ):
         load_config("tiny", ["train.global_batch=5"])
 
 

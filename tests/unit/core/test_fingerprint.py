@@ -38,7 +38,9 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
     seed=st.integers(0, 2**31),
     where=st.floats(0, 1, exclude_max=True),
 )
-def test_any_one_bit_changes_the_hash(dtype: torch.dtype, shape: list[int], seed: int, where: float) -> None:
+def test_any_one_bit_changes_the_hash(
+    dtype: torch.dtype, shape: list[int], seed: int, where: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
@@ -108,8 +110,12 @@ def test_alone_nothing_differs() -> None:
     assert differing(hashes).tolist() == [False] * 4
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(0, 1), (-1, 0), (-(2**63), 2**63 - 1), (7, -7), (2**63 - 1, 2**63 - 2)])
-def test_two_hashes_that_differ_are_seen_on_both_sides(mine: int, theirs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(0, 1), (-1, 0), (-(2**63), 2**63 - 1), (7, -7), (2**63 - 1, 2**63 - 2)]
+)
+def test_two_hashes_that_differ_are_seen_on_both_sides(
+    mine: int, theirs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = torch.tensor([mine, 3]), torch.tensor([theirs, 3])
 
     def reduce(values: Tensor) -> Tensor:

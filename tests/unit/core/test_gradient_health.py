@@ -35,9 +35,15 @@ def share_by_hand(gradients: Sequence[Tensor]) -> float:
     """The definition, element by element."""
     zeros = inside = 0
     for gradient in gradients:
-        rows = gradient.reshape(len(gradient), -1).tolist() if gradient.ndim > 1 else [gradient.tolist()]
+        rows = (
+            gradient.reshape(len(gradient), -1).tolist()
+            if gradient.ndim > 1
+            else [gradient.tolist()]
+        )
         live_rows = [row for row in rows if any(row)]
-        live_columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
+        live_columns = [
+            column for column in range(len(rows[0])) if any(row[column] for row in rows)
+        ]
         if live_rows:
             kept = [row[column] for row in live_rows for column in live_columns]
         else:
@@ -60,11 +66,21 @@ def test_the_norm_of_a_very_large_tensor_is_exact() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shapes", [[(2_000_003,)], [(64,)] * 50, [(300, 1000), (), (0, 4), (16_384,), (16_385,)], [(1_048_576,), (3, 3)]]
+    "shapes",
+    [
+        [(2_000_003,)],
+        [(64,)] * 50,
+        [(300, 1000), (), (0, 4), (16_384,), (16_385,)],
+        [(1_048_576,), (3, 3)],
+    ],
 )
-def test_the_norm_is_exact_in_every_precision(dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
+def test_the_norm_is_exact_in_every_precision(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]]
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    gradients = [(torch.rand(shape, generator=generator) * 1e-3 + 1e-2).to(dtype) for shape in shapes]
+    gradients = [
+        (torch.rand(shape, generator=generator) * 1e-3 + 1e-2).to(dtype) for shape in shapes
+    ]
     health = grad_health(params_of(*gradients), scaled=True)
     assert abs(health.norm.item() / exact_norm(gradients) - 1) < 1e-6
     assert torch.equal(health.norm, grad_norm(params_of(*gradients)))
@@ -108,7 +124,9 @@ def test_zeros_are_counted_outside_empty_rows_and_columns() -> None:
     filters[1, 2, 0, 0] = 0.0
     bias = torch.tensor([0.0, 1.0, 0.0])
     gradients = [weight, embedding, filters, bias]
-    assert grad_health(params_of(*gradients), scaled=True).zeros.item() == pytest.approx(share_by_hand(gradients))
+    assert grad_health(params_of(*gradients), scaled=True).zeros.item() == pytest.approx(
+        share_by_hand(gradients)
+    )
     assert grad_health(params_of(embedding), scaled=True).zeros.item() == pytest.approx(1 / 24)
     assert grad_health(params_of(bias), scaled=True).zeros.item() == 0.0
 
@@ -120,8 +138,12 @@ def test_a_tensor_that_no_gradient_reaches_counts_in_full() -> None:
 
 def test_values_over_half_of_fp16s_largest_are_near_the_limit() -> None:
     gradient = torch.tensor([[32752.0, -32768.0], [1.0, 65504.0]])
-    assert grad_health(params_of(gradient, torch.ones(4)), scaled=True).near_limit.item() == pytest.approx(2 / 8)
-    assert grad_health(params_of(gradient.half()), scaled=True).near_limit.item() == pytest.approx(2 / 4)
+    assert grad_health(
+        params_of(gradient, torch.ones(4)), scaled=True
+    ).near_limit.item() == pytest.approx(2 / 8)
+    assert grad_health(params_of(gradient.half()), scaled=True).near_limit.item() == pytest.approx(
+        2 / 4
+    )
 
 
 def test_large_tensors_are_sampled_and_weigh_as_much_as_they_hold() -> None:
@@ -144,19 +166,28 @@ def test_without_a_scale_or_a_gradient_the_shares_are_unknown() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_nothing_is_read_by_the_host(scaled: bool) -> None:
-    params = params_of(*(torch.randn(shape) for shape in ((300, 200), (200,), (40_000,), (8, 4, 3, 3), ())))
+    params = params_of(
+        *(torch.randn(shape) for shape in ((300, 200), (200,), (40_000,), (8, 4, 3, 3), ()))
+    )
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         grad_health(params, scaled=scaled)
     seen = {event.key: event.count for event in profiler.key_averages()}
     assert seen["aten::linalg_vector_norm"] > 0, "the profiler saw the pass"
-    assert not seen.keys() & {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero"}
+    assert not seen.keys() & {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::nonzero",
+        "aten::is_nonzero",
+    }
     assert ("aten::ne" in seen) == scaled, "without a loss scale the shares cost nothing"
 
 
 def fp16_gradients(loss_factor: float, loss_scale: float) -> list[nn.Parameter]:
     """Gradients of a small network under fp16 autocast; no activation is ever exactly 0."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)
+    )
     with torch.autocast("cpu", torch.float16):
         loss = model(torch.randn(32, 64)).float().square().mean() * loss_factor
     (loss * loss_scale).backward()
@@ -173,7 +204,9 @@ def test_what_fp16_rounds_away_are_zeros_in_fp32_and_a_scale_saves_it() -> None:
 
 
 @pytest.mark.parametrize(("scale", "measure"), [(65536.0, True), (65536.0, False), (None, True)])
-def test_the_engine_measures_what_it_is_asked_of_scaled_gradients(scale: float | None, measure: bool) -> None:
+def test_the_engine_measures_what_it_is_asked_of_scaled_gradients(
+    scale: float | None, measure: bool
+) -> None:
     model = nn.Linear(3, 2, bias=False)
     device = torch.device("cpu")
     engine = TorchEngine(

@@ -31,4 +31,6 @@ def test_only_noise_is_left_out(
     assert harness.__all__
     monkeypatch.setattr(torch.version, "cuda", cuda)
     logging.getLogger(logger).warning(text, *(["X"] if "%" in text else []))
-    assert bool(caplog.records) == (heard == "always" or (heard == "with CUDA" and cuda is not None))
+    assert bool(caplog.records) == (
+        heard == "always" or (heard == "with CUDA" and cuda is not None)
+    )

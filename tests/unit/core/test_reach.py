@@ -41,7 +41,9 @@ def test_it_speaks_where_the_schedule_never_gets_there(schedule: str, steps: int
     if not reached:
         assert "longer than the run" in told
         named = float(re.search(r"ends at ([0-9.e-]+),", told)[1])  # pyright: ignore[reportOptionalSubscript]
-        assert named == pytest.approx(max(rates(config)), rel=5e-3), "the rate that it names is the one that comes"
+        assert named == pytest.approx(max(rates(config)), rel=5e-3), (
+            "the rate that it names is the one that comes"
+        )
     else:
         assert ("as long as the run" in told) == (steps == 10)
         assert bool(told) == (steps == 10)
@@ -69,7 +71,11 @@ def config(**sections: Mapping[str, object]) -> RunConfig:
 
 
 def test_what_a_short_run_leaves_out_is_one_line() -> None:
-    short = config(train={"steps": 15, "eval_every": 16}, checkpoint={"every": 17}, guard={"snapshot_every": 18})
+    short = config(
+        train={"steps": 15, "eval_every": 16},
+        checkpoint={"every": 17},
+        guard={"snapshot_every": 18},
+    )
     told = left_out(short, stats_every=19, ranks=2)
     for name in ("eval_every 16", "checkpoint.every 17", "snapshot_every 18", "stats_every 19"):
         assert name in told
@@ -84,7 +90,9 @@ def test_what_happens_or_is_turned_off_is_not_named() -> None:
     sections = dict(zip(names, every, strict=True))
     sections["train"]["steps"] = 5
     assert left_out(config(**sections), stats_every=5) == ""
-    off = config(train={"steps": 5, "eval_every": 0}, checkpoint={"every": 0}, guard={"snapshot_every": 0})
+    off = config(
+        train={"steps": 5, "eval_every": 0}, checkpoint={"every": 0}, guard={"snapshot_every": 0}
+    )
     assert left_out(off, stats_every=1) == ""
     assert "snapshot" not in left_out(config(train={"steps": 5}, guard={"enabled": False}), 1)
 
@@ -97,7 +105,9 @@ def test_data_that_are_too_small_for_a_setting_are_told() -> None:
     assert "there are 10" in few
     assert "validation has 3 samples" in validation
     assert "the longest document has 100 tokens" in positions
-    assert data_doubts(wanted, {"train_samples": 16, "val_samples": 64, "longest_document": 200}) == []
+    assert (
+        data_doubts(wanted, {"train_samples": 16, "val_samples": 64, "longest_document": 200}) == []
+    )
     parts = [
         {"source": "a", "share": 0.9, "train_samples": 9},
         {"source": "b", "share": 0.1, "train_samples": 900},
@@ -119,9 +129,13 @@ def test_data_that_are_too_small_for_a_setting_are_told() -> None:
         (0, 200, []),
     ],
 )
-def test_the_plan_says_at_which_steps_snapshots_come(every: int, seldom_after: int, expected: list[int]) -> None:
+def test_the_plan_says_at_which_steps_snapshots_come(
+    every: int, seldom_after: int, expected: list[int]
+) -> None:
     guard = GuardConfig(snapshot_every=every, snapshot_seldom_after=seldom_after)
-    due = [step for step in range(1, 1001) if (gap := snapshot_gap(guard, step)) and step % gap == 0]
+    due = [
+        step for step in range(1, 1001) if (gap := snapshot_gap(guard, step)) and step % gap == 0
+    ]
     assert due == expected
     gaps = [after - before for before, after in pairwise([0, *due])]
     assert max(gaps, default=0) <= max(100, every), "no gap over 100 steps that nobody asked for"

@@ -14,7 +14,11 @@ from harness.core.state import RandomState, state_hash
 
 def state() -> tuple[Tensors, Meta]:
     tensors: Tensors = {
-        "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3).bfloat16(), "none": torch.zeros(0)},
+        "model": {
+            "a": torch.arange(6.0).view(2, 3),
+            "b": torch.ones(3).bfloat16(),
+            "none": torch.zeros(0),
+        },
         "fp8": {"history": torch.zeros(4).to(torch.float8_e4m3fn)},
         "rng": {},
     }

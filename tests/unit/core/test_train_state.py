@@ -50,12 +50,18 @@ def values(of: TrainState) -> dict[str, float]:
 def test_a_loss_scale_may_come_and_go(saved: dict[str, float], here: dict[str, float]) -> None:
     run = state(**here)
     run.load_state_dict(*state(**saved).state_dict())
-    kept = {"loss_scale": here["loss_scale"]} if "loss_scale" in here and "loss_scale" not in saved else {}
+    kept = (
+        {"loss_scale": here["loss_scale"]}
+        if "loss_scale" in here and "loss_scale" not in saved
+        else {}
+    )
     assert values(run) == {name: saved.get(name, kept.get(name)) for name in here}
 
 
 def test_any_other_part_must_be_on_both_sides() -> None:
-    with pytest.raises(CheckpointError, match=r"only in the checkpoint \['fp8'\], only in this run \['rng'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"only in the checkpoint \['fp8'\], only in this run \['rng'\]"
+    ):
         state(model=1.0, rng=1.0).load_state_dict(*state(model=1.0, fp8=1.0).state_dict())
 
 
@@ -77,7 +83,12 @@ def test_seeds_start_the_numbers_that_they_start_in_torch(seed: int) -> None:
     """Uniform, normal and dropout draws, of a generator that had drawn before."""
 
     def draw() -> list[Tensor]:
-        return [torch.rand(5), torch.randn(33), torch.nn.functional.dropout(torch.ones(100)), torch.randperm(20)]
+        return [
+            torch.rand(5),
+            torch.randn(33),
+            torch.nn.functional.dropout(torch.ones(100)),
+            torch.randperm(20),
+        ]
 
     torch.manual_seed(seed)
     expected = [*draw(), torch.get_rng_state()]
@@ -91,10 +102,16 @@ def test_every_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     seed_torch(7)
-    assert [generator.initial_seed() for generator in (torch.default_generator, *generators)] == [7, 7, 7]
+    assert [generator.initial_seed() for generator in (torch.default_generator, *generators)] == [
+        7,
+        7,
+        7,
+    ]
 
 
-def test_gpus_that_have_not_started_get_their_seed_when_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_have_not_started_get_their_seed_when_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept: list[int] = []
     monkeypatch.setattr("harness.core.state._gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", kept.append)
@@ -152,7 +169,11 @@ def test_what_a_run_without_fp8_saved_makes_fp8_state_new(name: str) -> None:
 def test_what_a_run_fell_to_is_for_runs_of_its_own_rung() -> None:
     half = AutocastBackend("fp16", CPU, LossScale(LossScaleConfig(), CPU))
     half.fall_back("fp32")
-    for precision, lowered, dtype in (("fp16", "fp32", None), ("bf16", "", torch.bfloat16), ("fp32", "", None)):
+    for precision, lowered, dtype in (
+        ("fp16", "fp32", None),
+        ("bf16", "", torch.bfloat16),
+        ("fp32", "", None),
+    ):
         backend = AutocastBackend(precision, CPU)
         backend.load_state_dict(*half.state_dict())
         assert (backend.fell_back_to, backend.dtype) == (lowered, dtype)

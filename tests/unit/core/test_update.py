@@ -15,10 +15,14 @@ SKIP, APPLY = torch.ones(()), torch.zeros(())
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Build] = {
-    "fused adamw": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), weight_decay=0.1, fused=True),
+    "fused adamw": lambda ps: torch.optim.AdamW(
+        ps, lr=torch.tensor(0.01), weight_decay=0.1, fused=True
+    ),
     "fused adam amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, fused=True),
     "fused sgd": lambda ps: torch.optim.SGD(ps, lr=torch.tensor(0.01), momentum=0.9, fused=True),
-    "fused sgd dampened": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, dampening=0.5, fused=True),
+    "fused sgd dampened": lambda ps: torch.optim.SGD(
+        ps, lr=0.01, momentum=0.9, dampening=0.5, fused=True
+    ),
     "fused adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01, fused=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
@@ -27,7 +31,9 @@ OPTIMIZERS: dict[str, Build] = {
 
 def make(build: Build) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     generator = torch.Generator().manual_seed(3)
-    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,), (2, 2, 2))]
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (7,), (2, 2, 2))
+    ]
     return params, build(params)
 
 
@@ -40,7 +46,9 @@ def give_gradients(params: list[nn.Parameter], seed: int, scale: float = 1.0) ->
 def snapshot(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     tensors = [param.detach().clone() for param in params]
     for param in params:
-        tensors += [v.clone() for _, v in sorted(optimizer.state[param].items()) if isinstance(v, Tensor)]
+        tensors += [
+            v.clone() for _, v in sorted(optimizer.state[param].items()) if isinstance(v, Tensor)
+        ]
     return tensors
 
 
@@ -139,7 +147,9 @@ def test_the_norm_agrees_with_fp64(dtype: torch.dtype, sizes: list[int]) -> None
     for param in params:
         # All of one sign and nearly one size: the case in which a plain fp32 sum drifts.
         param.grad = (torch.rand(param.shape, generator=generator) * 1e-3 + 1e-2).to(dtype)
-    exact = sum(param.grad.double().square().sum() for param in params if param.grad is not None) ** 0.5
+    exact = (
+        sum(param.grad.double().square().sum() for param in params if param.grad is not None) ** 0.5
+    )
     norm = grad_norm(params)
     assert norm.dtype == torch.float32
     assert norm.ndim == 0
@@ -147,7 +157,10 @@ def test_the_norm_agrees_with_fp64(dtype: torch.dtype, sizes: list[int]) -> None
 
 
 def test_the_norm_spans_dtypes_and_ignores_parameters_without_gradient() -> None:
-    params = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    params = [
+        nn.Parameter(torch.zeros(1, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float32)
+    ]
     params[0].grad, params[1].grad = torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16)
     assert grad_norm(params).item() == 5.0
     assert grad_norm([params[2]]).item() == 0.0
@@ -163,6 +176,8 @@ def test_one_bad_element_makes_the_norm_non_finite(bad: float, place: int) -> No
     assert not torch.isfinite(grad_norm([param]))
 
 
-@pytest.mark.parametrize(("norm", "scale", "expected"), [(0.5, 1.0, 1.0), (3.0, 1.0, 2.0), (3.0, 8.0, 16.0)])
+@pytest.mark.parametrize(
+    ("norm", "scale", "expected"), [(0.5, 1.0, 1.0), (3.0, 1.0, 2.0), (3.0, 8.0, 16.0)]
+)
 def test_clip_divisor(norm: float, scale: float, expected: float) -> None:
     assert clip_divisor(torch.tensor(norm), 1.5, torch.tensor(scale)).item() == expected

@@ -9,7 +9,9 @@ import pytest
 from harness.core.files import cache_dir
 
 
-def test_under_the_users_cache_folder_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_users_cache_folder_and_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = cache_dir()
     assert folder == tmp_path / "cache" / "hopper-harness"

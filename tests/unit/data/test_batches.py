@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,10 +23,26 @@ from harness.data.tokens import TokenData, prepare
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 
 
+class Counting:
+    """A split whose tokens show where they stand: 0, 1, 2, ... modulo 256."""
+
+    starts = np.zeros(1, dtype=np.int64)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+        assert places.min() >= 0
+        assert places.max() < self.size
+        return places % 256, {}
+
+
 def counting(train: int, val: int) -> TokenData:
-    """Tokens that tell where they stand: 0, 1, 2, ... modulo 256."""
     info = {"source": "counting", "files": [], "skipped": []}
-    return TokenData(np.arange(train).astype(np.uint8), np.arange(val).astype(np.uint8), info)
+    return TokenData(Counting(train), Counting(val), info)
 
 
 def batches(train: int = 1001, val: int = 501, **changes: int) -> TokenBatches:
@@ -61,7 +78,12 @@ def test_samples_lie_side_by_side_and_targets_are_the_next_tokens() -> None:
 
 def test_an_epoch_trains_on_every_target_once() -> None:
     source = batches(train=121, global_batch=4, micro_batch=4)
-    seen = torch.cat([source.micro_batches(source.window(step), 0, 1)[0]["targets"].flatten() for step in range(3)])
+    seen = torch.cat(
+        [
+            source.micro_batches(source.window(step), 0, 1)[0]["targets"].flatten()
+            for step in range(3)
+        ]
+    )
     assert sorted(seen.tolist()) == list(range(1, 121))
 
 
@@ -86,7 +108,9 @@ def test_a_window_is_a_function_of_seed_and_index() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(global_batch=st.integers(1, 96), micro_batch=st.integers(1, 96), world_size=st.integers(1, 9))
+@given(
+    global_batch=st.integers(1, 96), micro_batch=st.integers(1, 96), world_size=st.integers(1, 9)
+)
 def test_a_batch_that_does_not_divide_is_refused_with_a_value_that_works(
     global_batch: int, micro_batch: int, world_size: int
 ) -> None:
@@ -97,7 +121,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_value_that_works(
         check_world(global_batch, micro_batch, world_size)
     (problem,) = caught.value.problems
     key, _, value = problem.fix.removeprefix("set train.").partition("=")
-    check_world(**{"global_batch": global_batch, "micro_batch": micro_batch, key: int(value)}, world_size=world_size)
+    check_world(
+        **{"global_batch": global_batch, "micro_batch": micro_batch, key: int(value)},
+        world_size=world_size,
+    )
 
 
 def test_micro_batches_refuse_ranks_that_do_not_divide() -> None:
@@ -159,7 +186,10 @@ def test_facts_are_json_and_true(tmp_path: Path) -> None:
     source = TokenBatches(data, 0, config.context, 4, 2, config.val_samples)
     facts = json.loads(json.dumps(source.facts(), allow_nan=False))
     assert facts["files"] == len(list(GOLDEN.iterdir()))
-    assert facts["train_bytes"] + facts["val_bytes"] == sum(p.stat().st_size for p in GOLDEN.iterdir()) + 3
+    assert (
+        facts["train_bytes"] + facts["val_bytes"]
+        == sum(p.stat().st_size for p in GOLDEN.iterdir()) + 3
+    )
     assert facts["sha256"] == data.sha256
     assert facts["skipped"] == []
     assert facts["val_samples"] == 8

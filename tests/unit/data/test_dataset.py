@@ -16,13 +16,15 @@ from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE,
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything
-from harness.data.batches import sample_numbers
 from harness.data.dataset import DatasetBatches, open_dataset
+from harness.data.order import sample_numbers
 from harness.monitors.data import DataMonitor
 from tests.unit.data import targets
 
 
-def source(target: str, global_batch: int = 8, micro_batch: int = 4, seed: int = 3, **config: Any) -> DatasetBatches:
+def source(
+    target: str, global_batch: int = 8, micro_batch: int = 4, seed: int = 3, **config: Any
+) -> DatasetBatches:
     asked = DataConfig(target=f"tests.unit.data.targets:{target}", **config)
     return DatasetBatches(asked, seed, global_batch, micro_batch)
 
@@ -51,13 +53,17 @@ def test_a_share_is_held_out_by_number_whatever_the_seed() -> None:
         assert data.n_samples == 36
         train = numbers(data.micro_batches(data.window(0), 0, 1))
         val = numbers(data.validation(0, 1))
-        assert sorted(train + val) == list(range(targets.SIZE)), "every sample is in one split, once"
+        assert sorted(train + val) == list(range(targets.SIZE)), (
+            "every sample is in one split, once"
+        )
         splits.append(val)
     assert splits[0] == splits[1]
     assert len(splits[0]) == 4
 
 
-@pytest.mark.parametrize(("target", "expected"), [("both", range(6)), ("with_validation", range(1000, 1006))])
+@pytest.mark.parametrize(
+    ("target", "expected"), [("both", range(6)), ("with_validation", range(1000, 1006))]
+)
 def test_a_validation_of_its_own(target: str, expected: range) -> None:
     data = source(target)
     assert data.n_samples == targets.SIZE
@@ -175,7 +181,9 @@ def test_augmentation_is_a_function_of_seed_sample_and_epoch() -> None:
     window = data.window(2)
     (batch,) = data.micro_batches(window, 0, 1)
     again.micro_batches(again.window(0), 0, 1)
-    assert torch.equal(again.micro_batches(window, 0, 1)[0]["inputs"], batch["inputs"]), "whatever was read before"
+    assert torch.equal(again.micro_batches(window, 0, 1)[0]["inputs"], batch["inputs"]), (
+        "whatever was read before"
+    )
     epochs = [_by_number(data, index) for index in (0, 1)]
     assert epochs[0].keys() == epochs[1].keys()
     assert all(not torch.equal(epochs[0][number], epochs[1][number]) for number in epochs[0])
@@ -199,7 +207,9 @@ def test_reading_leaves_the_process_its_random_numbers() -> None:
 
 
 def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
-    with pytest.raises(ConfigError, match="samples are others when they are read again: train 0") as caught:
+    with pytest.raises(
+        ConfigError, match="samples differ when they are read again: train 0"
+    ) as caught:
         source("seeded", args={"tell": False})
     assert "set_seed(seed)" in str(caught.value)
     data = source("seeded", args={"tell": True})
@@ -233,14 +243,22 @@ def test_too_few_to_hold_out_and_two_sources_are_refused() -> None:
 
 
 def run_of(target: str, **args: Any) -> RunConfig:
-    overrides = [f"data.target=tests.unit.data.targets:{target}", "train.global_batch=8", "train.micro_batch=4"]
-    return load_config("tiny", [*overrides, *(f"data.args.{name}={value}" for name, value in args.items())])
+    overrides = [
+        f"data.target=tests.unit.data.targets:{target}",
+        "train.global_batch=8",
+        "train.micro_batch=4",
+    ]
+    return load_config(
+        "tiny", [*overrides, *(f"data.args.{name}={value}" for name, value in args.items())]
+    )
 
 
 def test_a_run_goes_on_with_the_data_it_began_with_and_no_others(tmp_path: Path) -> None:
     began = open_dataset(run_of("pairs"), tmp_path)
     assert open_dataset(run_of("pairs"), tmp_path).fingerprint == began.fingerprint
-    with pytest.raises(DataError, match="train_samples were 36, and are 45; val_samples were 4, and are 5"):
+    with pytest.raises(
+        DataError, match="train_samples were 36, and are 45; val_samples were 4, and are 5"
+    ):
         open_dataset(run_of("pairs", size=50), tmp_path)
     with pytest.raises(DataError, match=r"of \d+ samples looked at, train 0.* changed"):
         open_dataset(run_of("augmented"), tmp_path)

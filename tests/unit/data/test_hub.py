@@ -98,17 +98,28 @@ class Hub:
         for commit, files in self.commits.items():
             for revision in (commit, *(["main"] if commit == self.main else [])):
                 if path == f"api/datasets/{NAME}/revision/{revision}":
-                    body, status = json.dumps({"id": NAME, "sha": commit, "siblings": []}).encode(), 200
+                    body, status = (
+                        json.dumps({"id": NAME, "sha": commit, "siblings": []}).encode(),
+                        200,
+                    )
                 if path == f"api/datasets/{NAME}/tree/{revision}":
                     tree = [
-                        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                        {
+                            "type": "file",
+                            "path": name,
+                            "size": len(content),
+                            "oid": hashlib.sha1(content).hexdigest(),
+                        }
                         for name, content in files.items()
                     ]
                     body, status = json.dumps(tree).encode(), 200
                 start = f"datasets/{NAME}/resolve/{revision}/"
                 if path.startswith(start) and (name := path.removeprefix(start)) in files:
                     body, status = files[name], 200
-                    headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
+                    headers = {
+                        "ETag": f'"{hashlib.sha1(body).hexdigest()}"',
+                        "X-Repo-Commit": commit,
+                    }
                     self.fetched += [name] if request.command == "GET" else []
         request.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -122,7 +133,11 @@ class Hub:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     made = Hub()
     monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        made.url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     huggingface_hub.close_session()
@@ -155,7 +170,12 @@ def test_a_name_gives_its_split_at_a_commit_and_nothing_else_is_fetched(
     assert lines(data, "val") == sorted(f"dev {line}" for line in EXPECTED)
     assert data.info["source"] == f"hf:{NAME}@{OLD}"
     assert [skip["name"] for skip in data.info["skipped"]] == ["extra"]
-    assert sorted(server.fetched) == ["README.md", "plain/dev.jsonl", "plain/train-0.jsonl", "plain/train-1.jsonl"]
+    assert sorted(server.fetched) == [
+        "README.md",
+        "plain/dev.jsonl",
+        "plain/train-0.jsonl",
+        "plain/train-1.jsonl",
+    ]
     server.main = NEW
     again = taken(tmp_path / "cache", tmp_path / "run")
     assert again.sha256 == data.sha256, "a resume goes on with its commit"
@@ -168,9 +188,13 @@ def test_a_name_gives_its_split_at_a_commit_and_nothing_else_is_fetched(
 
 def test_a_configuration_and_a_split_are_chosen(tmp_path: Path, server: Hub) -> None:
     data = taken(tmp_path / "cache", tmp_path / "other", configuration="other")
-    assert sorted(lines(data, "train") + lines(data, "val")) == sorted(f"other {line}" for line in EXPECTED)
+    assert sorted(lines(data, "train") + lines(data, "val")) == sorted(
+        f"other {line}" for line in EXPECTED
+    )
     data = taken(tmp_path / "cache", tmp_path / "table", revision=TABLES)
-    assert sorted(lines(data, "train") + lines(data, "val")) == EXPECTED, "parted by what the card says"
+    assert sorted(lines(data, "train") + lines(data, "val")) == EXPECTED, (
+        "parted by what the card says"
+    )
     data = taken(tmp_path / "cache", tmp_path / "extra", split="extra")
     assert lines(data, "train") == sorted(f"extra {line}" for line in EXPECTED)
     assert {"train"} == {skip["name"] for skip in data.info["skipped"]}
@@ -183,12 +207,14 @@ def test_a_configuration_and_a_split_are_chosen(tmp_path: Path, server: Hub) -> 
         ({"split": "nope"}, "has no split nope, but train, validation, extra"),
         ({"split": "train[:1%]"}, "has no split train"),
         ({"revision": "nope"}, "cannot be fetched"),
-        ({"revision": PICTURES}, "is no text: the library reads it as imagefolder"),
+        ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
         ({"configuration": "outside"}, "outside of it"),
         ({"format": "Parquet"}, "is JSONL"),
     ],
 )
-def test_what_there_is_not_is_refused(tmp_path: Path, server: Hub, more: dict[str, str], words: str) -> None:
+def test_what_there_is_not_is_refused(
+    tmp_path: Path, server: Hub, more: dict[str, str], words: str
+) -> None:
     private = tmp_path / "private.jsonl"
     private.write_bytes(rows("private "))
     server.commits[OLD]["README.md"] = CARD.replace("OUTSIDE", str(private)).encode()
@@ -205,7 +231,9 @@ def test_offline_the_cache_is_read_and_one_that_is_not_whole_is_refused(
     offline(server, monkeypatch)
     again = taken(tmp_path / "cache", tmp_path / "offline")
     assert (again.sha256, again.info["source"]) == (data.sha256, f"hf:{NAME}@{OLD}")
-    with pytest.raises(DataError, match=r"cannot be fetched(.|\n)*hf download someone/things --repo-type dataset"):
+    with pytest.raises(
+        DataError, match=r"cannot be fetched(.|\n)*hf download someone/things --repo-type dataset"
+    ):
         taken(tmp_path / "cache", tmp_path / "other", configuration="other")
     with pytest.raises(DataError, match="cannot be fetched"):
         taken(tmp_path / "nothing", tmp_path / "none")
@@ -231,7 +259,9 @@ def test_a_cache_that_does_not_say_what_is_missing_is_told(
     assert "all there is was taken" in str(data.info["skipped"])
 
 
-def test_what_does_not_fit_is_not_fetched(tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_not_fetched(
+    tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(DataError, match=r"has no room(.|\n)*data\.cache=FOLDER"):
@@ -240,16 +270,22 @@ def test_what_does_not_fit_is_not_fetched(tmp_path: Path, server: Hub, monkeypat
     monkeypatch.undo()
 
 
-def test_more_than_a_run_takes_is_not_fetched(tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_run_takes_is_not_fetched(
+    tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("harness.data.tokens.MAX_BYTES", 1000)
     with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --out DIR"):
         taken(tmp_path / "cache", tmp_path / "run")
     assert server.fetched == ["README.md"]
-    monkeypatch.setattr("harness.data.tokens.MAX_BYTES", 1500)  # as much as its files have, unpacked they are more
+    monkeypatch.setattr(
+        "harness.data.tokens.MAX_BYTES", 1500
+    )  # as much as its files have, unpacked they are more
     packed = gzip.compress(rows("", LINES * 50))
     server.commits = {OLD: {"a.jsonl.gz": packed}}  # without a README
     assert len(packed) < 1500 < 4 * len(packed)
-    with pytest.raises(DataError, match=rf"harness data prepare hf:{NAME} --revision {OLD} --out DIR"):
+    with pytest.raises(
+        DataError, match=rf"harness data prepare hf:{NAME} --revision {OLD} --out DIR"
+    ):
         taken(tmp_path / "other", tmp_path / "run")
 
 

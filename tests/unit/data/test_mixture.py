@@ -26,7 +26,10 @@ def wanted(folder: Path, weights: tuple[float, ...] = (5.0, 3.0, 2.0)) -> DataCo
     for number, size in enumerate(SIZES[: len(weights)]):
         write = headed if number % 2 else headerless
         write(folder / f"source{number}.bin", some_ids(size, 100, number) + 100 * number)
-    mixture = [{"path": str(folder / f"source{n}.bin"), "weight": weight} for n, weight in enumerate(weights)]
+    mixture = [
+        {"path": str(folder / f"source{n}.bin"), "weight": weight}
+        for n, weight in enumerate(weights)
+    ]
     return DataConfig.model_validate({"mixture": mixture, "context": 10, "val_samples": 20})
 
 
@@ -90,14 +93,21 @@ def test_validation_has_every_source_and_does_not_change(tmp_path: Path) -> None
     batches = source.validation(0, 1)
     assert [kinds(batches)[number] for number in range(3)] == [10, 6, 4]
     again = source.validation(0, 1)
-    assert all(torch.equal(one["inputs"], other["inputs"]) for one, other in zip(batches, again, strict=True))
+    assert all(
+        torch.equal(one["inputs"], other["inputs"])
+        for one, other in zip(batches, again, strict=True)
+    )
 
 
 def test_facts_and_the_vocabulary_are_of_all(tmp_path: Path) -> None:
     source = mixed(tmp_path)
     facts = source.facts()
     assert (source.ids, source.vocab, facts["files"]) == (300, 304, 3)
-    assert facts["train_tokens"] == sum(part["train_tokens"] for part in facts["mixture"]) == 2700 + 810 + 450
+    assert (
+        facts["train_tokens"]
+        == sum(part["train_tokens"] for part in facts["mixture"])
+        == 2700 + 810 + 450
+    )
     assert [part["share"] for part in facts["mixture"]] == [0.5, 307 / 1024, 205 / 1024]
 
 
@@ -116,7 +126,10 @@ def test_all_bad_sources_are_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "source2.bin").unlink()
     with pytest.raises(DataError) as caught:
         prepare_mixture(config, tmp_path / "run", True, lambda path: None)
-    assert [Path(problem.where).name for problem in caught.value.problems] == ["source0.bin", "source2.bin"]
+    assert [Path(problem.where).name for problem in caught.value.problems] == [
+        "source0.bin",
+        "source2.bin",
+    ]
 
 
 def test_a_source_within_another_is_refused(tmp_path: Path) -> None:
@@ -132,17 +145,23 @@ def test_a_source_within_another_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "refused"), [(99, False), (199, True)])
-def test_ids_that_are_no_bytes_are_not_mixed_with_bytes(tmp_path: Path, first: int, refused: bool) -> None:
+def test_ids_that_are_no_bytes_are_not_mixed_with_bytes(
+    tmp_path: Path, first: int, refused: bool
+) -> None:
     """Nobody knows what made a file of token ids, but ids over 255 are no bytes."""
     headerless(tmp_path / "ids.bin", some_ids(3000, 100, 0) + first)
     (tmp_path / "a.txt").write_text("some text to train on\n" * 200)
     parts = [{"path": str(tmp_path / name), "weight": 1.0} for name in ("ids.bin", "a.txt")]
-    data = prepare_mixture(DataConfig.model_validate({"mixture": parts, "context": 10}), tmp_path / "run", True, print)
+    data = prepare_mixture(
+        DataConfig.model_validate({"mixture": parts, "context": 10}), tmp_path / "run", True, print
+    )
     batches = [TokenBatches(each, 0, 10, 16, 4, 20) for each in data]
     if not refused:
         assert Mixture(batches, (1.0, 1.0), 0, 16, 4, 20).ids == 256
         return
-    with pytest.raises(DataError, match=r"sources of different tokenizers[\s\S]*ids up to 298[\s\S]*256"):
+    with pytest.raises(
+        DataError, match=r"sources of different tokenizers[\s\S]*ids up to 298[\s\S]*256"
+    ):
         Mixture(batches, (1.0, 1.0), 0, 16, 4, 20)
 
 
@@ -158,4 +177,6 @@ def test_shares_are_those_of_the_weights(weights: list[float], total: int) -> No
     assert sum(found) == total
     assert min(found) >= 1
     exact = np.array(weights) / sum(weights) * total
-    assert all(abs(count - want) <= max(1, len(weights)) for count, want in zip(found, exact, strict=True))
+    assert all(
+        abs(count - want) <= max(1, len(weights)) for count, want in zip(found, exact, strict=True)
+    )

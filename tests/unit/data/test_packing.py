@@ -42,10 +42,13 @@ def check(source: TokenBatches, docs: list[Ids], context: int = 16) -> None:
                 begin = next(samples) * context
                 own = owner[begin : begin + context + 1]
                 assert batch["inputs"][row].tolist() == stream[begin : begin + context].tolist()
-                expected = np.where(own[1:] == own[:-1], stream[begin + 1 : begin + context + 1], IGNORED)
+                expected = np.where(
+                    own[1:] == own[:-1], stream[begin + 1 : begin + context + 1], IGNORED
+                )
                 assert batch["targets"][row].tolist() == expected.tolist()
                 assert (
-                    batch["segments"][row].tolist() == (np.cumsum(np.diff(own[:context], prepend=own[0]) > 0)).tolist()
+                    batch["segments"][row].tolist()
+                    == (np.cumsum(np.diff(own[:context], prepend=own[0]) > 0)).tolist()
                 )
                 seen += int((expected == IGNORED).sum())
     assert seen > 20, "documents end within samples"
@@ -58,7 +61,14 @@ def test_by_the_index(tmp_path: Path) -> None:
 
 def test_by_the_separator(tmp_path: Path) -> None:
     docs = documents()
-    check(packed(headerless(tmp_path / "train.bin", np.concatenate(docs)), tmp_path / "run", separator=END), docs)
+    check(
+        packed(
+            headerless(tmp_path / "train.bin", np.concatenate(docs)),
+            tmp_path / "run",
+            separator=END,
+        ),
+        docs,
+    )
 
 
 def test_by_the_files_of_text(tmp_path: Path) -> None:
@@ -78,13 +88,17 @@ def test_by_the_files_of_text(tmp_path: Path) -> None:
 
 def test_without_a_boundary_it_is_refused(tmp_path: Path) -> None:
     path = headerless(tmp_path / "train.bin", np.arange(4000) % 50)
-    with pytest.raises(DataError, match=r"documents cannot be told apart[\s\S]*set data\.separator"):
+    with pytest.raises(
+        DataError, match=r"documents cannot be told apart[\s\S]*set data\.separator"
+    ):
         packed(path, tmp_path / "run")
 
 
 def test_a_validation_split_is_cut_where_a_document_begins(tmp_path: Path) -> None:
     docs = documents(300)
-    data = prepare(config(megatron(tmp_path / "train", docs), packing="documents"), tmp_path / "run")
+    data = prepare(
+        config(megatron(tmp_path / "train", docs), packing="documents"), tmp_path / "run"
+    )
     ends = np.cumsum([len(each) for each in docs])
     assert len(data.train) in ends
 

@@ -11,7 +11,8 @@ import torch
 from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.protocols import Batch
-from harness.data.batches import Prefetched, TokenBatches, Watch
+from harness.data.batches import TokenBatches
+from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import prepare
 from tests.unit.data.token_files import config, headerless, some_ids
 
@@ -52,7 +53,10 @@ def settle(source: Prefetched) -> None:
 def test_windows_in_a_row_are_read_ahead_by_another_thread(plain: Noting) -> None:
     source = Prefetched(plain, Watch())
     for index in range(5):
-        assert same(source.micro_batches(source.window(index), 0, 1), plain.micro_batches(plain.window(index), 0, 1))
+        assert same(
+            source.micro_batches(source.window(index), 0, 1),
+            plain.micro_batches(plain.window(index), 0, 1),
+        )
         settle(source)
         assert index + 1 in plain.windows, "the next one is there"
     assert len(plain.threads) == 2
@@ -63,7 +67,10 @@ def test_looking_back_does_not_undo_what_is_read_ahead(plain: Noting) -> None:
     for index in range(3):
         source.micro_batches(source.window(index), 0, 1)
     for index in (1, 0):
-        assert same(source.micro_batches(source.window(index), 0, 1), plain.micro_batches(plain.window(index), 0, 1))
+        assert same(
+            source.micro_batches(source.window(index), 0, 1),
+            plain.micro_batches(plain.window(index), 0, 1),
+        )
     settle(source)
     before = plain.windows.count(3)
     source.micro_batches(source.window(3), 0, 1)
@@ -74,7 +81,10 @@ def test_after_a_jump_it_reads_ahead_again(plain: Noting) -> None:
     source = Prefetched(plain, Watch())
     source.micro_batches(source.window(20), 0, 1)
     for index in (5, 6, 7):
-        assert same(source.micro_batches(source.window(index), 0, 1), plain.micro_batches(plain.window(index), 0, 1))
+        assert same(
+            source.micro_batches(source.window(index), 0, 1),
+            plain.micro_batches(plain.window(index), 0, 1),
+        )
     settle(source)
     assert 8 in plain.windows
 
@@ -88,8 +98,12 @@ def test_an_error_comes_with_its_own_window_and_only_there(plain: Noting) -> Non
     with pytest.raises(DataError, match="lost"):
         source.micro_batches(source.window(2), 0, 1)
     plain.lost = None
-    assert same(source.micro_batches(source.window(3), 0, 1), plain.micro_batches(plain.window(3), 0, 1))
-    assert same(source.micro_batches(source.window(2), 0, 1), plain.micro_batches(plain.window(2), 0, 1))
+    assert same(
+        source.micro_batches(source.window(3), 0, 1), plain.micro_batches(plain.window(3), 0, 1)
+    )
+    assert same(
+        source.micro_batches(source.window(2), 0, 1), plain.micro_batches(plain.window(2), 0, 1)
+    )
 
 
 def test_other_ranks_get_their_own(plain: Noting) -> None:

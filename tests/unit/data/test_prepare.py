@@ -47,7 +47,9 @@ def read(out: Path, folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".idx")
+    }
 
 
 @pytest.fixture
@@ -84,12 +86,16 @@ def test_text_is_cut_between_characters_and_nothing_is_lost(tmp_path: Path, line
     assert len(parts) > 3
     pieces = [piece for part in parts for piece in source.read(part, "")]
     assert not any(piece.fault for piece in pieces)
-    assert b"".join(piece.text for piece in pieces if isinstance(piece.text, bytes)).decode() == text
+    assert (
+        b"".join(piece.text for piece in pieces if isinstance(piece.text, bytes)).decode() == text
+    )
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 @pytest.mark.usefixtures("small")
-def test_the_number_of_processes_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = jsonl(tmp_path / "a.jsonl", documents())
     prepare_dataset(Preparation(str(source), "JSONL"), tmp_path / "one", processes=1)
     monkeypatch.setattr(module, "_INLINE", 0)
@@ -174,7 +180,9 @@ def test_bad_rows_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
 
 def test_a_prepared_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare_dataset(Preparation(str(jsonl(tmp_path / "a.jsonl", documents())), "JSONL", val_fraction=0.2), out)
+    prepare_dataset(
+        Preparation(str(jsonl(tmp_path / "a.jsonl", documents())), "JSONL", val_fraction=0.2), out
+    )
     val = (out / "val-00000.bin").read_bytes()
     (out / "val-00000.bin").unlink()
     with pytest.raises(DataError, match=r"val-00000\.bin: is missing"):
@@ -196,7 +204,10 @@ def test_the_command_says_what_it_made_and_what_it_will_not(tmp_path: Path) -> N
     assert "2,001 tokens to train on" in done.stdout
     assert "left out: b.txt (binary: it has NUL bytes)" in done.stdout
     headerless(tmp_path / "train.bin", some_ids(100))
-    for source, message in (("train.bin", "has token ids already"), ("nowhere", "no such file or folder")):
+    for source, message in (
+        ("train.bin", "has token ids already"),
+        ("nowhere", "no such file or folder"),
+    ):
         refused = harness(tmp_path, "data", "prepare", source, "--out", "other")
         assert refused.returncode == ExitCode.USAGE
         assert message in refused.stderr

@@ -17,7 +17,9 @@ def test_a_file_is_read_byte_for_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("grüße\r\n\t終\n".encode())
     text = read_text(path)
-    assert [(document.name, document.content) for document in text.documents] == [("a.txt", path.read_bytes())]
+    assert [(document.name, document.content) for document in text.documents] == [
+        ("a.txt", path.read_bytes())
+    ]
 
 
 def test_a_named_link_is_followed(tmp_path: Path) -> None:
@@ -55,9 +57,16 @@ def test_a_folder_is_read_in_path_order_and_what_is_skipped_is_listed(tmp_path: 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "empty"), (b"x" * 5000 + b"\0", "NUL"), (b"ok\xff", "UTF-8"), ("é".encode()[:1], "UTF-8")],
+    [
+        (b"", "empty"),
+        (b"x" * 5000 + b"\0", "NUL"),
+        (b"ok\xff", "UTF-8"),
+        ("é".encode()[:1], "UTF-8"),
+    ],
 )
-def test_an_unusable_file_is_named_with_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_an_unusable_file_is_named_with_the_reason(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
@@ -68,7 +77,9 @@ def test_an_unusable_file_is_named_with_the_reason(tmp_path: Path, content: byte
     assert caught.value.exit_code is ExitCode.USAGE
 
 
-def test_a_multibyte_character_across_read_pieces_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_multibyte_character_across_read_pieces_is_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_module, "_CHUNK", 3)
     (tmp_path / "a.txt").write_text("aé終b終")
     assert read_text(tmp_path / "a.txt").documents[0].content == "aé終b終".encode()
@@ -121,7 +132,9 @@ def test_a_folder_with_nothing_left_says_what_was_skipped(tmp_path: Path, binary
     assert ("00.bin" in why and "10 more" in why) if binary else "no visible files" in why
 
 
-def test_too_much_text_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_text_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_module, "MAX_BYTES", 1 << 20)
     with (tmp_path / "sparse.txt").open("wb") as stream:
         stream.truncate(1 << 40)

@@ -16,7 +16,8 @@ import pytest
 from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
 from harness.data.corpus import Tokens, padded
-from harness.data.shards import is_validation, read_shard, validation_beside, write_index
+from harness.data.shards import read_shard, write_index
+from harness.data.splits import is_validation, validation_beside
 from harness.data.tokens import TokenData, prepare
 from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
 
@@ -56,7 +57,9 @@ def test_every_format_gives_its_ids(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_held_out_share_is_the_end(tmp_path: Path) -> None:
-    data = prepare(config(headerless(tmp_path / "any.bin", IDS), val_fraction=0.25), tmp_path / "run")
+    data = prepare(
+        config(headerless(tmp_path / "any.bin", IDS), val_fraction=0.25), tmp_path / "run"
+    )
     assert np.array_equal(all_of(data.val), IDS[3750:])
 
 
@@ -92,7 +95,9 @@ def test_a_pair_of_megatrons_may_be_named_without_its_suffix(tmp_path: Path) -> 
 
 
 def test_names_that_mean_validation() -> None:
-    assert all(map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"]))
+    assert all(
+        map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"])
+    )
     assert not any(map(is_validation, ["train.bin", "values.bin", "interval.bin", "train_val.bin"]))
     assert validation_beside(Path("/nowhere/train.bin")) is None
 
@@ -130,12 +135,21 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "odd": (lambda folder: _write(folder, b"\1\0\2"), "ends within a token id"),
     "empty": (lambda folder: _write(folder, b""), "is empty"),
     "cut shard": (lambda folder: headed(folder / "train.bin", IDS, count=6000), "is cut short"),
-    "longer": (lambda folder: headed(folder / "train.bin", IDS, count=4000), "longer than its header"),
+    "longer": (
+        lambda folder: headed(folder / "train.bin", IDS, count=4000),
+        "longer than its header",
+    ),
     "cut index": (cut_index, "is cut short"),
     "past the file": (longer_index, r"it points up to byte 10000, and train\.bin has 9980"),
-    "shifted": (lambda folder: megatron(folder / "train", [IDS], shift=2), "do not lie one after the other"),
+    "shifted": (
+        lambda folder: megatron(folder / "train", [IDS], shift=2),
+        "do not lie one after the other",
+    ),
     "foreign": (foreign_index, "is no index of Megatron's"),
-    "wider": (lambda folder: headerless(folder / "train.bin", IDS, "uint32"), "set data.dtype=uint32"),
+    "wider": (
+        lambda folder: headerless(folder / "train.bin", IDS, "uint32"),
+        "set data.dtype=uint32",
+    ),
     "gone": (lambda folder: folder / "nothing.bin", "no such file"),
 }
 
@@ -186,7 +200,9 @@ VOCABULARIES = {
 @pytest.mark.parametrize("declared", ["uint8", "uint16", "uint32"])
 @pytest.mark.parametrize("written", NUMPY)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_ids_are_read_as_what_they_are_or_refused(tmp_path: Path, vocabulary: str, written: str, declared: str) -> None:
+def test_ids_are_read_as_what_they_are_or_refused(
+    tmp_path: Path, vocabulary: str, written: str, declared: str
+) -> None:
     """Ids of another width, and bytes the other way round, train without a complaint."""
     ids, file = VOCABULARIES[vocabulary], tmp_path / "train.bin"
     dtype = np.dtype(NUMPY[written])
@@ -214,7 +230,9 @@ CORPORA: dict[str, bytes] = {
     "two values": DRAW.integers(0, 2, 40000).astype("u1").tobytes(),
     "sound of 16 bits": (8000 * np.sin(np.arange(40000) / 20)).astype("<i2").tobytes(),
     "a picture": DRAW.integers(0, 256, 5000).repeat(8).astype("u1").tobytes(),
-    "opaque pixels": np.insert(DRAW.integers(0, 256, 30000), range(0, 30000, 3), 255).astype("u1").tobytes(),
+    "opaque pixels": np.insert(DRAW.integers(0, 256, 30000), range(0, 30000, 3), 255)
+    .astype("u1")
+    .tobytes(),
     "notes and lengths": DRAW.integers((21, 0), (109, 16), (20000, 2)).astype("u1").tobytes(),
     "a program": Path(sys.executable).read_bytes()[: 1 << 20],
 }
@@ -236,12 +254,16 @@ def test_bytes_in_pairs_are_taken_with_an_index(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"bytes in pairs"):
         read_shard(path, "uint8")
     path.with_suffix(".idx").write_bytes(write_index(path, "uint8", [path.stat().st_size]))
-    assert np.array_equal(both(prepare(config(path), tmp_path / "run")), np.frombuffer(path.read_bytes(), np.uint8))
+    assert np.array_equal(
+        both(prepare(config(path), tmp_path / "run")), np.frombuffer(path.read_bytes(), np.uint8)
+    )
 
 
 @pytest.mark.parametrize("written", ["<i8", ">i8", ">u2", ">u4"])
 @pytest.mark.parametrize("folder", [False, True])
-def test_the_command_that_an_error_names_makes_ids_that_are_read(tmp_path: Path, written: str, folder: bool) -> None:
+def test_the_command_that_an_error_names_makes_ids_that_are_read(
+    tmp_path: Path, written: str, folder: bool
+) -> None:
     ids = frequent(5000)
     for name, part in (("train.bin", ids[:25000]), ("val.bin", ids[25000:])):
         (tmp_path / name).write_bytes(part.astype(written).tobytes())
@@ -269,7 +291,9 @@ def test_a_shard_of_another_width_is_named(tmp_path: Path, wide: str) -> None:
     folder = tmp_path / "shards"
     folder.mkdir()
     for number, name in enumerate(("a.bin", "b.bin", "val.bin")):
-        headerless(folder / name, frequent(5000, 4000, number), "uint32" if name == wide else "uint16")
+        headerless(
+            folder / name, frequent(5000, 4000, number), "uint32" if name == wide else "uint16"
+        )
     with pytest.raises(DataError) as caught:
         prepare(config(folder), tmp_path / "run")
     assert [Path(problem.where).name for problem in caught.value.problems] == [wide]
@@ -299,7 +323,9 @@ def test_all_bad_shards_are_named_at_once(tmp_path: Path) -> None:
 
 def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="too short to train on"):
-        prepare(config(headerless(tmp_path / "train.bin", IDS[:100])), tmp_path / "run", global_batch=32)
+        prepare(
+            config(headerless(tmp_path / "train.bin", IDS[:100])), tmp_path / "run", global_batch=32
+        )
 
 
 def test_nothing_is_copied_into_the_run(tmp_path: Path) -> None:
@@ -315,7 +341,9 @@ def test_a_resume_reads_the_same_and_refuses_what_changed(tmp_path: Path) -> Non
     assert again.sha256 == first.sha256
     assert np.array_equal(both(again), both(first))
     headerless(path, np.where(np.arange(5000) == 7, 1000, IDS))
-    with pytest.raises(DataError, match=r"1 of 1 blocks.*largest id is 1000 now, and the run's vocabulary is 64"):
+    with pytest.raises(
+        DataError, match=r"train\.bin: is not what this run began with\n.*1 of 1 blocks.* differ: 0"
+    ):
         prepare(settings, tmp_path / "run")
     headerless(path, some_ids(6000))
     with pytest.raises(DataError, match="12000 bytes, and had 10000"):
@@ -395,6 +423,11 @@ def test_facts_say_what_is_trained_on(tmp_path: Path) -> None:
     facts = json.loads(json.dumps(TokenBatches(data, 0, 16, 4, 2, 8).facts(), allow_nan=False))
     shares = np.bincount(IDS) / len(IDS)
     assert facts["unigram_nats"] == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
-    assert (facts["kind"], facts["files"], facts["train_tokens"], facts["val_tokens"]) == ("tokens", 1, 4500, 500)
+    assert (facts["kind"], facts["files"], facts["train_tokens"], facts["val_tokens"]) == (
+        "tokens",
+        1,
+        4500,
+        500,
+    )
     assert facts["vocab"] == 64
     assert "unigram_bits_per_byte" not in facts

@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError
+from harness.data.corpus import entropy
+from harness.data.snapshot import TokenFile
 from harness.data.text import Document, split_documents
-from harness.data.tokens import TokenFile, prepare, unigram_entropy
+from harness.data.tokens import prepare
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 
 
 def config(path: Path | None, **changes: object) -> DataConfig:
-    return DataConfig.model_validate({"path": None if path is None else str(path), "context": 32, **changes})
+    return DataConfig.model_validate(
+        {"path": None if path is None else str(path), "context": 32, **changes}
+    )
 
 
 def all_of(tokens: object) -> bytes:
@@ -40,7 +44,9 @@ def flip(path: Path, bit: int) -> None:
 def test_the_snapshot_is_the_text(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    contents = {f"{number:02d}.txt": f"file {number} é\n".encode() * (number + 20) for number in range(20)}
+    contents = {
+        f"{number:02d}.txt": f"file {number} é\n".encode() * (number + 20) for number in range(20)
+    }
     for name, content in contents.items():
         (source / name).write_bytes(content)
     (source / "image.bin").write_bytes(b"\0")
@@ -62,9 +68,9 @@ def test_the_snapshot_is_the_text(tmp_path: Path) -> None:
 
 
 def test_entropy_of_known_distributions() -> None:
-    assert unigram_entropy(np.array([7, 0, 0])) == 0
-    assert unigram_entropy(np.full(256, 3)) == pytest.approx(8)
-    assert unigram_entropy(np.array([2, 1, 1])) == pytest.approx(1.5)
+    assert entropy(np.array([7, 0, 0])) == 0
+    assert entropy(np.full(256, 3)) == pytest.approx(8 * math.log(2))
+    assert entropy(np.array([2, 1, 1])) == pytest.approx(1.5 * math.log(2))
 
 
 def test_the_embedded_corpus_is_split_near_the_fraction(tmp_path: Path) -> None:
@@ -116,7 +122,10 @@ def test_truncated_and_missing_files_are_reported_together(tmp_path: Path) -> No
     (tmp_path / "data" / "val.bin").unlink()
     with pytest.raises(DataError) as caught:
         prepare(config(GOLDEN), tmp_path)
-    assert [Path(problem.where).name for problem in caught.value.problems] == ["train.bin", "val.bin"]
+    assert [Path(problem.where).name for problem in caught.value.problems] == [
+        "train.bin",
+        "val.bin",
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2}'])
@@ -150,7 +159,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     fraction=st.floats(0.02, 0.9),
     lines=st.integers(1, 80),
 )
-def test_a_split_loses_nothing_and_holds_out_about_the_fraction(sizes: list[int], fraction: float, lines: int) -> None:
+def test_a_split_loses_nothing_and_holds_out_about_the_fraction(
+    sizes: list[int], fraction: float, lines: int
+) -> None:
     documents = [
         Document(f"{number:03d}", ((b"x" * lines + b"\n") * (size // lines + 1))[:size])
         for number, size in enumerate(sizes)

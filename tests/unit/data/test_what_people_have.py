@@ -23,8 +23,10 @@ from PIL import Image
 
 from harness.core.errors import DataError, ExitCode
 from harness.data.corpus import Tokens
-from harness.data.registry import look
-from harness.data.tokens import TokenData, TokenFile, prepare
+from harness.data.detect import look
+from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.snapshot import TokenFile
+from harness.data.tokens import TokenData, prepare
 from tests.support.runs import ROOT, harness, train
 from tests.unit.data.token_files import config, headerless, some_ids
 
@@ -45,7 +47,12 @@ def split(data: TokenData, name: str) -> bytes:
 def texts(path: Path, run: Path, **more: object) -> list[str]:
     """Lines of training and validation, sorted."""
     data = prepare(config(path, **more), run)
-    return sorted(line for name in ("train", "val") for line in split(data, name).decode().split("\n") if line.strip())
+    return sorted(
+        line
+        for name in ("train", "val")
+        for line in split(data, name).decode().split("\n")
+        if line.strip()
+    )
 
 
 def left_out(data: TokenData) -> dict[str, str]:
@@ -76,6 +83,17 @@ def test_json_as_it_is_found_has_the_same_rows(tmp_path: Path, name: str) -> Non
     assert texts(folder, tmp_path / "two") == EXPECTED
 
 
+def test_a_large_array_is_refused_and_large_json_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.data.rows.MAX_LARGE", 1000)
+    for name in ("array.json", "lines.json"):
+        (tmp_path / name).write_bytes(JSON[name])
+    assert texts(tmp_path / "lines.json", tmp_path / "one") == EXPECTED
+    with pytest.raises(DataError, match=r"array\.json: is too large(.|\n)*jq -c '\.\[\]'"):
+        prepare(config(tmp_path / "array.json"), tmp_path / "two")
+
+
 def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
     path = tmp_path / "nested.jsonl"
     path.write_text("\n".join(json.dumps({"meta": {"text": line}, "a.b": line}) for line in LINES))
@@ -88,7 +106,10 @@ def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
 def test_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
     line = "a\u2028b\u2029c\u0085d\x0be"
     path = tmp_path / "odd.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"{n} {line}"}, ensure_ascii=False) for n in range(40)), newline="")
+    path.write_text(
+        "\n".join(json.dumps({"text": f"{n} {line}"}, ensure_ascii=False) for n in range(40)),
+        newline="",
+    )
     assert texts(path, tmp_path / "run") == sorted(f"{n} {line}" for n in range(40))
 
 
@@ -99,7 +120,10 @@ def test_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
         ("\n".join(ROWS).encode("utf-16"), "cannot be read as JSONL"),
         ("\n".join(json.dumps([line]) for line in LINES).encode(), "cannot be read as JSONL"),
         (b'{"text": "\xff"}\n' * 50, "can't decode byte 0xff"),
-        ("\n".join(json.dumps({"text": [1, 2]}) for _ in LINES).encode(), r"list<.*>, not text\n.*tofile\("),
+        (
+            "\n".join(json.dumps({"text": [1, 2]}) for _ in LINES).encode(),
+            r"list<.*>, not text\n.*tofile\(",
+        ),
     ],
 )
 def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -112,7 +136,11 @@ def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, content: bytes, me
 @pytest.mark.parametrize("rows", [1, 2000])
 def test_a_packed_file_that_was_cut_short_is_refused(tmp_path: Path, how: str, rows: int) -> None:
     content = "\n".join(ROWS * rows).encode()
-    packed = gzip.compress(content) if how == "gz" else pyarrow.compress(content, codec="zstd", asbytes=True)
+    packed = (
+        gzip.compress(content)
+        if how == "gz"
+        else pyarrow.compress(content, codec="zstd", asbytes=True)
+    )
     path = tmp_path / f"cut.jsonl.{how}"
     path.write_bytes(packed[: len(packed) - 20])
     with pytest.raises(DataError, match=rf"cut\.jsonl\.{how}(.|\n)*(end-of-stream|Truncated)"):
@@ -127,8 +155,13 @@ ODD = ["007", "NA", "null", "1.0", "True", "2020-01-01", 'a "quote"', " a ", "x,
 def test_fields_of_a_table_are_texts_as_they_stand(tmp_path: Path, suffix: str) -> None:
     mark = TABLE[suffix.partition(".")[0]]
     quoted = ['"' + text.replace('"', '""') + '"' for text in [*ODD, *map(str.strip, LINES)]]
-    content = f"n{mark}text\n" + "".join(f"{number}{mark}{text}\n" for number, text in enumerate(quoted))
-    packed = {"gz": gzip.compress, "zst": lambda raw: pyarrow.compress(raw, codec="zstd", asbytes=True)}
+    content = f"n{mark}text\n" + "".join(
+        f"{number}{mark}{text}\n" for number, text in enumerate(quoted)
+    )
+    packed = {
+        "gz": gzip.compress,
+        "zst": lambda raw: pyarrow.compress(raw, codec="zstd", asbytes=True),
+    }
     raw = packed.get(suffix.partition(".")[2], bytes)(content.encode())
     path = written(tmp_path / f"table.{suffix}", raw)
     assert texts(path, tmp_path / "run") == sorted([*ODD, *EXPECTED])
@@ -136,7 +169,9 @@ def test_fields_of_a_table_are_texts_as_they_stand(tmp_path: Path, suffix: str) 
         prepare(config(path, text_key="story"), tmp_path / "other")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pandas leaves the file open
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # pandas leaves the file open
 @pytest.mark.parametrize("row", ["1,a,b,c", '1,"a'])
 def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
     path = written(tmp_path / "table.csv", "n,text\n" + "0,some words\n" * 400 + row + "\n")
@@ -146,7 +181,9 @@ def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
 
 def test_a_table_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
     """By itself the library reads the next column in place of the one that was named."""
-    path = written(tmp_path / "table.csv", "text,n\n" + "".join(f"some, words {n},{n}\n" for n in range(50)))
+    path = written(
+        tmp_path / "table.csv", "text,n\n" + "".join(f"some, words {n},{n}\n" for n in range(50))
+    )
     with pytest.raises(DataError, match=r"table\.csv: has more fields in a row than names"):
         prepare(config(path), tmp_path / "run")
 
@@ -166,8 +203,12 @@ def test_samples_of_webdataset_are_read_by_their_ending(tmp_path: Path) -> None:
                for line in LINES]  # fmt: skip
     path = webdataset(tmp_path / "samples.tar", samples)
     assert texts(path, tmp_path / "one", text_key="txt") == EXPECTED
-    assert texts(path, tmp_path / "two", text_key="json.text") == sorted(f"meta {line}" for line in EXPECTED)
-    with pytest.raises(DataError, match=r'has no "text"\n    why: it has txt, json\n    fix: set data.text_key'):
+    assert texts(path, tmp_path / "two", text_key="json.text") == sorted(
+        f"meta {line}" for line in EXPECTED
+    )
+    with pytest.raises(
+        DataError, match=r'has no "text"\n    why: it has txt, json\n    fix: set data.text_key'
+    ):
         prepare(config(path), tmp_path / "three")
     path.write_bytes(path.read_bytes()[:20_000])
     with pytest.raises(DataError, match="cannot be read as webdataset"):
@@ -181,7 +222,9 @@ def test_a_pickle_in_a_tar_stays_asleep(tmp_path: Path) -> None:
 
     trap = pickle.dumps(Trap())
     samples = [{"txt": line.strip().encode(), "pkl": trap, "pickle": trap} for line in LINES]
-    assert texts(webdataset(tmp_path / "a.tar", samples), tmp_path / "run", text_key="txt") == EXPECTED
+    assert (
+        texts(webdataset(tmp_path / "a.tar", samples), tmp_path / "run", text_key="txt") == EXPECTED
+    )
     for ending in ("pth", "npy"):
         path = webdataset(tmp_path / f"{ending}.tar", [{"txt": b"a", ending: trap}] * 9)
         with pytest.raises(DataError, match="cannot be read as webdataset"):
@@ -210,17 +253,27 @@ def test_a_test_split_is_never_trained_on(tmp_path: Path, suffix: str) -> None:
     names = {"train-0": "train", "validation-0": "val", "test-0": "TEST"}
     for name, word in names.items():
         lines = [f"{word} {number} the quick brown fox\n" for number in range(40)]
-        content = "".join(lines) if suffix == ".txt" else "\n".join(json.dumps({"text": line}) for line in lines)
+        content = (
+            "".join(lines)
+            if suffix == ".txt"
+            else "\n".join(json.dumps({"text": line}) for line in lines)
+        )
         (tmp_path / f"{name}{suffix}").write_text(content)
         if suffix == ".bin":
-            headerless(tmp_path / f"{name}{suffix}", np.full(2000, list(names).index(name) + 40), "uint8")
+            headerless(
+                tmp_path / f"{name}{suffix}", np.full(2000, list(names).index(name) + 40), "uint8"
+            )
     (tmp_path / "README.md").write_text("a card")
     data = prepare(config(tmp_path, dtype="uint8"), tmp_path / "runs")
     trained, validated = split(data, "train"), split(data, "val")
     if suffix == ".bin":
         assert (set(trained), set(validated)) == ({40}, {41})
     else:
-        assert (b"train 3" in trained, b"train" in validated, b"TEST" in trained + validated) == (True, False, False)
+        assert (b"train 3" in trained, b"train" in validated, b"TEST" in trained + validated) == (
+            True,
+            False,
+            False,
+        )
         assert (b"val 3" in validated, b"val" in trained) == (True, False)
     assert "test split" in left_out(data)[f"test-0{suffix}"]
 
@@ -242,7 +295,9 @@ def test_a_source_tree_is_not_split_by_its_names(tmp_path: Path) -> None:
     for name in ("train.py", "validation.py", "test_it.py", "model.py", "train.c"):
         (tmp_path / name).write_text("".join(LINES))
     data = prepare(config(tmp_path), tmp_path / "run")
-    assert sorted({file["name"] for file in data.info["files"]}) == sorted(each.name for each in tmp_path.glob("*.*"))
+    assert sorted({file["name"] for file in data.info["files"]}) == sorted(
+        each.name for each in tmp_path.glob("*.*")
+    )
 
 
 def written(path: Path, content: bytes | str = b"\0") -> Path:
@@ -251,26 +306,39 @@ def written(path: Path, content: bytes | str = b"\0") -> Path:
     return path
 
 
-REFUSED = {
-    "a.npy": "tofile", "a.npz": "TensorDataset", "a.pt": "weights_only=True", "a.h5": "h5py",
-    "a.txt.gz": "gunzip -k", "a.txt.zst": "zstd -d", "a.tar.gz": "tar -xf",
-    "a.zip": "unzip", "a.pkl": "runs code", "a.safetensors": "model.target=hf:FOLDER",
-    "a.png": "docs/guide/datasets.md",
-    "a.tfrecord": "data.target", "a.pdf": "pdftotext",
-}  # fmt: skip
+PACKED = {
+    "a.npy": ("tofile", "a.bin"),
+    "a.txt.gz": ("gunzip -k", "a.txt"),
+    "a.txt.zst": ("zstd -d", "a.txt"),
+    "a.tar.gz": ("tar -xf", "a"),
+    "a.zip": ("unzip", "a"),
+}
+NO_TEXT = ["a.npz", "a.pt", "a.h5", "a.pkl", "a.safetensors", "a.png", "a.tfrecord", "a.pdf"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_read_says_how_to_get_it_in(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", PACKED)
+def test_what_must_be_unpacked_says_how(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / "folder" / "in" / name, b"a,b\n1,2\n")
-    # A pickle beside other files is nanoGPT's meta.pkl, and no data.
-    for each in (path, *([] if name == "a.pkl" else [path.parent.parent])):
+    command, made = PACKED[name]
+    for each in (path, path.parent.parent):
         with pytest.raises(DataError) as caught:
             look(each)
         assert "is not read" in str(caught.value)
-        assert REFUSED[name] in str(caught.value)
+        assert command in str(caught.value)
+        assert re.search(rf"data\.path={path.parent / made}( |$)", caught.value.problems[0].fix)
         with pytest.raises(DataError):
             prepare(config(each), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_refused_with_the_way_in(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / "folder" / "in" / name, b"\x89\0\1\2" * 30)
+    message = rf"{name}(.|\n)*NUL bytes(.|\n)*data\.target: docs/datasets\.md"
+    for each in (path, path.parent.parent):
+        with pytest.raises(DataError, match=message):
+            prepare(config(each), tmp_path / "run")
+        with pytest.raises(DataError, match=message):
+            prepare_dataset(Preparation(str(each), "text"), tmp_path / "out")
 
 
 def fix(path: Path) -> str:
@@ -283,7 +351,9 @@ def fix(path: Path) -> str:
 def test_the_command_for_token_ids_in_numpy_works(factor: int, tmp_path: Path) -> None:
     ids = some_ids(4000).astype(np.int64) * factor
     np.save(tmp_path / "ids.npy", ids.reshape(40, 100))
-    command = re.search(r"python -c (\".*?\"); then data.path=\S+ data.dtype=(\w+)", fix(tmp_path / "ids.npy"))
+    command = re.search(
+        r"python -c (\".*?\"); then data.path=\S+ data.dtype=(\w+)", fix(tmp_path / "ids.npy")
+    )
     assert command is not None
     subprocess.run(f"{sys.executable} -c {command[1]}", shell=True, check=True)
     data = prepare(config(tmp_path / "ids.bin", dtype=command[2]), tmp_path / "run")
@@ -300,17 +370,32 @@ def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
         np.savez(path, x=x.numpy(), y=y.numpy())
     else:
         torch.save((x, y), path)
-    lines = re.search(r"def load\(\): (.*?)(, if it|$)", fix(path))
-    assert lines is not None
-    (tmp_path / "my_data.py").write_text(f"import numpy\nimport torch\n\n\ndef load(): {lines[1]}\n\n\n"
-                                         "def build(**_): return torch.nn.Linear(16, 3)\n")  # fmt: skip
+    page = (
+        (ROOT / "docs" / "guide" / "datasets.md")
+        .read_text()
+        .split("## Arrays and tensors")[1]
+        .split("\n## ")[0]
+    )
+    (code,) = [
+        each
+        for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if f"pairs.{kind}" in each
+    ]
+    (tmp_path / "my_data.py").write_text(
+        f"{code}\n\ndef build(**_): return torch.nn.Linear(16, 3)\n"
+    )
     done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null", "data.target=my_data:load",
                  "model.target=my_data:build", "train.steps=2")  # fmt: skip
     assert done.returncode == 0, done.stdout
 
 
 def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "guide" / "datasets.md").read_text().split("## Pictures in folders")[1].split("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "guide" / "datasets.md")
+        .read_text()
+        .split("## Pictures in folders")[1]
+        .split("\n## ")[0]
+    )
     code, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_data.py").write_text(code)
     for number in range(60):
@@ -319,7 +404,12 @@ def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
         pixels = np.random.default_rng(number).integers(0, 255, (20, 30, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.{'png' if number % 3 else 'jpg'}")
     words = shlex.split(command.replace("\\\n", " "))
-    small = ["train.steps=2", "train.global_batch=8", "train.micro_batch=8", "tracking.mlflow=false"]
+    small = [
+        "train.steps=2",
+        "train.global_batch=8",
+        "train.micro_batch=8",
+        "tracking.mlflow=false",
+    ]
     done = harness(tmp_path, *words[1:], *small, "tracking.report=false")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "54 samples to train on" in done.stdout
@@ -329,11 +419,16 @@ def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ("someone/their-data", "data.path=hf:someone/their-data"),
-        ("https://example.org/x/book.txt?raw=1", "curl -L -o book.txt 'https://example.org/x/book.txt?raw=1'"),
+        (
+            "https://example.org/x/book.txt?raw=1",
+            "curl -L -o book.txt 'https://example.org/x/book.txt?raw=1'",
+        ),
         ("s3://bucket/x", "copy it"),
     ],
 )
-def test_an_address_or_a_name_of_the_hub_is_told_as_such(tmp_path: Path, given: str, words: str) -> None:
+def test_an_address_or_a_name_of_the_hub_is_told_as_such(
+    tmp_path: Path, given: str, words: str
+) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(given), tmp_path / "run")
     assert words in str(caught.value)
@@ -353,7 +448,9 @@ def test_files_of_several_kinds_are_refused_until_one_is_named(tmp_path: Path) -
     folder = tmp_path / "mixed"
     written(folder / "a.txt", "".join(LINES))
     written(folder / "b.jsonl", "\n".join(ROWS))
-    with pytest.raises(DataError, match=r"several kinds(.|\n)*JSONL: b\.jsonl(.|\n)*data\.format=JSONL"):
+    with pytest.raises(
+        DataError, match=r"several kinds(.|\n)*JSONL: b\.jsonl(.|\n)*data\.format=JSONL"
+    ):
         prepare(config(folder), tmp_path / "one")
     assert texts(folder, tmp_path / "two", format="JSONL") == EXPECTED
     assert len(texts(folder, tmp_path / "three", format="text")) == 120
@@ -374,13 +471,18 @@ def test_a_little_json_in_a_tree_of_text_is_text(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("".join(LINES).encode(), "is text, not token ids"),
-        (np.random.default_rng(0).normal(size=4000).astype("<f4").tobytes(), "does not look like token ids"),
+        (
+            np.random.default_rng(0).normal(size=4000).astype("<f4").tobytes(),
+            "does not look like token ids",
+        ),
         (b"\x93NUMPY\x01\0" + bytes(4000), "is a NumPy array"),
         (b"PK\x03\x04" + bytes(4000), "is a zip archive"),
         (gzip.compress(np.random.default_rng(0).bytes(4000)), "compressed by gzip"),
     ],
 )
-def test_what_is_called_bin_and_has_no_ids_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_what_is_called_bin_and_has_no_ids_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = written(tmp_path / "train.bin", content[: len(content) // 2 * 2])
     with pytest.raises(DataError, match=message):
         prepare(config(path), tmp_path / "run")

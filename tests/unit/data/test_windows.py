@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.data import batches
-from harness.data.batches import sample_numbers
+from harness.data import order
+from harness.data.order import sample_numbers
 
 
 def epoch(seed: int, number: int, n: int) -> list[int]:
@@ -29,10 +29,14 @@ def test_every_epoch_reads_every_sample_once(seed: int, number: int, n: int) -> 
     windows=st.integers(1, 8),
     n=st.integers(1, 200),
 )
-def test_windows_are_consecutive_cuts_of_one_order(seed: int, first: int, batch: int, windows: int, n: int) -> None:
+def test_windows_are_consecutive_cuts_of_one_order(
+    seed: int, first: int, batch: int, windows: int, n: int
+) -> None:
     """Also across epoch ends: one at a time, in windows, or in one piece, the samples are the same."""
     pieces = [sample_numbers(seed, index, batch, n) for index in range(first, first + windows)]
-    singles = [sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + windows) * batch)]
+    singles = [
+        sample_numbers(seed, p, 1, n) for p in range(first * batch, (first + windows) * batch)
+    ]
     assert np.concatenate(pieces).tolist() == np.concatenate(singles).tolist()
 
 
@@ -60,7 +64,12 @@ def test_neighbours_are_not_kept_together() -> None:
 def test_the_order_is_pinned() -> None:
     """A resume with another version must read the same data: these numbers may never change."""
     assert sample_numbers(0, 0, 8, 1000).tolist() == [404, 729, 623, 343, 661, 703, 586, 465]
-    assert sample_numbers(2**70 + 3, 10**12, 4, 10**9).tolist() == [6712276, 828173255, 532787123, 189796881]
+    assert sample_numbers(2**70 + 3, 10**12, 4, 10**9).tolist() == [
+        6712276,
+        828173255,
+        532787123,
+        189796881,
+    ]
 
 
 def test_the_order_does_not_depend_on_what_was_asked_for_before() -> None:
@@ -74,9 +83,9 @@ def test_the_order_does_not_depend_on_what_was_asked_for_before() -> None:
 
 def test_the_network_runs_once_for_many_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    whole = batches._permute
+    whole = order._permute
     counted = lambda places, *rest: (passes.append(len(places)), whole(places, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(batches, "_permute", counted)
+    monkeypatch.setattr(order, "_permute", counted)
     for index in range(64):
         sample_numbers(991, index, 8, 5000)
     assert len(passes) == 1

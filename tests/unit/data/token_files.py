@@ -23,7 +23,9 @@ def some_ids(count: int, ids: int = 57, seed: int = 0) -> Ids:
 
 
 def headerless(path: Path, ids: Ids, dtype: str = "uint16") -> Path:
-    path.write_bytes(b"".join(int(each).to_bytes(np.dtype(dtype).itemsize, "little") for each in ids))
+    path.write_bytes(
+        b"".join(int(each).to_bytes(np.dtype(dtype).itemsize, "little") for each in ids)
+    )
     return path
 
 
@@ -34,7 +36,9 @@ def headed(path: Path, ids: Ids, magic: int = 20240520, count: int | None = None
     return path
 
 
-def megatron(prefix: Path, documents: Sequence[Ids], code: int = 8, width: int = 2, shift: int = 0) -> Path:
+def megatron(
+    prefix: Path, documents: Sequence[Ids], code: int = 8, width: int = 2, shift: int = 0
+) -> Path:
     """`prefix`.bin and .idx with a sequence for each document. shift: bytes by which the index is wrong."""
     data = b"".join(int(each).to_bytes(width, "little") for ids in documents for each in ids)
     places = np.cumsum([0, *[len(ids) for ids in documents]])[:-1] * width + shift

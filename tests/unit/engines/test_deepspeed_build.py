@@ -57,7 +57,9 @@ def test_what_a_killed_build_leaves_is_taken_away_and_said(tmp_path: Path) -> No
     assert said == [f"{lock} was left behind by a process that is gone, and is taken away"]
 
 
-def test_one_that_changed_just_now_may_be_another_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_changed_just_now_may_be_another_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setattr(deepspeed_setup, "_SILENT", 0.0)
@@ -71,7 +73,9 @@ def test_one_that_changed_just_now_may_be_another_machines(tmp_path: Path, monke
     assert not lock.exists()
 
 
-def test_a_living_owner_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_owner_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = tmp_path / "lock"
     monkeypatch.setattr(deepspeed_setup, "_SILENT", 0.0)
     with owner(lock, 1.5) as process:
@@ -131,12 +135,20 @@ def compiling(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     numbers.touch()
-    variables = {"CXX": str(compiler), "COMPILERS": str(numbers), "TORCH_EXTENSIONS_DIR": str(folder / "cache")}
+    variables = {
+        "CXX": str(compiler),
+        "COMPILERS": str(numbers),
+        "TORCH_EXTENSIONS_DIR": str(folder / "cache"),
+    }
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **variables}
     environment["RANK"] = "0"
-    with subprocess.Popen([sys.executable, "-c", RANK], env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
-            wait_for(lambda: numbers.read_text() or process.poll() is not None, "the compiler starts")
+            wait_for(
+                lambda: numbers.read_text() or process.poll() is not None, "the compiler starts"
+            )
             assert process.poll() is None, process.communicate()[1]
             yield process, numbers
         finally:
@@ -152,7 +164,9 @@ def test_a_request_to_stop_ends_the_compilers(tmp_path: Path, number: signal.Sig
         assert process.returncode == 75, told
         assert f"{number.name}: stopped before training began" in told
         wait_for(lambda: not living(numbers), "the compilers end")
-    assert not list(tmp_path.glob("cache/*/lock")), "the next start need not find out that nobody has it"
+    assert not list(tmp_path.glob("cache/*/lock")), (
+        "the next start need not find out that nobody has it"
+    )
 
 
 @pytest.mark.slow

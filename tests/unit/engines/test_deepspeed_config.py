@@ -60,13 +60,18 @@ def test_every_problem_at_once() -> None:
     assert len(check(3, "fp16", "cpu")) == 2
 
 
-def test_missing_tools_are_named_with_another_way_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named_with_another_way_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     problems = preflight("cpu")
     assert [problem.what for problem in problems] == ["no C++ compiler on PATH", "no ninja on PATH"]
-    assert all("torchrun" in problem.fix and "python launch/train.py" in problem.fix for problem in problems)
+    assert all(
+        "torchrun" in problem.fix and "python launch/train.py" in problem.fix
+        for problem in problems
+    )
     assert preflight("cuda") == []
     for tool in ("g++", "ninja"):
         (tmp_path / tool).write_text("#!/bin/sh\n")
@@ -93,7 +98,11 @@ def test_batch_stage_and_clipping_come_from_the_run() -> None:
 
 def test_the_users_json_is_merged_under_ours(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 77, "stage": 1}, "memory_breakdown": True}))
+    path.write_text(
+        json.dumps(
+            {"zero_optimization": {"reduce_bucket_size": 77, "stage": 1}, "memory_breakdown": True}
+        )
+    )
     config = build(user=str(path))
     assert config["zero_optimization"]["reduce_bucket_size"] == 77
     assert config["zero_optimization"]["allgather_bucket_size"] == 50_000_000
@@ -120,7 +129,13 @@ def test_every_conflicting_key_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(user=str(path))
     text = str(caught.value)
-    for key in ("bf16", "optimizer", "train_batch_size", "gradient_clipping", "zero_optimization.stage"):
+    for key in (
+        "bf16",
+        "optimizer",
+        "train_batch_size",
+        "gradient_clipping",
+        "zero_optimization.stage",
+    ):
         assert f'"{key}"' in text
     assert '"zero_optimization.offload_optimizer"' in text
     assert len(caught.value.problems) == 6

@@ -41,7 +41,9 @@ class Net(nn.Module):
 
 BUILDERS = {
     "adamw": lambda model: build_optimizer(model, TrainConfig.model_validate({}), CPU),
-    "sgd": lambda model: build_optimizer(model, TrainConfig.model_validate({"optimizer": "sgd"}), CPU),
+    "sgd": lambda model: build_optimizer(
+        model, TrainConfig.model_validate({"optimizer": "sgd"}), CPU
+    ),
     "lazy sgd": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
 }
@@ -111,10 +113,16 @@ def test_a_restored_engine_continues_bit_identically(optimizer: str, live: bool)
     restored = save(second)
     for part in saved:
         assert restored[part][0].keys() == saved[part][0].keys()
-        assert all(torch.equal(restored[part][0][key], saved[part][0][key]) for key in saved[part][0])
+        assert all(
+            torch.equal(restored[part][0][key], saved[part][0][key]) for key in saved[part][0]
+        )
     train(second, range(3, 6))
     end, expected = save(second), save(first)
-    assert all(torch.equal(end[part][0][key], expected[part][0][key]) for part in end for key in end[part][0])
+    assert all(
+        torch.equal(end[part][0][key], expected[part][0][key])
+        for part in end
+        for key in end[part][0]
+    )
     assert not torch.equal(end["model"][0]["embed.weight"], saved["model"][0]["embed.weight"])
     assert owned == [id(param) for param in second.module.parameters()]
 
@@ -132,7 +140,10 @@ def test_a_saved_state_does_not_alias_what_was_loaded() -> None:
 
 def test_differences_are_named() -> None:
     saved = save(make())
-    with pytest.raises(CheckpointError, match=r"embed\.weight is .*\[7, 5\] in the checkpoint, .*\[7, 4\] in the run"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"embed\.weight is .*\[7, 5\] in the checkpoint, .*\[7, 4\] in the run",
+    ):
         load(make(hidden=4), saved)
     with pytest.raises(CheckpointError, match="tied parameters differ"):
         load(make(tied=False), saved)
@@ -141,10 +152,13 @@ def test_differences_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "lost"), [("model", "norm.bias"), ("model", "norm.running_var"), ("optimizer", "applied")]
+    ("part", "lost"),
+    [("model", "norm.bias"), ("model", "norm.running_var"), ("optimizer", "applied")],
 )
 @pytest.mark.parametrize("broken", ["stranger", "lost"])
-def test_a_stranger_or_a_loss_is_named_and_nothing_is_changed(part: str, lost: str, broken: str) -> None:
+def test_a_stranger_or_a_loss_is_named_and_nothing_is_changed(
+    part: str, lost: str, broken: str
+) -> None:
     engine = make()
     train(engine, range(1))
     tensors, meta = save(engine)[part]
@@ -163,7 +177,8 @@ def test_a_stranger_or_a_loss_is_named_and_nothing_is_changed(part: str, lost: s
 def test_another_dtype_is_refused_rather_than_converted() -> None:
     saved = save(make())
     tensors = {
-        key: value.bfloat16() if value.is_floating_point() else value for key, value in saved["model"][0].items()
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in saved["model"][0].items()
     }
     with pytest.raises(CheckpointError, match=r"torch\.bfloat16"):
         make().parts()["model"].load_state_dict(tensors, saved["model"][1])

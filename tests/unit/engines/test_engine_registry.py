@@ -11,7 +11,13 @@ from harness.engines.process_group import Launch, read_launch
 
 
 def launched(ranks: int) -> Launch:
-    given = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    given = {
+        "RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     return read_launch(given)
 
 
@@ -29,7 +35,9 @@ def test_auto_looks_at_the_launcher(launcher: str, ranks: int, chosen: str) -> N
     assert choose_engine("auto", launcher, launched(ranks) if ranks else read_launch({})) == chosen
 
 
-@pytest.mark.parametrize(("launcher", "name"), [("torchrun", "deepspeed"), ("deepspeed", "ddp"), ("torchrun", "ddp")])
+@pytest.mark.parametrize(
+    ("launcher", "name"), [("torchrun", "deepspeed"), ("deepspeed", "ddp"), ("torchrun", "ddp")]
+)
 def test_a_named_engine_runs_under_every_launcher(launcher: str, name: str) -> None:
     assert choose_engine(name, launcher, launched(2)) == name
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from harness.core.errors import ConfigError
-from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, leave, read_launch
+from harness.engines.process_group import (
+    Launch,
+    ProcessGroup,
+    choose_device,
+    join,
+    leave,
+    read_launch,
+)
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -32,13 +39,30 @@ def test_every_problem_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         read_launch({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "here"})
     text = str(caught.value)
-    assert all(part in text for part in ("RANK is 'one'", "LOCAL_RANK is missing", "MASTER_PORT is missing"))
+    assert all(
+        part in text
+        for part in ("RANK is 'one'", "LOCAL_RANK is missing", "MASTER_PORT is missing")
+    )
     with pytest.raises(ConfigError, match="RANK 2 is not below WORLD_SIZE 2"):
         read_launch({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **ADDRESS})
 
 
 NO_NUMBERS = {
-    "RANK": ["9" * 5000, "-1", "1e3", " 1", "1 ", "+1", "1_0", "0x1", "\u0663", "\u00b2", "1.0", "1\n", ""],
+    "RANK": [
+        "9" * 5000,
+        "-1",
+        "1e3",
+        " 1",
+        "1 ",
+        "+1",
+        "1_0",
+        "0x1",
+        "\u0663",
+        "\u00b2",
+        "1.0",
+        "1\n",
+        "",
+    ],
     "WORLD_SIZE": ["9" * 5000, "0", "-2", "\u0662", "2.0", str(10**6 + 1)],
     "LOCAL_RANK": ["9" * 5000, "-1", "none", "\u0661"],
     "LOCAL_WORLD_SIZE": ["9" * 5000, "0", "two"],
@@ -47,7 +71,9 @@ NO_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in NO_NUMBERS.items() for text in texts])
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in NO_NUMBERS.items() for text in texts]
+)
 def test_variables_that_are_no_numbers_are_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_launch({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **ADDRESS, name: text})
@@ -77,7 +103,12 @@ def test_on_one_machine_gloo_listens_on_loopback(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     join(Launch(launched=True, one_machine=one_machine), torch.device("cpu"), 60.0)
     try:

@@ -55,7 +55,9 @@ class HostReads(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         self.count += "_local_scalar_dense" in str(func)
         return func(*args, **(kwargs or {}))
 
@@ -68,14 +70,18 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def make(optimizer: str | None = "adamw", loss_scale: HalvingScale | None = None) -> TorchEngine:
     model = Net()
     if optimizer is None:
-        built: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        built: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.0
+        )
     else:
         config = TrainConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.0})
         built = build_optimizer(model, config, CPU)
     return TorchEngine(model, built, SCHEDULE, MAX_NORM, loss_scale=loss_scale, device=CPU)
 
 
-def train(engine: TorchEngine, step: int, poison: float = 1.0, loss: float = 1.0, **own: float) -> dict[str, Tensor]:
+def train(
+    engine: TorchEngine, step: int, poison: float = 1.0, loss: float = 1.0, **own: float
+) -> dict[str, Tensor]:
     inputs, targets = batch(step)
     for index in range(2):
         with engine.micro_batch(index == 1):
@@ -86,7 +92,9 @@ def train(engine: TorchEngine, step: int, poison: float = 1.0, loss: float = 1.0
 def snapshot(engine: TorchEngine) -> dict[str, Tensor]:
     tensors = {}
     for name, part in engine.parts().items():
-        tensors.update({f"{name}/{key}": value.clone() for key, value in part.state_dict()[0].items()})
+        tensors.update(
+            {f"{name}/{key}": value.clone() for key, value in part.state_dict()[0].items()}
+        )
     return tensors
 
 
@@ -98,7 +106,9 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None) -> None:
     engine = make(optimizer)
     oracle = Net().double()
-    plain = torch.optim.AdamW(oracle.parameters(), betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    plain = torch.optim.AdamW(
+        oracle.parameters(), betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+    )
     norms = []
     for step in range(6):
         figures = train(engine, step)
@@ -112,7 +122,11 @@ def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None)
         norms.append(norm.item())
         assert figures["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
         assert figures["lr"].item() == SCHEDULE(step)
-        assert (1.0 - figures["applied"].item(), figures["applied_steps"].item(), figures["loss_scale"].item()) == (
+        assert (
+            1.0 - figures["applied"].item(),
+            figures["applied_steps"].item(),
+            figures["loss_scale"].item(),
+        ) == (
             0.0,
             step + 1.0,
             1.0,
@@ -123,7 +137,9 @@ def test_training_agrees_with_an_fp64_loop_of_plain_torch(optimizer: str | None)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", None])
-@pytest.mark.parametrize("fault", [{"poison": math.nan}, {"poison": math.inf}, {"bad_data": 4}, {"loss": math.nan}])
+@pytest.mark.parametrize(
+    "fault", [{"poison": math.nan}, {"poison": math.inf}, {"bad_data": 4}, {"loss": math.nan}]
+)
 def test_a_bad_step_changes_nothing_and_costs_no_learning_rate_step(
     optimizer: str | None, fault: dict[str, float]
 ) -> None:
@@ -187,7 +203,11 @@ def test_a_norm_over_the_limit_is_not_applied(optimizer: str | None) -> None:
     usual = train(engine, 0)["grad_norm"].item()
     before = snapshot(engine)
     inputs, targets = batch(1)
-    for times, limit, skipped in ((1.0, math.inf, False), (1000.0, 20 * usual, True), (1.0, 20 * usual, False)):
+    for times, limit, skipped in (
+        (1.0, math.inf, False),
+        (1000.0, 20 * usual, True),
+        (1.0, 20 * usual, False),
+    ):
         engine.backward(engine.module(inputs[0], targets[0]) * times)
         figures = finish(engine, limits=Limits(norm=limit))
         assert 1.0 - figures["applied"].item() == float(skipped)
@@ -200,11 +220,15 @@ def test_the_stricter_of_two_clipping_limits_holds() -> None:
     for clip in (MAX_NORM / 10, MAX_NORM, math.inf):
         torch.manual_seed(0)
         engine = make("sgd")
-        before = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        before = torch.cat(
+            [parameter.detach().flatten() for parameter in engine.module.parameters()]
+        )
         inputs, targets = batch(0)
         engine.backward(engine.module(inputs[0], targets[0]) * 100)
         assert finish(engine, limits=Limits(clip=clip))["grad_norm"].item() > MAX_NORM
-        after = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        after = torch.cat(
+            [parameter.detach().flatten() for parameter in engine.module.parameters()]
+        )
         moved[clip] = (after - before).norm().item()
     assert moved[MAX_NORM] == moved[math.inf]
     assert moved[MAX_NORM / 10] == pytest.approx(moved[math.inf] / 10, rel=1e-3)
@@ -220,7 +244,9 @@ def test_the_learning_rate_follows_its_factor() -> None:
 def test_a_skipped_step_leaves_the_buffers_alone() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    engine = TorchEngine(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda _: torch.tensor(0.1), 1.0, device=CPU)
+    engine = TorchEngine(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), lambda _: torch.tensor(0.1), 1.0, device=CPU
+    )
     for bad in (False, True, False):
         before = {name: buffer.clone() for name, buffer in net.named_buffers()}
         for micro in range(2):

@@ -34,7 +34,13 @@ class Counted(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         found = flops(name, args, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         if found:
-            self.units.add(unit(name, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], tf32=True))
+            self.units.add(
+                unit(
+                    name,
+                    [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)],
+                    tf32=True,
+                )
+            )
         self.total += found
         return out
 
@@ -59,7 +65,9 @@ def test_a_convolution_in_groups() -> None:
         layer, x = nn.Conv1d(8, 16, 3, groups=4), torch.empty(3, 8, 32)
     with Counted() as counted:
         layer(x).sum().backward()
-    assert counted.total == 2 * 3 * 30 * 16 * (8 // 4) * 3 * 2, "forward, and the gradient of the weight"
+    assert counted.total == 2 * 3 * 30 * 16 * (8 // 4) * 3 * 2, (
+        "forward, and the gradient of the weight"
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -69,7 +77,9 @@ def test_attention_under_a_causal_mask_has_half(causal: bool) -> None:
     with Counted() as flash:
         kernels._scaled_dot_product_flash_attention(q, q, q, 0.0, causal)[0].sum().backward()
     with Counted() as efficient:
-        kernels._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0, causal)[0].sum().backward()
+        kernels._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0, causal)[
+            0
+        ].sum().backward()
     whole = (4 + 10) * 2 * 4 * 64 * 64 * 32
     assert flash.total == efficient.total == (whole / 2 if causal else whole)
 
@@ -80,7 +90,10 @@ def test_grouped_products() -> None:
     rows = torch.empty(tokens, k, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(groups, k, n, dtype=torch.bfloat16, device="meta")
     assert flops("_grouped_mm", (rows, weights, ends), ()) == 2 * tokens * k * n
-    assert flops("_grouped_mm", (rows.expand(groups, tokens, k), weights), ()) == 2 * groups * tokens * k * n
+    assert (
+        flops("_grouped_mm", (rows.expand(groups, tokens, k), weights), ())
+        == 2 * groups * tokens * k * n
+    )
 
 
 def test_nothing_else_counts() -> None:

@@ -35,7 +35,13 @@ def op(**changed: object) -> Op:
 
 @pytest.mark.parametrize(
     ("name", "card"),
-    [("H100", "H100"), ("h100", "H100"), ("A100", "A100-80GB"), ("rtx 4090", "RTX4090"), ("v100", "V100-16GB")],
+    [
+        ("H100", "H100"),
+        ("h100", "H100"),
+        ("A100", "A100-80GB"),
+        ("rtx 4090", "RTX4090"),
+        ("v100", "V100-16GB"),
+    ],
 )
 def test_cards_are_found_in_any_case_and_by_short_names(name: str, card: str) -> None:
     assert find_card(name) is CARDS[card]
@@ -61,7 +67,9 @@ def test_figures_of_a_card_hang_together(name: str) -> None:
     # So many FLOPs for each byte: between a T4's and an L4's.
     assert 130 < card.half / card.bandwidth < 450
     assert 14 < card.memory / 2**30 < 180
-    assert 5 < card.memory / card.bandwidth * 1e3 < 80, "milliseconds to read all of the memory once"
+    assert 5 < card.memory / card.bandwidth * 1e3 < 80, (
+        "milliseconds to read all of the memory once"
+    )
 
 
 def test_the_slower_of_traffic_and_arithmetic_counts() -> None:
@@ -71,16 +79,24 @@ def test_the_slower_of_traffic_and_arithmetic_counts() -> None:
     gemm = op(flops=1e12, unit="half")
     assert seconds_of(gemm, RATES) == pytest.approx(1e12 / 741.75e12)
     assert seconds_of(op(flops=1e12, unit="fp8"), RATES) == pytest.approx(1e12 / 1484.25e12)
-    assert seconds_of(op(flops=1e12, unit="half", attention=True), RATES) == pytest.approx(1e12 / 494.5e12)
-    assert seconds_of(op(flops=1e6, unit="half", reads=10**9), RATES) == pytest.approx((1e9 + 4e5) / 2.8475e12)
+    assert seconds_of(op(flops=1e12, unit="half", attention=True), RATES) == pytest.approx(
+        1e12 / 494.5e12
+    )
+    assert seconds_of(op(flops=1e6, unit="half", reads=10**9), RATES) == pytest.approx(
+        (1e9 + 4e5) / 2.8475e12
+    )
 
 
 def test_small_kernels_cost_their_minimum_and_their_launch() -> None:
     tiny = op(reads=4, writes=4, kernels=3)
     assert seconds_of(tiny, RATES) == pytest.approx(6e-6)
     assert device_seconds([tiny] * 10, RATES) == pytest.approx(60e-6)
-    assert step_seconds([tiny] * 10, RATES) == pytest.approx(120e-6), "the host launches more slowly than that"
-    assert step_seconds([op(reads=10**9)], RATES) == pytest.approx(device_seconds([op(reads=10**9)], RATES))
+    assert step_seconds([tiny] * 10, RATES) == pytest.approx(120e-6), (
+        "the host launches more slowly than that"
+    )
+    assert step_seconds([op(reads=10**9)], RATES) == pytest.approx(
+        device_seconds([op(reads=10**9)], RATES)
+    )
 
 
 def proof(tmp_path: Path, **changed: object) -> Path:
@@ -98,7 +114,12 @@ def test_measurements_take_the_place_of_constants(tmp_path: Path) -> None:
     assert found.calibrated
     assert found.notes == ()
     rates = found.rates
-    assert (rates.gemm_half, rates.gemm_fp8, rates.attention, rates.bandwidth) == (700e12, 1300e12, 400e12, 3e12)
+    assert (rates.gemm_half, rates.gemm_fp8, rates.attention, rates.bandwidth) == (
+        700e12,
+        1300e12,
+        400e12,
+        3e12,
+    )
     assert (rates.launch_seconds, rates.context_bytes) == (5e-6, 500_000_000)
     assert rates.gemm_fp32 == RATES.gemm_fp32
 
@@ -112,7 +133,13 @@ def test_without_what_matters_it_is_not_calibrated(tmp_path: Path, missing: str)
 
 def test_a_card_without_fp8_units_is_calibrated_without_their_rate(tmp_path: Path) -> None:
     card = CARDS["A100-80GB"]
-    measured = {"card": card.name, "capability": [8, 0], "gemm_bf16": 250e12, "gemm_fp8": None, "attention": 150e12}
+    measured = {
+        "card": card.name,
+        "capability": [8, 0],
+        "gemm_bf16": 250e12,
+        "gemm_fp8": None,
+        "attention": 150e12,
+    }
     found = read_calibration(proof(tmp_path, bandwidth=1.7e12, **measured), card)
     assert found.calibrated
     assert found.notes == ()
@@ -121,7 +148,10 @@ def test_a_card_without_fp8_units_is_calibrated_without_their_rate(tmp_path: Pat
 def test_what_is_missing_and_minor_keeps_its_constant(tmp_path: Path) -> None:
     found = read_calibration(proof(tmp_path, attention=None, launch_seconds=None), H100)
     assert found.calibrated
-    assert (found.rates.attention, found.rates.launch_seconds) == (RATES.attention, RATES.launch_seconds)
+    assert (found.rates.attention, found.rates.launch_seconds) == (
+        RATES.attention,
+        RATES.launch_seconds,
+    )
     assert "attention, launch_seconds" in found.notes[0]
 
 
@@ -134,7 +164,13 @@ def test_another_cards_measurements_are_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"gemm_bf16": 1e308}, {"bandwidth": 3.0}, {"launch_seconds": 5.0}, {"context_bytes": 1e300}, {"gemm_fp8": 1300.0}],
+    [
+        {"gemm_bf16": 1e308},
+        {"bandwidth": 3.0},
+        {"launch_seconds": 5.0},
+        {"context_bytes": 1e300},
+        {"gemm_fp8": 1300.0},
+    ],
 )
 def test_what_no_such_card_does_is_refused(tmp_path: Path, changed: dict[str, float]) -> None:
     """Most likely in another unit."""
@@ -152,7 +188,9 @@ def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
     assert all(name in text for name in ("gemm_bf16", "bandwidth", "gem_fp8", "card", "attention"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"roofline": 3}', '{"roofline": {"bandwidth": NaN}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"roofline": 3}', '{"roofline": {"bandwidth": NaN}}']
+)
 def test_a_file_that_is_no_proof_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "proof.json"
     path.write_text(content)

@@ -108,7 +108,9 @@ def test_cards_are_known_by_the_very_name() -> None:
 
 
 @pytest.mark.parametrize(("ideal", "expected"), [(0.025, 0.5), (math.nan, None)])
-def test_mfu_is_the_ideal_over_the_steps_time_or_left_out(ideal: float, expected: float | None) -> None:
+def test_mfu_is_the_ideal_over_the_steps_time_or_left_out(
+    ideal: float, expected: float | None
+) -> None:
     facts = StepFacts(1, 0, 2.0, 1.0, 1e-3, 1.0, True, 1, 4096, 0.05, ideal_seconds=ideal)
-    found = row(facts, RunLedger(), with_slots=False)
+    found = row(facts, RunLedger())
     assert found.get("train/mfu") == expected

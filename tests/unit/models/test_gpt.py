@@ -32,9 +32,13 @@ def test_rotation_matches_complex_multiplication() -> None:
     x = torch.randn(1, 1, 5, 8, dtype=torch.float64)
     ours = rotate(x.float(), *rotary(5, 8, torch.device("cpu"))).double()
     frequency = 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    phase = torch.polar(torch.ones(5, 4, dtype=torch.float64), torch.outer(torch.arange(5.0).double(), frequency))
+    phase = torch.polar(
+        torch.ones(5, 4, dtype=torch.float64), torch.outer(torch.arange(5.0).double(), frequency)
+    )
     turned = torch.complex(x[..., :4], x[..., 4:]) * phase
-    torch.testing.assert_close(ours, torch.cat([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours, torch.cat([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -104,7 +108,9 @@ def test_spread_heads_attend_as_grouped_ones(dtype: torch.dtype, kv_heads: int) 
     """Output bit for bit; the gradients of shared heads are sums over their group, in another order."""
     generator = torch.Generator().manual_seed(kv_heads)
     shapes = ((2, 8, 33, 16), (2, kv_heads, 33, 16), (2, kv_heads, 33, 16))
-    q, k, v = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    )
     grouped = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     spread_out = F.scaled_dot_product_attention(q, spread(k, 8), spread(v, 8), is_causal=True)
     assert torch.equal(grouped, spread_out)
@@ -120,4 +126,6 @@ def test_spread_heads_attend_as_grouped_ones(dtype: torch.dtype, kv_heads: int) 
 def test_a_cpu_shares_heads_as_before() -> None:
     """Spreading is for cards without a fused kernel: elsewhere a run's losses stay bit for bit as they were."""
     scores, q, k = Scores(), torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
-    assert torch.equal(scores(q, k, k), F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))
+    assert torch.equal(
+        scores(q, k, k), F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    )

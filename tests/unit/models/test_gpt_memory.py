@@ -23,14 +23,20 @@ ASKED = ({"recompute": "mlp"}, {"recompute": "block"}, {"recompute": "block", "r
 
 def small(**args: Any) -> GPT:
     torch.manual_seed(0)
-    return build(**{"vocab": 96, "dim": 64, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 96, **args})
+    return build(
+        **{"vocab": 96, "dim": 64, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 96, **args}
+    )
 
 
-def trained(recipe: str, steps: int = 3, **args: Any) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+def trained(
+    recipe: str, steps: int = 3, **args: Any
+) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     """Losses, last weights, and after each step the precision state with its statistics."""
     precision = Precision.from_recipe(recipe)
     model = precision.prepare(small(**args))
-    assert any(layer.precision == "fp8" for layer in precision.plan.layers) is recipe.startswith("fp8")
+    assert any(layer.precision == "fp8" for layer in precision.plan.layers) is recipe.startswith(
+        "fp8"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     generator = torch.Generator().manual_seed(3)
     losses: list[float] = []
@@ -75,7 +81,11 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        before = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        before = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), before)
@@ -109,7 +119,9 @@ def test_a_large_vocabulary_does_not_own_the_memory() -> None:
     logits, weights = 512 * 16384 * 4, 16384 * 32 * 4
     plain, chunked = peak(**sizes), peak(**sizes, loss_chunk=32)
     assert plain > 2 * logits, "the measure sees them: the softmax and its gradient at least"
-    assert chunked < 6 * weights, "what is left: gradients of embedding and head, and one more while they are summed"
+    assert chunked < 6 * weights, (
+        "what is left: gradients of embedding and head, and one more while they are summed"
+    )
     assert chunked < plain / 4
 
 
@@ -137,7 +149,9 @@ def test_packed_documents_train_in_16_bits(recipe: str) -> None:
     assert found[recipe] != found["fp32"]
 
 
-@pytest.mark.parametrize("args", [{}, {"loss_chunk": 40}, {"recompute": "block"}, {"recompute": "mlp"}])
+@pytest.mark.parametrize(
+    "args", [{}, {"loss_chunk": 40}, {"recompute": "block"}, {"recompute": "mlp"}]
+)
 def test_operations_are_counted_whatever_is_asked_for(args: dict[str, Any]) -> None:
     """Recomputing is no more of the model, and a chunk no less: MFU stays what it was."""
     tokens = torch.zeros(2, 64, dtype=torch.int64)

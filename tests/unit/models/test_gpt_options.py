@@ -45,7 +45,12 @@ def gradients(model: GPT, loss: Tensor) -> dict[str, Tensor]:
 def test_options_leave_the_initial_weights_as_they_are() -> None:
     plain = small().state_dict()
     asked = small(
-        qk_norm=True, rope_base=5e5, rope_scaling=LLAMA_31, z_loss=1e-4, loss_chunk=7, recompute="block"
+        qk_norm=True,
+        rope_base=5e5,
+        rope_scaling=LLAMA_31,
+        z_loss=1e-4,
+        loss_chunk=7,
+        recompute="block",
     ).state_dict()
     assert {name for name in asked if name not in plain} == {
         f"blocks.{block}.attn.{kind}_norm.weight" for block in (0, 1) for kind in "qk"
@@ -59,7 +64,9 @@ def test_residual_projections_start_smaller() -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and name != "embed.weight":
             into = name.endswith(("out.weight", "down.weight"))
-            assert parameter.std().item() == pytest.approx(0.02 / (4 if into else 1), rel=0.03), name
+            assert parameter.std().item() == pytest.approx(0.02 / (4 if into else 1), rel=0.03), (
+                name
+            )
 
 
 def test_frequencies_follow_base_and_scaling() -> None:
@@ -94,7 +101,9 @@ def test_queries_and_keys_are_normed_per_head() -> None:
         assert same is normed
 
 
-@pytest.mark.parametrize("args", [{}, {"kv_heads": 2, "qk_norm": True}, {"recompute": "block"}, {"loss_chunk": 5}])
+@pytest.mark.parametrize(
+    "args", [{}, {"kv_heads": 2, "qk_norm": True}, {"recompute": "block"}, {"loss_chunk": 5}]
+)
 def test_documents_in_one_sample_are_as_each_alone(args: dict[str, Any]) -> None:
     model = small(**args)
     inputs, targets = tokens(2, 24)
@@ -115,7 +124,9 @@ def test_documents_in_one_sample_are_as_each_alone(args: dict[str, Any]) -> None
     found, expected = gradients(model, loss), gradients(model, total / 48)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    assert not torch.allclose(model(inputs), packed, atol=1e-3), "without segments documents see each other"
+    assert not torch.allclose(model(inputs), packed, atol=1e-3), (
+        "without segments documents see each other"
+    )
 
 
 def test_one_document_is_as_none() -> None:
@@ -136,7 +147,9 @@ def test_the_task_hands_segments_over() -> None:
     model = build_model(ModelConfig(args=SMALL))
     inputs, targets = tokens(2, 16)
     segments = (torch.arange(16) // 5).expand(2, 16).contiguous()
-    loss = Task(model, "gpt").loss(model, {"inputs": inputs, "targets": targets, "segments": segments})
+    loss = Task(model, "gpt").loss(
+        model, {"inputs": inputs, "targets": targets, "segments": segments}
+    )
     assert torch.equal(loss, model(inputs, targets, segments))
     assert not torch.equal(loss, model(inputs, targets))
 
@@ -155,7 +168,9 @@ def test_loss_in_chunks_is_the_plain_one(chunk: int, z_loss: float, masked: bool
     wanted, had = gradients(plain, expected), gradients(chunked, found)
     assert wanted.keys() == had.keys()
     for name, gradient in wanted.items():
-        torch.testing.assert_close(had[name], gradient, rtol=1e-6, atol=1e-6 * gradient.abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            had[name], gradient, rtol=1e-6, atol=1e-6 * gradient.abs().max().item(), msg=name
+        )
     with torch.no_grad():
         torch.testing.assert_close(chunked(inputs, targets), expected, rtol=1e-6, atol=0)
 
@@ -183,7 +198,8 @@ def test_z_loss_is_in_the_gradient_alone() -> None:
     assert torch.equal(loss, plain(inputs, targets)), "the value stays the cross-entropy"
     logits = plain(inputs)
     expected = (
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.03 * logits.exp().sum(-1).log().pow(2).mean()
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        + 0.03 * logits.exp().sum(-1).log().pow(2).mean()
     )
     wanted = gradients(plain, expected)
     for name, gradient in gradients(model, loss).items():

@@ -20,7 +20,12 @@ from harness.models.gpt import GPT, build
 from harness.models.llama import config_of, from_llama, settings_of, to_llama
 
 SMALL: dict[str, Any] = {"vocab": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
-LLAMA_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA_31 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def small(**args: Any) -> GPT:
@@ -36,7 +41,9 @@ def written(folder: Path, model: GPT) -> Path:
 
 
 def loaded(folder: Path, **args: Any) -> Any:
-    return build_model(ModelConfig(target="harness.models.llama:build", args={"folder": str(folder), **args}))
+    return build_model(
+        ModelConfig(target="harness.models.llama:build", args={"folder": str(folder), **args})
+    )
 
 
 @pytest.mark.parametrize("args", [{}, {"tied": True}, {"qk_norm": True}])
@@ -53,7 +60,12 @@ def test_names_there_and_back(args: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"tied": True, "rope_base": 5e5}, {"qk_norm": True, "norm_eps": 1e-6}, {"rope_scaling": LLAMA_31}],
+    [
+        {},
+        {"tied": True, "rope_base": 5e5},
+        {"qk_norm": True, "norm_eps": 1e-6},
+        {"rope_scaling": LLAMA_31},
+    ],
 )
 def test_config_there_and_back(args: dict[str, Any]) -> None:
     model = small(**args)
@@ -110,7 +122,9 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         ({"num_hidden_layers": None}, "layers"),
     ],
 )
-def test_what_the_gpt_does_not_compute_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_what_the_gpt_does_not_compute_is_refused(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     folder = written(tmp_path / "llama", small())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))

@@ -47,7 +47,9 @@ def texts(samples: int = 4, masked: bool = True) -> Batch:
 
 
 def each(self: Any, x: Tensor, targets: Tensor, **more: Any) -> Tensor:
-    return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), reduction="none", **more)
+    return F.cross_entropy(
+        self.logits(x).flatten(0, 1), targets.flatten(), reduction="none", **more
+    )
 
 
 def mean(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -57,7 +59,10 @@ def mean(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def clamped_mean(self: Any, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     kept = (targets != IGNORED).flatten()
-    return {"loss": each(self, inputs, targets).sum() / kept.sum().clamp(min=1), "logits": self.logits(inputs)}
+    return {
+        "loss": each(self, inputs, targets).sum() / kept.sum().clamp(min=1),
+        "logits": self.logits(inputs),
+    }
 
 
 def summed(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -74,7 +79,9 @@ def z_loss_where_it_counts(self: Any, inputs: Tensor, targets: Tensor) -> Tensor
 
 
 def smoothed(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+    return F.cross_entropy(
+        self.logits(inputs).flatten(0, 1), targets.flatten(), label_smoothing=0.1
+    )
 
 
 def shifts_itself(self: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +91,10 @@ def shifts_itself(self: Any, inputs: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 def by_chunks(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     rows, labels = self.logits(inputs).flatten(0, 1), targets.flatten()
-    parts = [F.cross_entropy(a, b, reduction="sum") for a, b in zip(rows.split(7), labels.split(7), strict=True)]
+    parts = [
+        F.cross_entropy(a, b, reduction="sum")
+        for a, b in zip(rows.split(7), labels.split(7), strict=True)
+    ]
     return torch.stack(parts).sum() / (labels != IGNORED).sum()
 
 
@@ -94,7 +104,9 @@ def focal(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def weighs_classes(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten(), weight=self.weights)
+    return F.cross_entropy(
+        self.logits(inputs).flatten(0, 1), targets.flatten(), weight=self.weights
+    )
 
 
 def in_bf16(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -256,7 +268,9 @@ def test_model_and_random_numbers_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("more", [{}, {"z_loss": 1e-4}, {"loss_chunk": 8}])
 def test_the_shipped_model_leaves_them_out(more: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = GPT(Settings(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=2, ffn=64, tied=False, **more))
+    model = GPT(
+        Settings(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=2, ffn=64, tied=False, **more)
+    )
     Task(model, "gpt").try_masks(model, iter([texts()]), torch.bfloat16)
 
 

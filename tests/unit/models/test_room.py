@@ -24,7 +24,9 @@ GIB = 2**30
 def test_sizes_of_a_billion_are_refused_at_once_with_both_numbers(key: str) -> None:
     started = time.process_time()
     sizes: dict[str, Any] = {"dim": 64, "heads": 4, key: 10**9}
-    with pytest.raises(ConfigError, match=rf"{key} 1000000000.*: needs .*iB or more .* this machine has .*iB"):
+    with pytest.raises(
+        ConfigError, match=rf"{key} 1000000000.*: needs .*iB or more .* this machine has .*iB"
+    ):
         gpt.build(**sizes)
     assert time.process_time() - started < 60  # to build so many takes hours
 
@@ -38,7 +40,9 @@ def test_a_billion_modules_of_fake_tensors_are_refused_too_and_large_weights_are
         assert gpt.build(vocab=10**9, layers=1).embed.weight.shape[0] == 10**9
 
 
-@pytest.mark.parametrize("options", [{"layers": 10**9}, {"dim": 10**9}, {"size": 2 * 10**9}, {"classes": 10**12}])
+@pytest.mark.parametrize(
+    "options", [{"layers": 10**9}, {"dim": 10**9}, {"size": 2 * 10**9}, {"classes": 10**12}]
+)
 def test_image_classifiers_are_refused_too(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="to be built, and this machine has"):
         vision.vit(**options)
@@ -51,7 +55,12 @@ def test_a_convnet_of_a_billion_classes_is_refused_too() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tied": True}, {"qk_norm": True, "kv_heads": 2}, {"dim": 64, "ffn": 48, "vocab": 100, "layers": 3}],
+    [
+        {},
+        {"tied": True},
+        {"qk_norm": True, "kv_heads": 2},
+        {"dim": 64, "ffn": 48, "vocab": 100, "layers": 3},
+    ],
 )
 def test_what_is_refused_is_what_would_be_built(options: dict[str, Any]) -> None:
     model = gpt.build(**options)
@@ -59,7 +68,9 @@ def test_what_is_refused_is_what_would_be_built(options: dict[str, Any]) -> None
     assert gpt.size_of(model.settings) == built
 
 
-def test_a_model_that_fills_all_memory_to_the_last_byte_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fills_all_memory_to_the_last_byte_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parameters, modules = gpt.size_of(gpt.build().settings)
     needed = 4 * parameters + room._MODULE * modules
     monkeypatch.setattr(room, "all_memory", lambda: needed)
@@ -92,16 +103,22 @@ class Endless(nn.Module):
             self.layers.append(nn.Linear(512, 512))
 
 
-def test_a_model_of_ones_own_stops_when_next_to_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own_stops_when_next_to_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     left = iter([2 * GIB, GIB, 10 * 2**20])
     monkeypatch.setattr(room, "all_memory", lambda: 16 * GIB)
     monkeypatch.setattr(room, "free_memory", lambda swap: next(left))
-    with pytest.raises(ConfigError, match=r"takes all memory.*10.0 MiB of 16.0 GiB(.|\n)*modules.*Parameters"):
+    with pytest.raises(
+        ConfigError, match=r"takes all memory.*10.0 MiB of 16.0 GiB(.|\n)*modules.*Parameters"
+    ):
         build_model(ModelConfig(target=f"{__name__}:Endless"))
     nn.Linear(4096, 4096 * 2)  # nobody looks any more
 
 
-def test_memory_of_a_machine_and_of_a_container_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_machine_and_of_a_container_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(**files: str) -> None:
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
@@ -119,7 +136,11 @@ def test_memory_of_a_machine_and_of_a_container_in_it(tmp_path: Path, monkeypatc
     )
     write(memory_max="max\n", memory_current="5\n")
     assert memory.all_memory() == 1100 * kib
-    write(memory_max=f"{400 * kib}\n", memory_current=f"{300 * kib}\n", memory_stat=f"inactive_file {20 * kib}\n")
+    write(
+        memory_max=f"{400 * kib}\n",
+        memory_current=f"{300 * kib}\n",
+        memory_stat=f"inactive_file {20 * kib}\n",
+    )
     assert (memory.all_memory(), memory.free_memory()) == (500 * kib, 120 * kib)
     (tmp_path / "memory.swap.max").write_text("0\n")
     (tmp_path / "memory.swap.current").write_text("0\n")

@@ -33,7 +33,11 @@ class Model(nn.Module):
 def a_class(**more: Tensor) -> Batch:
     """Four samples of three numbers, with a class each."""
     generator = torch.Generator().manual_seed(1)
-    return {"inputs": torch.randn(4, 3, generator=generator), "targets": torch.tensor([0, 4, IGNORED, 2]), **more}
+    return {
+        "inputs": torch.randn(4, 3, generator=generator),
+        "targets": torch.tensor([0, 4, IGNORED, 2]),
+        **more,
+    }
 
 
 def named(batch: Batch, inputs: str = "pixels", targets: str = "labels") -> Batch:
@@ -66,7 +70,9 @@ def keyword_only(self: Any, x: Tensor, *, targets: Tensor) -> Tensor:
     return F.cross_entropy(self.linear(x), targets)
 
 
-def later_targets(self: Any, x: Tensor, scale: float = 1.0, targets: Tensor | None = None) -> dict[str, Tensor]:
+def later_targets(
+    self: Any, x: Tensor, scale: float = 1.0, targets: Tensor | None = None
+) -> dict[str, Tensor]:
     assert targets is not None
     return {"loss": F.cross_entropy(scale * self.linear(x), targets), "logits": self.linear(x)}
 
@@ -77,7 +83,9 @@ def as_dict(self: Any, x: Tensor) -> dict[str, Tensor]:
 
 def of_transformers(self: Any, pixels: Tensor, labels: Tensor | None = None, **more: Any) -> Any:
     logits = self.linear(pixels)
-    return SimpleNamespace(logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+    return SimpleNamespace(
+        logits=logits, loss=None if labels is None else F.cross_entropy(logits, labels)
+    )
 
 
 def anything(self: Any, **batch: Tensor) -> Tensor:
@@ -97,11 +105,18 @@ def test_pairs(forward: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(
     ("forward", "labels"),
-    [(of_transformers, "labels"), (anything, "labels"), (pixels_alone, "labels"), (pixels_alone, "label")],
+    [
+        (of_transformers, "labels"),
+        (anything, "labels"),
+        (pixels_alone, "labels"),
+        (pixels_alone, "label"),
+    ],
 )
 def test_names_of_the_data_set(forward: Callable[..., Any], labels: str) -> None:
     model, batch = Model(forward), a_class()
-    torch.testing.assert_close(Task(model, "t").loss(model, named(batch, targets=labels)), expected(model, batch))
+    torch.testing.assert_close(
+        Task(model, "t").loss(model, named(batch, targets=labels)), expected(model, batch)
+    )
 
 
 def test_a_mask_of_ours_goes_only_to_who_takes_it() -> None:
@@ -167,14 +182,25 @@ def fails(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "told"),
     [
-        (gives(torch.zeros(4, 2, CLASSES)), "forward(inputs) returned a tensor [4, 2, 5], not logits for targets [1]"),
+        (
+            gives(torch.zeros(4, 2, CLASSES)),
+            "forward(inputs) returned a tensor [4, 2, 5], not logits for targets [1]",
+        ),
         (gives("logits"), "forward(inputs) returned a str, not logits for targets [1]"),
-        (gives_for_pairs(torch.zeros(4)), "forward(inputs, targets) returned a tensor [4], not a 0-d loss"),
-        (gives_for_pairs(torch.tensor(3)), "forward(inputs, targets) returned a tensor [], not a 0-d loss"),
+        (
+            gives_for_pairs(torch.zeros(4)),
+            "forward(inputs, targets) returned a tensor [4], not a 0-d loss",
+        ),
+        (
+            gives_for_pairs(torch.tensor(3)),
+            "forward(inputs, targets) returned a tensor [], not a 0-d loss",
+        ),
         (fails, "forward fails on a sample of the data: RuntimeError"),
     ],
 )
-def test_a_model_that_returns_something_else_is_told_beforehand(forward: Callable[..., Any], told: str) -> None:
+def test_a_model_that_returns_something_else_is_told_beforehand(
+    forward: Callable[..., Any], told: str
+) -> None:
     model = Model(forward)
     with pytest.raises(ConfigError) as caught:
         Task(model, "mine:build").try_on(model, a_class(), None)
@@ -225,7 +251,10 @@ def test_the_unit_of_a_loss_of_the_models_own() -> None:
         return task.unit, task.count(batch)
 
     every, shifted = 2 * (PLACES + 1), 2 * PLACES
-    assert unit(lambda rows, labels: F.cross_entropy(rows.flatten(0, 1), labels.flatten())) == ("nats per token", every)
+    assert unit(lambda rows, labels: F.cross_entropy(rows.flatten(0, 1), labels.flatten())) == (
+        "nats per token",
+        every,
+    )
     assert unit(lambda rows, labels: F.cross_entropy(rows[:, :-1].flatten(0, 1), labels[:, 1:].flatten())) == (
         "nats per token", shifted
     )  # fmt: skip
@@ -246,7 +275,9 @@ def test_a_sum_is_not_shown_as_nats_per_token(reduce: str, unit: str, told: str)
     def forward(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = torch.zeros(*inputs.shape, vocab)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return {"mean": losses.mean(), "sum": losses.sum(), "tokens": losses.sum() / len(inputs)}[reduce]
+        return {"mean": losses.mean(), "sum": losses.sum(), "tokens": losses.sum() / len(inputs)}[
+            reduce
+        ]
 
     model = Model(forward)
     task = Task(model, "t", "nats per byte")
@@ -258,7 +289,9 @@ def test_a_sum_is_not_shown_as_nats_per_token(reduce: str, unit: str, told: str)
     if told:
         assert told in found
         assert math.isclose(
-            float(task.loss(model, {"inputs": tokens, "targets": tokens})) % math.log(vocab), 0, abs_tol=6
+            float(task.loss(model, {"inputs": tokens, "targets": tokens})) % math.log(vocab),
+            0,
+            abs_tol=6,
         )
 
 
@@ -271,4 +304,6 @@ def test_labels_that_are_hit_are_counted_but_those_that_do_not_count() -> None:
         torch.testing.assert_close(loss, expected(model, batch))
     text = torch.zeros(2, PLACES, dtype=torch.int64)
     model = Model(gives(torch.zeros(2, PLACES, CLASSES)))
-    assert Task(model, "t").judged(model, {"inputs": text, "targets": text})[1] is None, "tokens are no classes"
+    assert Task(model, "t").judged(model, {"inputs": text, "targets": text})[1] is None, (
+        "tokens are no classes"
+    )

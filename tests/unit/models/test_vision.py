@@ -33,12 +33,15 @@ def test_all_linears_of_a_block_run_in_fp8() -> None:
     rung, verdicts = resolve(recipe, facts)
     assert rung is not None
     plan = make_plan(recipe, facts, rung, verdicts, vit())
-    assert plan.fp8_layers() == tuple(f"blocks.{n}.{name}" for n in (0, 1) for name in ("qkv", "out", "up", "down"))
+    assert plan.fp8_layers() == tuple(
+        f"blocks.{n}.{name}" for n in (0, 1) for name in ("qkv", "out", "up", "down")
+    )
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"patches of 3 do not tile 8 pixels[\s\S]*dim 62 is not a multiple of heads 4"
+        ConfigError,
+        match=r"patches of 3 do not tile 8 pixels[\s\S]*dim 62 is not a multiple of heads 4",
     ):
         vit(patch=3, dim=62)
     with pytest.raises(ConfigError, match=r"widths \[12\] are not multiples of 8"):

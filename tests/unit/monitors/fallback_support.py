@@ -37,13 +37,23 @@ def make_facts(
 
     def given(kind: str, usual: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         values = statistics.get(kind, {})
-        return np.array([values.get(name, usual[i]) for i, name in enumerate(NAMES)], dtype=np.float32)
+        return np.array(
+            [values.get(name, usual[i]) for i, name in enumerate(NAMES)], dtype=np.float32
+        )
 
-    amax, clipped, sqnr_db = given("amax", ratios), given("clipped", unsampled), given("sqnr_db", unsampled)
+    amax, clipped, sqnr_db = (
+        given("amax", ratios),
+        given("clipped", unsampled),
+        given("sqnr_db", unsampled),
+    )
     even_db, centred_db = given("even_db", unsampled), given("centred_db", unsampled)
-    slots = SlotStats(NAMES, amax, np.ones_like(ratios), ratios, clipped, flushed, sqnr_db, even_db, centred_db)
+    slots = SlotStats(
+        NAMES, amax, np.ones_like(ratios), ratios, clipped, flushed, sqnr_db, even_db, centred_db
+    )
     count = step + 1 if applied_steps is None else applied_steps
-    return StepFacts(step, step, 2.0, 1.0, 1e-3, 1.0, applied, count, 4096, 0.1, demoted=demoted, slots=slots)
+    return StepFacts(
+        step, step, 2.0, 1.0, 1e-3, 1.0, applied, count, 4096, 0.1, demoted=demoted, slots=slots
+    )
 
 
 def drive(
@@ -60,7 +70,9 @@ def drive(
             switches.append((step, proposal))
         acting = due.popleft()
         if acting is not None:
-            demoted = tuple(layer for layer in LAYERS if layer in {*demoted, *acting.demote} - {*acting.promote})
+            demoted = tuple(
+                layer for layer in LAYERS if layer in {*demoted, *acting.demote} - {*acting.promote}
+            )
     return switches
 
 

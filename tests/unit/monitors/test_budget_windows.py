@@ -42,7 +42,9 @@ def test_a_long_run_with_a_skip_in_a_thousand_windows_goes_on() -> None:
     assert judge.ledger.skips == 100, "the total is kept"
     for window in range(100_000, 1_000_000, 1000):
         assert judge.decide(SKIP, window) == Continue()
-    assert len(judge.ledger.recent_skips) == 10, "what is older is forgotten: a ledger does not grow with the run"
+    assert len(judge.ledger.recent_skips) == 10, (
+        "what is older is forgotten: a ledger does not grow with the run"
+    )
 
 
 @pytest.mark.parametrize(("apart", "halted"), [(99, True), (100, False)])
@@ -51,14 +53,18 @@ def test_one_more_than_the_budget_within_the_windows_halts(apart: int, halted: b
     action = spend(responder(), range(50_000, 50_000 + 101 * apart, apart), SKIP)
     assert isinstance(action, Halt) is halted
     if isinstance(action, Halt):
-        assert "101 updates were skipped within 10000 windows (guard.budget_windows)" in action.reason
+        assert (
+            "101 updates were skipped within 10000 windows (guard.budget_windows)" in action.reason
+        )
 
 
 def test_rollbacks_within_the_windows_halt_and_older_ones_do_not() -> None:
     far = responder()
     assert all(isinstance(far.decide(BACK, window), Rollback) for window in range(0, 100_000, 3334))
     near = responder()
-    assert [type(near.decide(BACK, window)) for window in (0, 3000, 6000, 9999)] == [Rollback] * 3 + [Halt]
+    assert [type(near.decide(BACK, window)) for window in (0, 3000, 6000, 9999)] == [
+        Rollback
+    ] * 3 + [Halt]
 
 
 def test_the_span_is_the_keys() -> None:
@@ -92,7 +98,9 @@ def nan_at(single: set[int], rows: set[int] | None = None) -> Formula:
 @pytest.mark.slow
 def test_a_run_of_100_000_steps_with_a_thousandth_skipped_ends_done() -> None:
     """100 single windows by chance, 23 rows that roll back, and another process every 5,000 steps."""
-    single = {int(window) for window in np.random.default_rng(3).choice(100_000, 100, replace=False)}
+    single = {
+        int(window) for window in np.random.default_rng(3).choice(100_000, 100, replace=False)
+    }
     course = drive(nan_at(single, set(range(2_000, 94_000, 4_000))), 100_000, resume_every=5_000)
     assert course.status == "done", course.reason
     assert len(course.rollbacks) == 23

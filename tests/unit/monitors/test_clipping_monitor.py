@@ -16,7 +16,10 @@ MakeFacts = Callable[..., StepFacts]
 def observe(make_facts: MakeFacts, norms: Sequence[float], **fields: Any) -> list[Verdict]:
     """One monitor's verdicts; the limit is 1, warm-up 40 steps. Step 0 applies update 1."""
     monitor = ClippingMonitor(max_grad_norm=1.0, warmup_steps=40)
-    return [monitor.observe(make_facts(step, grad_norm=norm, **fields)) for step, norm in enumerate(norms)]
+    return [
+        monitor.observe(make_facts(step, grad_norm=norm, **fields))
+        for step, norm in enumerate(norms)
+    ]
 
 
 def told(verdicts: Sequence[Verdict]) -> list[int]:
@@ -33,7 +36,9 @@ def test_constant_clipping_is_told_once_after_the_warm_up(make_facts: MakeFacts)
 
 
 def test_one_update_in_twenty_may_pass(make_facts: MakeFacts) -> None:
-    assert told(observe(make_facts, [0.5 if step % 20 == 0 else 5.0 for step in range(600)])) == [239]
+    assert told(observe(make_facts, [0.5 if step % 20 == 0 else 5.0 for step in range(600)])) == [
+        239
+    ]
     assert told(observe(make_facts, [0.5 if step % 18 == 0 else 5.0 for step in range(600)])) == []
 
 

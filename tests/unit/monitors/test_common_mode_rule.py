@@ -18,7 +18,12 @@ GRADIENT = f"{LAYERS[2]}.grad_output"
 
 
 def sample(
-    step: int, demoted: tuple[str, ...], *slots: str, every: int = 5, centred: float = 0.0, **others: float
+    step: int,
+    demoted: tuple[str, ...],
+    *slots: str,
+    every: int = 5,
+    centred: float = 0.0,
+    **others: float,
 ) -> StepFacts:
     """In one of `every` steps `slots` have this centred SQNR, and others as given."""
     given = {"clipped": 0.0, "sqnr_db": 31.0, "centred_db": centred} | others
@@ -31,7 +36,9 @@ def sample(
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 def test_a_slot_whose_rows_stay_alike_leaves_once_that_has_lasted(role: str) -> None:
     slot = f"{LAYERS[2]}.{role}"
-    switches = drive(FallbackController(POLICY, LAYERS), lambda step, down: sample(step, down, slot), range(200))
+    switches = drive(
+        FallbackController(POLICY, LAYERS), lambda step, down: sample(step, down, slot), range(200)
+    )
     assert [switch.demote for _, switch in switches] == [(LAYERS[2],)], "and does not come back"
     assert 5 + 40 <= switches[0][0] <= 5 + 40 + 15
     assert f"{slot} centred_db" in switches[0][1].reason
@@ -42,7 +49,10 @@ def test_it_is_back_once_its_rows_differ_again() -> None:
         return sample(step, down, GRADIENT, centred=0.0 if step < 100 else 30.0)
 
     switches = drive(FallbackController(POLICY, LAYERS), trace, range(300))
-    assert [(switch.demote, switch.promote) for _, switch in switches] == [((LAYERS[2],), ()), ((), (LAYERS[2],))]
+    assert [(switch.demote, switch.promote) for _, switch in switches] == [
+        ((LAYERS[2],), ()),
+        ((), (LAYERS[2],)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +80,15 @@ def test_a_start_that_learns_what_all_rows_share_keeps_its_layers() -> None:
 
 
 def test_a_model_whose_layers_all_have_a_common_part_keeps_the_rest_in_fp8() -> None:
-    switches = drive(FallbackController(POLICY, LAYERS), lambda step, down: sample(step, down, *NAMES), range(400))
+    switches = drive(
+        FallbackController(POLICY, LAYERS),
+        lambda step, down: sample(step, down, *NAMES),
+        range(400),
+    )
     assert all(not switch.whole_run_to for _, switch in switches)
-    assert len({layer for _, switch in switches for layer in switch.demote}) == POLICY.max_demoted(len(LAYERS))
+    assert len({layer for _, switch in switches for layer in switch.demote}) == POLICY.max_demoted(
+        len(LAYERS)
+    )
 
 
 def test_how_long_it_has_lasted_goes_through_a_checkpoint() -> None:

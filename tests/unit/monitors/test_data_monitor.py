@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core.facts import BAD_LABEL, NO_LABEL, NON_FINITE_INPUT, Continue, Halt, StepFacts, Window
+from harness.core.facts import (
+    BAD_LABEL,
+    NO_LABEL,
+    NON_FINITE_INPUT,
+    Continue,
+    Halt,
+    StepFacts,
+    Window,
+)
 from harness.core.protocols import Batch
 from harness.monitors.base import BadData
 from harness.monitors.data import DataMonitor
@@ -77,7 +85,9 @@ def test_good_data_is_never_read_again(make_facts: MakeFacts) -> None:
 
 @pytest.mark.parametrize("value", [8, -2])
 def test_a_label_out_of_range_halts_and_names_the_sample(make_facts: MakeFacts, value: int) -> None:
-    verdict = DataMonitor(Source(set_label(53, value)), 8, "auto").observe(bad(make_facts, BAD_LABEL))
+    verdict = DataMonitor(Source(set_label(53, value)), 8, "auto").observe(
+        bad(make_facts, BAD_LABEL)
+    )
     assert (verdict.code, verdict.healthy, verdict.skip) == ("data.label", False, True)
     assert f"sample 53: label {value} at position 2, not in [0, 8)" in verdict.text
     assert verdict.evidence["samples"] == [53]
@@ -87,7 +97,9 @@ def test_a_label_out_of_range_halts_and_names_the_sample(make_facts: MakeFacts, 
 
 
 def test_an_input_that_is_not_finite_is_skipped_and_named(make_facts: MakeFacts) -> None:
-    verdict = DataMonitor(Source(set_input(50, math.inf)), 8, "auto").observe(bad(make_facts, NON_FINITE_INPUT))
+    verdict = DataMonitor(Source(set_input(50, math.inf)), 8, "auto").observe(
+        bad(make_facts, NON_FINITE_INPUT)
+    )
     assert (verdict.code, verdict.healthy, verdict.proposal, verdict.skip) == (
         "data.nonfinite",
         False,
@@ -100,7 +112,9 @@ def test_an_input_that_is_not_finite_is_skipped_and_named(make_facts: MakeFacts)
     }  # fmt: skip
 
 
-def test_a_micro_batch_without_labels_is_skipped_and_its_samples_named(make_facts: MakeFacts) -> None:
+def test_a_micro_batch_without_labels_is_skipped_and_its_samples_named(
+    make_facts: MakeFacts,
+) -> None:
     verdict = DataMonitor(Source(no_labels), 8, "auto").observe(bad(make_facts, NO_LABEL))
     assert (verdict.code, verdict.proposal, verdict.skip) == ("data.empty", Continue(), True)
     assert "samples 52, 53: no target has a label" in verdict.text
@@ -117,10 +131,18 @@ def test_a_micro_batch_without_labels_is_skipped_and_its_samples_named(make_fact
         ("auto", BAD_LABEL | NON_FINITE_INPUT, True),
     ],
 )
-def test_the_policy_decides_what_halts(make_facts: MakeFacts, policy: BadData, bits: int, halts: bool) -> None:
+def test_the_policy_decides_what_halts(
+    make_facts: MakeFacts, policy: BadData, bits: int, halts: bool
+) -> None:
     verdict = DataMonitor(Source(), 8, policy).observe(bad(make_facts, bits))
     assert isinstance(verdict.proposal, Halt) == halts
-    worst = "data.label" if bits & BAD_LABEL else "data.nonfinite" if bits & NON_FINITE_INPUT else "data.empty"
+    worst = (
+        "data.label"
+        if bits & BAD_LABEL
+        else "data.nonfinite"
+        if bits & NON_FINITE_INPUT
+        else "data.empty"
+    )
     assert verdict.code == worst
 
 
@@ -135,7 +157,9 @@ def test_many_bad_samples_are_counted(make_facts: MakeFacts) -> None:
         inputs[:] = math.nan
         targets[:] = 9
 
-    verdict = DataMonitor(Source(all_bad), 8, "skip").observe(bad(make_facts, BAD_LABEL | NON_FINITE_INPUT))
+    verdict = DataMonitor(Source(all_bad), 8, "skip").observe(
+        bad(make_facts, BAD_LABEL | NON_FINITE_INPUT)
+    )
     assert verdict.evidence["count"] == 8
     assert verdict.evidence["samples"] == [50, 51, 52, 53]
     assert "and 5 more" in verdict.text

@@ -26,7 +26,10 @@ def demoted_by(
     """Which statistics of `slot` are named when it has these values at every step; empty if it stays in FP8."""
     controller = FallbackController(policy, LAYERS)
     for step in range(steps):
-        given = {kind: {slot: value(step) if callable(value) else value} for kind, value in values.items()}
+        given = {
+            kind: {slot: value(step) if callable(value) else value}
+            for kind, value in values.items()
+        }
         verdict = controller.observe(make_facts(step, **given))  # pyright: ignore[reportArgumentType]
         json.dumps(dict(verdict.evidence), allow_nan=False)
         if isinstance(verdict.proposal, Switch):
@@ -92,7 +95,9 @@ def test_the_trend_compares_with_a_window_before() -> None:
 def test_the_trend_is_in_the_evidence_whatever_demoted() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     verdicts = [
-        controller.observe(make_facts(step, {SLOT: 9.0 if step > 9 else 0.9}, amax={SLOT: 2.0**step}))
+        controller.observe(
+            make_facts(step, {SLOT: 9.0 if step > 9 else 0.9}, amax={SLOT: 2.0**step})
+        )
         for step in range(13)
     ]
     amax = verdicts[-1].evidence["demote"][LAYERS[2]]["slots"][SLOT]["amax"]
@@ -121,7 +126,10 @@ def test_the_whole_run_falls_once_layers_were_stuck_in_fp8_for_a_window() -> Non
         return make_facts(step, worst, demoted=demoted)
 
     switches = drive(FallbackController(policy, LAYERS), trace, range(60))
-    assert [(step, s.demote, s.whole_run_to) for step, s in switches] == [(4, LAYERS[:3], ""), (12, (), "bf16")]
+    assert [(step, s.demote, s.whole_run_to) for step, s in switches] == [
+        (4, LAYERS[:3], ""),
+        (12, (), "bf16"),
+    ]
     assert LAYERS[3] in switches[1][1].reason
     assert "for good" in switches[1][1].reason
 
@@ -165,7 +173,9 @@ def test_a_bad_sample_is_followed_by_samples_at_every_step() -> None:
 def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     asked = [
-        controller.observe(make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})).sample_steps
+        controller.observe(
+            make_facts(step, underflow={SLOT: 0.9 if step == 5 else 0.001})
+        ).sample_steps
         for step in range(20)
     ]
     assert [step for step, closer in enumerate(asked) if closer and step > 1] == [5]
@@ -174,15 +184,21 @@ def test_one_bad_sample_does_not_keep_the_measuring_up() -> None:
 def asked_at(ratios: Mapping[int, float], role: str = "input") -> list[int]:
     """Steps after which everything is to be measured, where a slot has these saturations, else 0.9."""
     controller, slot = FallbackController(FallbackConfig(), LAYERS), f"{LAYERS[2]}.{role}"
-    verdicts = [controller.observe(make_facts(step, {slot: ratios.get(step, 0.9)})) for step in range(2, 20)]
+    verdicts = [
+        controller.observe(make_facts(step, {slot: ratios.get(step, 0.9)})) for step in range(2, 20)
+    ]
     return [verdict.step for verdict in verdicts if verdict.sample_steps]
 
 
 def test_what_every_step_measures_says_when_to_measure_more() -> None:
     assert asked_at({}) == []
-    assert asked_at({7: 1.6, 9: 100.0}) == [7, 9], "it went over: what the scale does next may lose the rest"
+    assert asked_at({7: 1.6, 9: 100.0}) == [7, 9], (
+        "it went over: what the scale does next may lose the rest"
+    )
     assert asked_at({7: 2.0**-7, 9: 2.0**-5}) == [7], "it is far under what was there before"
-    assert asked_at({7: 2.0**-13, 9: 2.0**-15}, "grad_output") == [9], "gradients swing, and E5M2 has the room"
+    assert asked_at({7: 2.0**-13, 9: 2.0**-15}, "grad_output") == [9], (
+        "gradients swing, and E5M2 has the room"
+    )
     assert asked_at({7: 0.0}) == [], "a tensor of zeros loses nothing"
 
 
@@ -206,7 +222,9 @@ def test_the_first_steps_are_measured() -> None:
     ],
 )
 @pytest.mark.parametrize("later", [0, 1, 2, 3])
-def test_what_was_hidden_behind_a_layer_leaves_right_after_it(seen: dict[str, float], leaves: bool, later: int) -> None:
+def test_what_was_hidden_behind_a_layer_leaves_right_after_it(
+    seen: dict[str, float], leaves: bool, later: int
+) -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     verdict = controller.observe(make_facts(2))
     for step in range(3, 6):
@@ -216,10 +234,16 @@ def test_what_was_hidden_behind_a_layer_leaves_right_after_it(seen: dict[str, fl
     controller.observe(make_facts(6))
     second: list[tuple[str, ...]] = []
     for step in range(7, 12):
-        values = {kind: {f"{LAYERS[2]}.input": value} for kind, value in seen.items()} if step == 7 + later else {}
+        values = (
+            {kind: {f"{LAYERS[2]}.input": value} for kind, value in seen.items()}
+            if step == 7 + later
+            else {}
+        )
         verdict = controller.observe(make_facts(step, demoted=(LAYERS[1],), **values))  # pyright: ignore[reportArgumentType]
         saved = json.dumps(controller.state_dict(), allow_nan=False)
-        controller = FallbackController(FallbackConfig(), LAYERS)  # a resume in between changes nothing
+        controller = FallbackController(
+            FallbackConfig(), LAYERS
+        )  # a resume in between changes nothing
         controller.load_state_dict(json.loads(saved))
         second += [verdict.proposal.demote] if isinstance(verdict.proposal, Switch) else []
     assert second == ([(LAYERS[2],)] if leaves and later < 3 else [])

@@ -35,19 +35,31 @@ def test_a_healthy_run_never_switches(seed: int) -> None:
         ratios = np.where(rng.random(len(NAMES)) < 0.5, top, top * rng.random(len(NAMES)))
         flushed = rng.uniform(0, HEALTHY_UNDERFLOW, len(NAMES))
         return make_facts(
-            step, dict(zip(NAMES, ratios, strict=True)), dict(zip(NAMES, flushed, strict=True)), demoted=demoted
+            step,
+            dict(zip(NAMES, ratios, strict=True)),
+            dict(zip(NAMES, flushed, strict=True)),
+            demoted=demoted,
         )
 
     assert drive(FallbackController(FallbackConfig(), LAYERS), trace, range(150)) == []
 
 
 @settings(max_examples=40, deadline=None)
-@given(slot=st.sampled_from(NAMES), excess=st.floats(1.01, 1e6), start=st.integers(0, 30), lag=st.integers(0, 1))
-def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: float, start: int, lag: int) -> None:
+@given(
+    slot=st.sampled_from(NAMES),
+    excess=st.floats(1.01, 1e6),
+    start=st.integers(0, 30),
+    lag=st.integers(0, 1),
+)
+def test_a_persistently_clipped_slot_demotes_its_layer_alone(
+    slot: str, excess: float, start: int, lag: int
+) -> None:
     layer, _, role = slot.rpartition(".")
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
-        return make_facts(step, {slot: LIMIT[role] * excess} if step >= start else None, demoted=demoted)
+        return make_facts(
+            step, {slot: LIMIT[role] * excess} if step >= start else None, demoted=demoted
+        )
 
     # The shadow ratio stays over its limit too, so that the dwell alone brings nothing back.
     policy = FallbackConfig(dwell_steps=5)
@@ -61,7 +73,9 @@ def test_a_persistently_clipped_slot_demotes_its_layer_alone(slot: str, excess: 
 def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> None:
     """Oracle: the rule of `FallbackConfig` written down once more, one slot and statistic at a time."""
     hits, window = data.draw(st.sampled_from([(2, 4), (3, 8), (1, 2), (1, 1), (3, 3)]))
-    policy = FallbackConfig(hits=hits, window=window, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000)
+    policy = FallbackConfig(
+        hits=hits, window=window, warmup_steps=1, max_demoted_share=1.0, dwell_steps=10_000
+    )
     taken = 0.5 / (window - hits) if window > hits else 1.0
     enough = hits - 0.5 if window > hits else hits
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -74,9 +88,16 @@ def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> No
         applied = bool(rng.random() < 0.8)
         applied_steps += applied
         far = 2.0 ** rng.uniform(0.01, 4)
-        ratios = {n: LIMIT[n.rpartition(".")[2]] * (far if rng.random() < share_bad else 0.5) for n in NAMES}
-        flushed = {n: 0.95 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4}
-        trace.append(make_facts(step, ratios, flushed, applied=applied, applied_steps=applied_steps))
+        ratios = {
+            n: LIMIT[n.rpartition(".")[2]] * (far if rng.random() < share_bad else 0.5)
+            for n in NAMES
+        }
+        flushed = {
+            n: 0.95 if rng.random() < share_bad else 0.1 for n in NAMES if rng.random() < 0.4
+        }
+        trace.append(
+            make_facts(step, ratios, flushed, applied=applied, applied_steps=applied_steps)
+        )
         if not applied or applied_steps <= policy.warmup_steps:
             continue
         for name in NAMES:
@@ -102,13 +123,19 @@ def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 7, 10, 15, 25])
 @pytest.mark.parametrize("role", ROLES)
-def test_an_overflow_that_comes_ever_so_often_demotes_at_the_third_time(every: int, role: str) -> None:
+def test_an_overflow_that_comes_ever_so_often_demotes_at_the_third_time(
+    every: int, role: str
+) -> None:
     slot = f"{LAYERS[1]}.{role}"
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
-        return make_facts(step, {slot: 128 * LIMIT[role]} if step % every == 0 and step else None, demoted=demoted)
+        return make_facts(
+            step, {slot: 128 * LIMIT[role]} if step % every == 0 and step else None, demoted=demoted
+        )
 
-    (step, switch), *_ = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(5 * every + 10))
+    (step, switch), *_ = drive(
+        FallbackController(FallbackConfig(), LAYERS), trace, range(5 * every + 10)
+    )
     first = next(step for step in range(1, 100) if step % every == 0 and step > 1)
     assert (step, switch.demote) == (first + 2 * every, (LAYERS[1],))
 
@@ -119,7 +146,11 @@ def test_the_further_over_the_fewer_are_needed_of_those_far_apart(excess: float,
     slot = f"{LAYERS[1]}.input"
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
-        return make_facts(step, {slot: LIMIT["input"] * excess} if step % 4 == 0 and step else None, demoted=demoted)
+        return make_facts(
+            step,
+            {slot: LIMIT["input"] * excess} if step % 4 == 0 and step else None,
+            demoted=demoted,
+        )
 
     switches = drive(FallbackController(FallbackConfig(), LAYERS), trace, range(60))
     assert [step for step, _ in switches] == [4 * acts]
@@ -134,8 +165,15 @@ def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(dwell=st.integers(5, 40), period=st.integers(1, 40), steps=st.integers(200, 600), role=st.sampled_from(ROLES))
-def test_flapping_is_bounded_by_the_back_off(dwell: int, period: int, steps: int, role: str) -> None:
+@given(
+    dwell=st.integers(5, 40),
+    period=st.integers(1, 40),
+    steps=st.integers(200, 600),
+    role=st.sampled_from(ROLES),
+)
+def test_flapping_is_bounded_by_the_back_off(
+    dwell: int, period: int, steps: int, role: str
+) -> None:
     """The m-th demotion cannot come before dwell * (2^(m-1) - 1) steps, so switches grow with the logarithm.
 
     As long as no calm is longer than the stay that would follow it.
@@ -165,7 +203,9 @@ def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> Non
     verdicts: list[Verdict] = []
     saved = ""
     for step in range(120):
-        ratios = {name: float(rng.choice([0.5, 20.0, math.inf], p=[0.85, 0.1, 0.05])) for name in NAMES}
+        ratios = {
+            name: float(rng.choice([0.5, 20.0, math.inf], p=[0.85, 0.1, 0.05])) for name in NAMES
+        }
         flushed = {name: float(rng.choice([0.01, 0.9])) for name in NAMES if rng.random() < 0.1}
         trace.append(make_facts(step, ratios, flushed, demoted, applied=bool(rng.random() < 0.9)))
         if step == cut:
@@ -173,7 +213,11 @@ def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> Non
         verdicts.append(live.observe(trace[-1]))
         proposal = verdicts[-1].proposal
         if isinstance(proposal, Switch):
-            demoted = tuple(layer for layer in LAYERS if layer in {*demoted, *proposal.demote} - {*proposal.promote})
+            demoted = tuple(
+                layer
+                for layer in LAYERS
+                if layer in {*demoted, *proposal.demote} - {*proposal.promote}
+            )
     assert any(isinstance(verdict.proposal, Switch) for verdict in verdicts)
     resumed = FallbackController(policy, LAYERS)
     resumed.load_state_dict(json.loads(saved))
@@ -190,7 +234,10 @@ def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None
 
     switches = drive(FallbackController(policy, LAYERS), clipped_in_fp8, range(120), lag=1)
     steps = [step for step, _ in switches]
-    assert [(s.demote, s.promote) for _, s in switches[:4]] == [((LAYERS[2],), ()), ((), (LAYERS[2],))] * 2
+    assert [(s.demote, s.promote) for _, s in switches[:4]] == [
+        ((LAYERS[2],), ()),
+        ((), (LAYERS[2],)),
+    ] * 2
     # Two steps from the decision to the first step in BF16, then the dwell.
     assert steps[1] - steps[0] == 2 + 20
     assert steps[3] - steps[2] == 2 + 40
@@ -212,7 +259,9 @@ def test_only_a_layer_that_leaves_again_soon_stays_away_for_longer(far_apart: bo
     switches = drive(FallbackController(FallbackConfig(hits=1), LAYERS), trace, range(1, 1001))
     assert [step for step, switch in switches if switch.demote] == list(bad)
     stays = 3 * [50] if far_apart else [50, 100, 200]
-    assert away == sum(stays) + 2 * len(stays), "two steps from the decision to return to the first one back"
+    assert away == sum(stays) + 2 * len(stays), (
+        "two steps from the decision to return to the first one back"
+    )
 
 
 def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
@@ -220,10 +269,16 @@ def test_a_role_that_is_never_reported_does_not_keep_a_layer_away() -> None:
 
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:
         one, none = np.array([[0.9 if demoted else 9.0], [np.nan]], dtype=np.float32)
-        return replace(make_facts(step, demoted=demoted), slots=SlotStats((name,), one, one, one, none, none, none))
+        return replace(
+            make_facts(step, demoted=demoted),
+            slots=SlotStats((name,), one, one, one, none, none, none),
+        )
 
     switches = drive(FallbackController(FallbackConfig(dwell_steps=10), LAYERS), trace, range(20))
-    assert [(switch.demote, switch.promote) for _, switch in switches] == [((LAYERS[0],), ()), ((), (LAYERS[0],))]
+    assert [(switch.demote, switch.promote) for _, switch in switches] == [
+        ((LAYERS[0],), ()),
+        ((), (LAYERS[0],)),
+    ]
 
 
 def test_underflow_on_sampled_steps_demotes_and_keeps_a_layer_away() -> None:
@@ -245,26 +300,36 @@ def test_evidence_names_slot_figures_and_layer() -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     slot = f"{LAYERS[3]}.weight"
     ratios = [9.0, 9.0, 2.0, 1.0, 3.0, math.inf]
-    verdicts = [controller.observe(make_facts(step, {slot: ratio})) for step, ratio in enumerate(ratios)]
+    verdicts = [
+        controller.observe(make_facts(step, {slot: ratio})) for step, ratio in enumerate(ratios)
+    ]
     assert [verdict.code for verdict in verdicts] == ["precision.ok"] * 5 + ["precision.demote"]
     last = verdicts[-1]
     assert (last.step, last.healthy) == (5, True)
     # An infinite amax is clipping too; strict JSON has no infinity, so it is told as the largest float32.
     found = last.evidence["demote"][LAYERS[3]]["slots"]
     # The amaxes show the trend; here they are the ratios, as the scale is 1.
-    assert found == {slot: {"saturation": [2.0, 3.0, 3.403e38], "amax": [9.0, 9.0, 2.0, 1.0, 3.0, 3.403e38][-4:]}}
+    assert found == {
+        slot: {"saturation": [2.0, 3.0, 3.403e38], "amax": [9.0, 9.0, 2.0, 1.0, 3.0, 3.403e38][-4:]}
+    }
     assert f"{slot} saturation 2, 3, 3.403e+38" in last.text
     json.dumps(last.evidence, allow_nan=False)
 
 
 @pytest.mark.parametrize(
     ("applied", "applied_steps"),
-    [pytest.param(False, None, id="a step not applied"), pytest.param(True, 2, id="warm-up, in applied steps")],
+    [
+        pytest.param(False, None, id="a step not applied"),
+        pytest.param(True, 2, id="warm-up, in applied steps"),
+    ],
 )
 def test_no_evidence_from(applied: bool, applied_steps: int | None) -> None:
     controller = FallbackController(FallbackConfig(), LAYERS)
     clipped = {f"{LAYERS[0]}.input": 100.0}
-    silent = [make_facts(step, clipped, applied=applied, applied_steps=applied_steps) for step in range(20)]
+    silent = [
+        make_facts(step, clipped, applied=applied, applied_steps=applied_steps)
+        for step in range(20)
+    ]
     verdicts = [controller.observe(facts) for facts in silent]
     assert {verdict.code for verdict in verdicts} == {"precision.ok"}
     loud = [controller.observe(make_facts(step, clipped)) for step in range(20, 23)]
@@ -279,7 +344,9 @@ def test_over_budget_the_worst_leave_and_the_rest_is_told_once_a_streak() -> Non
     verdicts: list[Verdict] = []
     for step in range(60):
         calm = 25 <= step < 45
-        verdicts.append(controller.observe(make_facts(step, None if calm else worst, demoted=demoted)))
+        verdicts.append(
+            controller.observe(make_facts(step, None if calm else worst, demoted=demoted))
+        )
         proposal = verdicts[-1].proposal
         if isinstance(proposal, Switch):
             demoted = (*demoted, *proposal.demote)
@@ -311,7 +378,10 @@ def test_a_refused_proposal_is_repeated_only_after_a_window() -> None:
 
 
 def test_switched_off_it_stays_silent() -> None:
-    assert drive(FallbackController(FallbackConfig(enabled=False), LAYERS), over(NAMES[0]), range(50)) == []
+    assert (
+        drive(FallbackController(FallbackConfig(enabled=False), LAYERS), over(NAMES[0]), range(50))
+        == []
+    )
 
 
 def test_unknown_slots_and_layers_are_named() -> None:

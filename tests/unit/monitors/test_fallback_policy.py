@@ -29,7 +29,9 @@ def test_every_value_out_of_range_is_reported_together() -> None:
     }
     with pytest.raises(ConfigError) as caught:
         validate(FallbackConfig, wrong, "fallback")
-    assert {problem.where for problem in caught.value.problems} == {f"fallback: {key}" for key in wrong}
+    assert {problem.where for problem in caught.value.problems} == {
+        f"fallback: {key}" for key in wrong
+    }
 
 
 def test_more_hits_than_a_window_has_are_refused() -> None:

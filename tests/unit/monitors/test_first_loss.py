@@ -29,7 +29,9 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> TokenBatches:
 
 
 def watching(data: Any, vocab_size: int | None = None) -> FirstLossMonitor | None:
-    return FirstLossMonitor.build(MonitorContext(GuardConfig(), FallbackConfig(), data=data, vocab_size=vocab_size))
+    return FirstLossMonitor.build(
+        MonitorContext(GuardConfig(), FallbackConfig(), data=data, vocab_size=vocab_size)
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,9 @@ def watching(data: Any, vocab_size: int | None = None) -> FirstLossMonitor | Non
         (0.2 * BLIND, "not shifted by one"),
     ],
 )
-def test_a_first_loss_far_from_blind_guessing_is_told(batches: TokenBatches, loss: float, told: str) -> None:
+def test_a_first_loss_far_from_blind_guessing_is_told(
+    batches: TokenBatches, loss: float, told: str
+) -> None:
     monitor = watching(batches)
     assert monitor is not None
     verdict = monitor.observe(replace(STEP, loss=loss))
@@ -55,7 +59,9 @@ def test_a_first_loss_far_from_blind_guessing_is_told(batches: TokenBatches, los
     assert told in verdict.text
     if told:
         assert f"{loss / BLIND:.3g} times ln(256) = 5.545" in verdict.text
-    assert monitor.observe(replace(STEP, step=2, loss=loss)).ok, "later steps have a past of their own"
+    assert monitor.observe(replace(STEP, step=2, loss=loss)).ok, (
+        "later steps have a past of their own"
+    )
 
 
 def test_the_models_own_vocabulary_counts(batches: TokenBatches) -> None:

@@ -13,7 +13,11 @@ from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonito
 from harness.precision import scaling
 
 MakeFacts = Callable[..., StepFacts]
-NAMES = tuple(f"blocks.{index:02d}.proj.{role}" for index in range(3) for role in ("input", "weight", "grad_output"))
+NAMES = tuple(
+    f"blocks.{index:02d}.proj.{role}"
+    for index in range(3)
+    for role in ("input", "weight", "grad_output")
+)
 
 
 def slots(amax: Mapping[str, float] | None = None, scrubbed: int = 0) -> SlotStats:
@@ -29,9 +33,14 @@ def test_without_fp8_it_is_silent(make_facts: MakeFacts) -> None:
 def test_scrubbed_infinities_are_named_once_a_streak(make_facts: MakeFacts) -> None:
     monitor = Fp8Monitor()
     hit = slots({NAMES[4]: math.inf}, scrubbed=1)
-    verdicts = [monitor.observe(make_facts(i, slots=hit if i in {3, 4, 8} else slots())) for i in range(10)]
+    verdicts = [
+        monitor.observe(make_facts(i, slots=hit if i in {3, 4, 8} else slots())) for i in range(10)
+    ]
     told = [verdict for verdict in verdicts if verdict.code != "fp8.ok"]
-    assert [(verdict.code, verdict.step) for verdict in told] == [("fp8.scrubbed", 3), ("fp8.scrubbed", 8)]
+    assert [(verdict.code, verdict.step) for verdict in told] == [
+        ("fp8.scrubbed", 3),
+        ("fp8.scrubbed", 8),
+    ]
     assert told[0].evidence == {"scrubbed": 1, "slots": [NAMES[4]]}
     assert all(verdict.healthy and verdict.proposal == Continue() for verdict in verdicts)
 
@@ -48,7 +57,8 @@ def test_a_dead_slot_is_named_once_after_fifty_applied_steps(make_facts: MakeFac
 def test_a_slot_that_sees_one_value_is_not_dead(make_facts: MakeFacts) -> None:
     monitor = Fp8Monitor()
     verdicts = [
-        monitor.observe(make_facts(i, slots=slots({NAMES[0]: 0.0 if i % 50 != 49 else 1e-9}))) for i in range(300)
+        monitor.observe(make_facts(i, slots=slots({NAMES[0]: 0.0 if i % 50 != 49 else 1e-9})))
+        for i in range(300)
     ]
     assert {verdict.code for verdict in verdicts} == {"fp8.ok"}
 
@@ -56,7 +66,9 @@ def test_a_slot_that_sees_one_value_is_not_dead(make_facts: MakeFacts) -> None:
 def test_dead_slots_are_told_after_a_scrub_of_the_same_step(make_facts: MakeFacts) -> None:
     monitor = Fp8Monitor(dead_after=5)
     zeros = dict.fromkeys(NAMES, 0.0)
-    verdicts = [monitor.observe(make_facts(i, slots=slots(zeros, scrubbed=int(i == 4)))) for i in range(7)]
+    verdicts = [
+        monitor.observe(make_facts(i, slots=slots(zeros, scrubbed=int(i == 4)))) for i in range(7)
+    ]
     assert [verdict.code for verdict in verdicts[4:]] == ["fp8.scrubbed", "fp8.dead", "fp8.ok"]
     assert "and 4 more" in verdicts[5].text
     assert verdicts[5].evidence["slots"] == list(NAMES)
@@ -80,7 +92,9 @@ def storm(
     """Statistics at which nothing is wrong but what is given; underflow: a number for all, NaN: not sampled."""
     ones = np.ones(len(NAMES), dtype=np.float32)
     ratios = np.array([(saturation or {}).get(name, 1.0) for name in NAMES], dtype=np.float32)
-    each = [underflow.get(name, 0.0) if isinstance(underflow, Mapping) else underflow for name in NAMES]
+    each = [
+        underflow.get(name, 0.0) if isinstance(underflow, Mapping) else underflow for name in NAMES
+    ]
     flushed = np.array(each, dtype=np.float32)
     return SlotStats(NAMES, ones, ones, ratios, ones, flushed, ones)
 
@@ -97,10 +111,20 @@ def test_a_saturation_storm_is_told_once_and_again_after_a_calm(make_facts: Make
     monitor = storm_monitor()
     bad = storm({NAMES[0]: 1.6, NAMES[3]: math.inf, NAMES[4]: 1.3})  # 3 of 9
     trace = [storm()] * 5 + [bad] * 20 + [storm()] + [bad] * 4
-    verdicts = [monitor.observe(make_facts(i, applied_steps=10 + i, slots=each)) for i, each in enumerate(trace)]
+    verdicts = [
+        monitor.observe(make_facts(i, applied_steps=10 + i, slots=each))
+        for i, each in enumerate(trace)
+    ]
     told = [verdict for verdict in verdicts if verdict.text]
-    assert [(verdict.code, verdict.step) for verdict in told] == [("fp8.saturation", 7), ("fp8.saturation", 28)]
-    assert told[0].evidence["slots"] == {NAMES[3]: "inf", NAMES[0]: pytest.approx(1.6), NAMES[4]: pytest.approx(1.3)}
+    assert [(verdict.code, verdict.step) for verdict in told] == [
+        ("fp8.saturation", 7),
+        ("fp8.saturation", 28),
+    ]
+    assert told[0].evidence["slots"] == {
+        NAMES[3]: "inf",
+        NAMES[0]: pytest.approx(1.6),
+        NAMES[4]: pytest.approx(1.3),
+    }
     assert (told[0].evidence["count"], told[0].evidence["of"]) == (3, 9)
     assert NAMES[3] in told[0].text
     assert all(verdict.healthy and verdict.proposal == Continue() for verdict in verdicts)
@@ -114,7 +138,9 @@ def test_a_saturation_storm_is_told_once_and_again_after_a_calm(make_facts: Make
         over(NAMES[::3], 1.49),
     ],
 )
-def test_a_few_tensors_or_small_ratios_are_no_storm(make_facts: MakeFacts, ratios: dict[str, float]) -> None:
+def test_a_few_tensors_or_small_ratios_are_no_storm(
+    make_facts: MakeFacts, ratios: dict[str, float]
+) -> None:
     monitor = storm_monitor()
     for step in range(3, 50):
         assert monitor.observe(make_facts(step, slots=storm(ratios))).code == "fp8.ok"
@@ -144,13 +170,18 @@ def test_layers_in_bf16_do_not_count(make_facts: MakeFacts) -> None:
 def test_an_underflow_storm_counts_samples(make_facts: MakeFacts) -> None:
     monitor = storm_monitor()
     bad = storm(underflow=dict.fromkeys(NAMES[:4], 0.9))
-    verdicts = [monitor.observe(make_facts(step, slots=bad if step % 10 == 0 else storm())) for step in range(3, 60)]
+    verdicts = [
+        monitor.observe(make_facts(step, slots=bad if step % 10 == 0 else storm()))
+        for step in range(3, 60)
+    ]
     (told,) = [verdict for verdict in verdicts if verdict.text]
     assert (told.code, told.step) == ("fp8.underflow", 30)
     assert list(told.evidence["slots"]) == list(NAMES[:4])
 
 
-def test_both_storms_are_told_one_after_the_other_even_across_a_resume(make_facts: MakeFacts) -> None:
+def test_both_storms_are_told_one_after_the_other_even_across_a_resume(
+    make_facts: MakeFacts,
+) -> None:
     bad = storm(over(NAMES, 50.0), underflow=0.9)
     live, resumed = storm_monitor(), storm_monitor()
     before = [live.observe(make_facts(step, slots=bad)).code for step in range(3, 6)]
@@ -161,11 +192,16 @@ def test_both_storms_are_told_one_after_the_other_even_across_a_resume(make_fact
     assert [resumed.observe(make_facts(step, slots=bad)) for step in range(6, 9)] == after
 
 
-def delayed(amaxes: np.ndarray, length: int, algo: str, margin: int, broken_from: int) -> list[SlotStats]:
+def delayed(
+    amaxes: np.ndarray, length: int, algo: str, margin: int, broken_from: int
+) -> list[SlotStats]:
     """Statistics of the columns of `amaxes` under the real rule, whose update does nothing from a step on."""
     slots = amaxes.shape[1]
     history, scale = torch.zeros(length, slots), torch.ones(slots)
-    names, nan = tuple(f"{number}.input" for number in range(slots)), np.full(slots, np.nan, dtype=np.float32)
+    names, nan = (
+        tuple(f"{number}.input" for number in range(slots)),
+        np.full(slots, np.nan, dtype=np.float32),
+    )
     told: list[SlotStats] = []
     for step, amax in enumerate(amaxes.astype(np.float32)):
         used = scale.numpy().copy()
@@ -176,7 +212,9 @@ def delayed(amaxes: np.ndarray, length: int, algo: str, margin: int, broken_from
     return told
 
 
-def frozen(make_facts: MakeFacts, trace: list[SlotStats], length: int, margin: int) -> list[Verdict]:
+def frozen(
+    make_facts: MakeFacts, trace: list[SlotStats], length: int, margin: int
+) -> list[Verdict]:
     monitor = Fp8FrozenMonitor(length, margin)
     verdicts = [monitor.observe(make_facts(step, slots=slots)) for step, slots in enumerate(trace)]
     return [verdict for verdict in verdicts if verdict.text]
@@ -190,7 +228,9 @@ TENSORS = {
     "alternating": np.where(STEPS % 2, 1.0, 100.0),
     "rare peaks": np.where(STEPS % 9 == 0, 50.0, 1e-4),
     "often unused": np.where(STEPS % 5 == 0, np.exp(RNG.standard_normal(400)), 0.0),
-    "one peak, then unused, then small": np.where(STEPS == 5, 80.0, np.where(STEPS % 50 == 0, 0.01, 0.0)),
+    "one peak, then unused, then small": np.where(
+        STEPS == 5, 80.0, np.where(STEPS % 50 == 0, 0.01, 0.0)
+    ),
     "sometimes infinite": np.where(STEPS % 7 == 0, np.inf, np.exp(RNG.standard_normal(400))),
     "growing": 1.05**STEPS,
     "steps": 10.0 ** (STEPS // 60),
@@ -201,13 +241,19 @@ TENSORS = {
 
 @pytest.mark.parametrize("length", [2, 16])
 @pytest.mark.parametrize(("algo", "margin"), [("max", 0), ("max", 3), ("most_recent", 0)])
-def test_a_correct_update_never_looks_frozen(make_facts: MakeFacts, length: int, algo: str, margin: int) -> None:
-    trace = delayed(np.stack(list(TENSORS.values()), axis=1), length, algo, margin, broken_from=1000)
+def test_a_correct_update_never_looks_frozen(
+    make_facts: MakeFacts, length: int, algo: str, margin: int
+) -> None:
+    trace = delayed(
+        np.stack(list(TENSORS.values()), axis=1), length, algo, margin, broken_from=1000
+    )
     assert frozen(make_facts, trace, length, margin) == []
 
 
 @pytest.mark.parametrize(("factor", "told"), [(0.2, True), (5.0, True), (1.3, False), (0.7, False)])
-def test_a_scale_that_was_not_updated_is_named_once(make_facts: MakeFacts, factor: float, told: bool) -> None:
+def test_a_scale_that_was_not_updated_is_named_once(
+    make_facts: MakeFacts, factor: float, told: bool
+) -> None:
     amaxes = np.where(STEPS < 100, 4.0, 4.0 * factor) * np.exp(0.05 * RNG.standard_normal(400))
     verdicts = frozen(make_facts, delayed(amaxes[:, None], 8, "max", 0, broken_from=100), 8, 0)
     assert [verdict.code for verdict in verdicts] == ["fp8.frozen"] * told
@@ -218,7 +264,9 @@ def test_a_scale_that_was_not_updated_is_named_once(make_facts: MakeFacts, facto
 
 
 def test_a_scale_that_never_moved_is_found(make_facts: MakeFacts) -> None:
-    (verdict,) = frozen(make_facts, delayed(np.full((100, 1), 3.0), 16, "max", 0, broken_from=0), 16, 0)
+    (verdict,) = frozen(
+        make_facts, delayed(np.full((100, 1), 3.0), 16, "max", 0, broken_from=0), 16, 0
+    )
     assert verdict.step == 32
 
 

@@ -44,10 +44,14 @@ def test_a_harmful_course_is_ended_and_the_key_is_named_or_its_limit_is(name: st
 def test_the_record_is_of_these_families_and_says_what_its_curve_says() -> None:
     record = read_json(RESULTS)
     for factor in FACTORS:
-        told = {row["family"]: row["outcome"] for row in record["courses"] if row["factor"] == factor}
+        told = {
+            row["family"]: row["outcome"] for row in record["courses"] if row["factor"] == factor
+        }
         assert list(told) == list(FAMILIES)
         if factor == 1:
-            assert told == {name: "halted" if family.key else "done" for name, family in FAMILIES.items()}
+            assert told == {
+                name: "halted" if family.key else "done" for name, family in FAMILIES.items()
+            }
     assert record["curve"] == curve(record["courses"], FACTORS)
 
 
@@ -55,7 +59,8 @@ SHIFTS = (-8.0, 4096.0, -1024.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "shift"), [(name, SHIFTS[at % len(SHIFTS)]) for at, name in enumerate([*HEALTHY, *HARMFUL])]
+    ("name", "shift"),
+    [(name, SHIFTS[at % len(SHIFTS)]) for at, name in enumerate([*HEALTHY, *HARMFUL])],
 )
 def test_a_shift_of_the_loss_changes_no_decision(name: str, shift: float) -> None:
     """Losses on a grid of 2^-20: both series are exact in float64, and so are their differences."""
@@ -78,7 +83,9 @@ def test_samples_that_recur_are_announced_once_and_their_windows_named() -> None
     course = drive(FAMILIES["2 of 3 norms large for good"].formula(), 1500)
     accepted = [window for code, window in course.told if code == "gradient.accepted"]
     assert len(accepted) == 1
-    assert all(window in course.applied for window in range(310, 1490)), "nothing is skipped from then on"
+    assert all(window in course.applied for window in range(310, 1490)), (
+        "nothing is skipped from then on"
+    )
 
 
 def test_what_recurred_is_forgotten_once_it_is_gone() -> None:
@@ -96,7 +103,9 @@ def test_a_rise_is_told_before_it_is_acted_upon_and_what_is_lost_is_gone_back_be
     assert all(400 < step <= min(course.rollbacks[0]) for step in course.returned_to)
 
 
-@pytest.mark.parametrize("name", ["tasks in blocks of 50", "tasks in blocks of 300", "the same without a fall before"])
+@pytest.mark.parametrize(
+    "name", ["tasks in blocks of 50", "tasks in blocks of 300", "the same without a fall before"]
+)
 def test_a_lasting_step_is_let_through_once_a_rollback_did_not_help(name: str) -> None:
     course = drive(FAMILIES[name].formula(), 1000)
     said = [code for code, _ in course.told if code != "loss.rise"]
@@ -108,7 +117,9 @@ def test_a_lasting_step_of_15_percent_is_told_and_no_more() -> None:
     """It is far from half of what the loss had fallen, and far over the spread of a quiet loss."""
     course = drive(FAMILIES["a quiet loss that steps up by 15%"].formula(), 1000)
     assert course.codes == {"loss.rise"}
-    assert [500 + 200 <= window < 500 + 250 for _, window in course.told] == [True], "once, after 200 updates"
+    assert [500 + 200 <= window < 500 + 250 for _, window in course.told] == [True], (
+        "once, after 200 updates"
+    )
     assert course.skipped == []
     assert course.rollbacks == []
 

@@ -18,7 +18,9 @@ MakeFacts = Callable[..., StepFacts]
 
 def jumps(make_facts: MakeFacts, rates: Sequence[float]) -> list[int]:
     monitor = LearningRateMonitor()
-    return [step for step, lr in enumerate(rates) if not monitor.observe(make_facts(step, lr=lr)).ok]
+    return [
+        step for step, lr in enumerate(rates) if not monitor.observe(make_facts(step, lr=lr)).ok
+    ]
 
 
 def test_a_jump_is_told_once_with_its_factor(make_facts: MakeFacts) -> None:
@@ -27,7 +29,9 @@ def test_a_jump_is_told_once_with_its_factor(make_facts: MakeFacts) -> None:
         assert monitor.observe(make_facts(step, lr=1e-3)).ok
     verdict = monitor.observe(make_facts(50, lr=10.0))
     assert (verdict.code, verdict.healthy) == ("lr.jump", True)
-    assert "the learning rate is 10, 1e+04 times the largest of the run so far (0.001)" in verdict.text
+    assert (
+        "the learning rate is 10, 1e+04 times the largest of the run so far (0.001)" in verdict.text
+    )
     assert monitor.observe(make_facts(51, lr=10.0)).ok
 
 
@@ -60,7 +64,9 @@ def test_the_largest_is_kept_in_checkpoints(make_facts: MakeFacts) -> None:
 
 def test_what_ends_a_run_after_a_jump_names_it(make_facts: MakeFacts) -> None:
     monitor, responder = LearningRateMonitor(), Responder(GuardConfig(max_rollbacks=1), RunLedger())
-    broke = Verdict("test.broke", 9, "it broke", proposal=Rollback("5 updates in a row were skipped", (7,)))
+    broke = Verdict(
+        "test.broke", 9, "it broke", proposal=Rollback("5 updates in a row were skipped", (7,))
+    )
     assert responder.decide([monitor.observe(make_facts(1, lr=1e-3))]) == Continue()
     assert responder.decide([monitor.observe(make_facts(2, lr=10.0))]) == Continue()
     back = responder.decide([monitor.observe(make_facts(3, lr=10.0)), broke])
@@ -70,4 +76,6 @@ def test_what_ends_a_run_after_a_jump_names_it(make_facts: MakeFacts) -> None:
     assert isinstance(halt, Halt)
     for reason in (back.reason, halt.reason):
         assert "before that, at step 2, the learning rate is 10, 1e+04 times the largest" in reason
-    assert Responder(GuardConfig(), RunLedger()).decide([broke]) == broke.proposal, "nothing is said without a jump"
+    assert Responder(GuardConfig(), RunLedger()).decide([broke]) == broke.proposal, (
+        "nothing is said without a jump"
+    )

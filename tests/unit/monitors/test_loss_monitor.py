@@ -23,7 +23,10 @@ def falling_losses(steps: int, seed: int = 0, noise: float = 0.04) -> list[float
 @pytest.mark.parametrize("seed", range(5))
 def test_a_clean_run_has_no_spike(make_facts: MakeFacts, seed: int) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
-    codes = {monitor.observe(make_facts(i, loss=loss)).code for i, loss in enumerate(falling_losses(2000, seed))}
+    codes = {
+        monitor.observe(make_facts(i, loss=loss)).code
+        for i, loss in enumerate(falling_losses(2000, seed))
+    }
     assert codes == {"loss.ok"}
 
 
@@ -32,8 +35,14 @@ def test_a_tenfold_loss_is_a_spike_wherever_it_is(make_facts: MakeFacts, at: int
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)
     losses = falling_losses(500)
     losses[at] *= 10
-    spikes = [v for i, loss in enumerate(losses) if (v := monitor.observe(make_facts(i, loss=loss))).code != "loss.ok"]
-    assert [(v.code, v.step, v.healthy, v.proposal) for v in spikes] == [("loss.spike", at, False, Continue())]
+    spikes = [
+        v
+        for i, loss in enumerate(losses)
+        if (v := monitor.observe(make_facts(i, loss=loss))).code != "loss.ok"
+    ]
+    assert [(v.code, v.step, v.healthy, v.proposal) for v in spikes] == [
+        ("loss.spike", at, False, Continue())
+    ]
 
 
 def test_the_threshold_is_the_median_and_mad_of_the_losses(make_facts: MakeFacts) -> None:
@@ -49,7 +58,10 @@ def test_the_threshold_is_the_median_and_mad_of_the_losses(make_facts: MakeFacts
 
 def test_limits_come_with_every_verdict_from_the_32nd_loss_on(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
-    given = [monitor.observe(make_facts(step, loss=5.0 if step < 16 else 2.0)).limits for step in range(100)]
+    given = [
+        monitor.observe(make_facts(step, loss=5.0 if step < 16 else 2.0)).limits
+        for step in range(100)
+    ]
     assert given[:31] == [Limits()] * 31
     assert all(math.isfinite(limits.loss) for limits in given[31:])
     assert given[60:] == [Limits(loss=pytest.approx(2.0 + 1.5))] * 40, "half of the fall"  # type: ignore[arg-type]
@@ -64,10 +76,14 @@ def test_limits_come_with_every_verdict_from_the_32nd_loss_on(make_facts: MakeFa
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_limit_keeps_a_clean_run_and_stops_a_tenfold_loss(make_facts: MakeFacts, seed: int) -> None:
+def test_the_limit_keeps_a_clean_run_and_stops_a_tenfold_loss(
+    make_facts: MakeFacts, seed: int
+) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
     losses = falling_losses(500, seed)
-    limits = [monitor.observe(make_facts(step, loss=loss)).limits.loss for step, loss in enumerate(losses)]
+    limits = [
+        monitor.observe(make_facts(step, loss=loss)).limits.loss for step, loss in enumerate(losses)
+    ]
     assert all(losses[step] < limits[step - 2] < 10 * losses[step] for step in range(34, 500))
 
 
@@ -85,7 +101,9 @@ def test_a_loss_over_its_limit_is_told_as_skipped_and_enters_nothing(make_facts:
     json.dumps(verdict.evidence, allow_nan=False)
 
 
-def test_skipped_and_applied_spikes_are_one_row_the_rollback_names_the_key(make_facts: MakeFacts) -> None:
+def test_skipped_and_applied_spikes_are_one_row_the_rollback_names_the_key(
+    make_facts: MakeFacts,
+) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=3)
     for step in range(40):
         monitor.observe(make_facts(step, loss=2.0))
@@ -96,7 +114,12 @@ def test_skipped_and_applied_spikes_are_one_row_the_rollback_names_the_key(make_
         make_facts(43, loss=30.0, applied=False, limits=Limits(loss=2.25)),
     ]
     verdicts = [monitor.observe(facts) for facts in steps]
-    assert [verdict.code for verdict in verdicts] == ["loss.spike", "loss.skip", "loss.ok", "loss.skip"]
+    assert [verdict.code for verdict in verdicts] == [
+        "loss.spike",
+        "loss.skip",
+        "loss.ok",
+        "loss.skip",
+    ]
     assert [verdict.proposal for verdict in verdicts[:3]] == [Continue()] * 3
     proposal = verdicts[3].proposal
     assert isinstance(proposal, Rollback)
@@ -109,7 +132,9 @@ def test_a_silent_window_does_not_turn_noise_into_a_spike(make_facts: MakeFacts)
     for step in range(100):
         monitor.observe(make_facts(step, loss=3.0 if step < 16 else 2.0))
     assert monitor.observe(make_facts(100, loss=2.49)).code == "loss.ok"
-    assert monitor.observe(make_facts(101, loss=2.51)).code == "loss.spike", "over half of what it had fallen"
+    assert monitor.observe(make_facts(101, loss=2.51)).code == "loss.spike", (
+        "over half of what it had fallen"
+    )
 
 
 def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
@@ -118,7 +143,9 @@ def test_before_sixteen_losses_nothing_is_judged(make_facts: MakeFacts) -> None:
     assert codes == ["loss.ok"] * 16 + ["loss.spike"]
 
 
-def test_spikes_in_a_row_roll_back_past_their_windows_until_a_good_step(make_facts: MakeFacts) -> None:
+def test_spikes_in_a_row_roll_back_past_their_windows_until_a_good_step(
+    make_facts: MakeFacts,
+) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=3)
     losses = [2.0] * 20 + [30.0, 30.0, 2.0, 30.0, 40.0, 50.0]
     verdicts = [monitor.observe(make_facts(i, loss=loss)) for i, loss in enumerate(losses)]
@@ -127,7 +154,9 @@ def test_spikes_in_a_row_roll_back_past_their_windows_until_a_good_step(make_fac
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_change_no_later_decision(make_facts: MakeFacts, bad: float) -> None:
+def test_values_that_are_not_finite_change_no_later_decision(
+    make_facts: MakeFacts, bad: float
+) -> None:
     plain = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
     fed = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=2)
     losses = falling_losses(100)

@@ -13,7 +13,10 @@ MakeFacts = Callable[..., StepFacts]
 def observe(make_facts: MakeFacts, norms: Mapping[int, float], steps: int) -> list[Verdict]:
     """One monitor's verdicts on steps 1 to `steps`; norms: those measured. Index 0 is step 1."""
     monitor = ParameterMonitor()
-    return [monitor.observe(make_facts(step, param_norm=norms.get(step, math.nan))) for step in range(1, steps + 1)]
+    return [
+        monitor.observe(make_facts(step, param_norm=norms.get(step, math.nan)))
+        for step in range(1, steps + 1)
+    ]
 
 
 def told(verdicts: list[Verdict]) -> list[int]:

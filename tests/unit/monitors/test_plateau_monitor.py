@@ -13,7 +13,9 @@ from harness.monitors.loss import PlateauMonitor
 MakeFacts = Callable[..., StepFacts]
 
 
-def told(make_facts: MakeFacts, losses: np.ndarray, norms: np.ndarray | float = 1.0) -> list[Verdict]:
+def told(
+    make_facts: MakeFacts, losses: np.ndarray, norms: np.ndarray | float = 1.0
+) -> list[Verdict]:
     """What the monitor says of updates 1, 2, ..."""
     monitor = PlateauMonitor()
     pairs = zip(losses.tolist(), np.broadcast_to(norms, losses.shape).tolist(), strict=True)
@@ -39,7 +41,9 @@ def test_a_clean_run_of_slow_progress_is_silent(make_facts: MakeFacts, seed: int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_loss_that_stands_still_is_told_once_at_a_doubling(make_facts: MakeFacts, seed: int) -> None:
+def test_a_loss_that_stands_still_is_told_once_at_a_doubling(
+    make_facts: MakeFacts, seed: int
+) -> None:
     steps = np.arange(1, 5000)
     losses = np.where(steps < 700, 5.0 * steps**-0.1, 2.6) * noise(len(steps), seed, 0.005)
     (verdict,) = told(make_facts, losses)
@@ -51,11 +55,15 @@ def test_a_loss_that_stands_still_is_told_once_at_a_doubling(make_facts: MakeFac
 
 
 def test_a_run_that_never_learns_is_told_at_512(make_facts: MakeFacts) -> None:
-    assert [(v.code, v.step) for v in told(make_facts, 5.545 * noise(600, 0, 0.002))] == [("loss.plateau", 512)]
+    assert [(v.code, v.step) for v in told(make_facts, 5.545 * noise(600, 0, 0.002))] == [
+        ("loss.plateau", 512)
+    ]
 
 
 @pytest.mark.parametrize("to", [0.0, 1e-6, 9e-4])
-def test_vanished_gradients_with_a_flat_loss_are_told_once(make_facts: MakeFacts, to: float) -> None:
+def test_vanished_gradients_with_a_flat_loss_are_told_once(
+    make_facts: MakeFacts, to: float
+) -> None:
     steps = np.arange(1, 480)
     norms = np.where(steps < 250, 2.0, 2.0 * to) * noise(len(steps), 1, 0.05)
     losses = np.where(steps < 250, 4.0 * steps**-0.1, 2.3)
@@ -73,7 +81,9 @@ def test_small_gradients_of_a_falling_loss_are_no_alarm(make_facts: MakeFacts) -
 
 def test_a_norm_of_a_hundredth_is_no_alarm(make_facts: MakeFacts) -> None:
     steps = np.arange(1, 500)
-    assert told(make_facts, np.where(steps < 200, 4.0, 2.3), np.where(steps < 200, 1.0, 0.011)) == []
+    assert (
+        told(make_facts, np.where(steps < 200, 4.0, 2.3), np.where(steps < 200, 1.0, 0.011)) == []
+    )
 
 
 def test_it_tells_again_after_a_recovery(make_facts: MakeFacts) -> None:
@@ -86,7 +96,9 @@ def test_it_tells_again_after_a_recovery(make_facts: MakeFacts) -> None:
 def test_skipped_and_non_finite_steps_count_for_nothing(make_facts: MakeFacts) -> None:
     plain, fed = PlateauMonitor(), PlateauMonitor()
     for step in range(1, 700):
-        facts = make_facts(step, applied_steps=step, loss=3.0, grad_norm=1.0 if step < 300 else 1e-6)
+        facts = make_facts(
+            step, applied_steps=step, loss=3.0, grad_norm=1.0 if step < 300 else 1e-6
+        )
         expected = plain.observe(facts)
         for bad in (
             make_facts(step, applied=False, applied_steps=step, loss=9.0),
@@ -100,21 +112,28 @@ def test_skipped_and_non_finite_steps_count_for_nothing(make_facts: MakeFacts) -
 
 @pytest.mark.parametrize("shift", [-8.0, 1024.0])
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_shift_of_the_loss_changes_no_word(make_facts: MakeFacts, flat: bool, shift: float) -> None:
+def test_a_shift_of_the_loss_changes_no_word(
+    make_facts: MakeFacts, flat: bool, shift: float
+) -> None:
     """On a grid of 2^-20, where shifts are exact."""
     steps = np.arange(1, 2100)
     losses = np.where(steps < 700, 5.0 * steps**-0.1, 2.6) if flat else 1.2 + 5 * steps**-0.3
     losses = np.round(losses * noise(len(steps), 3, 0.005) * 2**20) / 2**20
     norms = np.where(flat & (steps > 1500), 1e-5, 1.0)
     plain, moved = told(make_facts, losses, norms), told(make_facts, losses + shift, norms)
-    assert [(verdict.code, verdict.step) for verdict in plain] == [(verdict.code, verdict.step) for verdict in moved]
-    assert [verdict.code for verdict in plain] == (["gradient.vanished", "loss.plateau"] if flat else [])
+    assert [(verdict.code, verdict.step) for verdict in plain] == [
+        (verdict.code, verdict.step) for verdict in moved
+    ]
+    assert [verdict.code for verdict in plain] == (
+        ["gradient.vanished", "loss.plateau"] if flat else []
+    )
 
 
 @pytest.mark.parametrize("cut", [100, 300, 400, 511, 512])
 def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> None:
     trace = [
-        make_facts(step, applied_steps=step, loss=3.0, grad_norm=1.0 if step < 300 else 1e-6) for step in range(1, 1100)
+        make_facts(step, applied_steps=step, loss=3.0, grad_norm=1.0 if step < 300 else 1e-6)
+        for step in range(1, 1100)
     ]
     live, resumed = PlateauMonitor(), PlateauMonitor()
     for facts in trace[:cut]:

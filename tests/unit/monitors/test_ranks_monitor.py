@@ -32,13 +32,20 @@ def test_weights_that_differ_are_named_and_rolled_back_from_disk(make_facts: Mak
     assert verdict.evidence == {"parameters": list(names), "count": 5}
 
 
-def test_a_straggler_is_told_once_a_streak_and_again_after_a_recovery(make_facts: MakeFacts) -> None:
+def test_a_straggler_is_told_once_a_streak_and_again_after_a_recovery(
+    make_facts: MakeFacts,
+) -> None:
     monitor = RanksMonitor(window=50)
     slow, even = (1.0, 1.6), (1.0, 1.1)
     trace = [even] * 60 + [slow] * 100 + [even] * 50 + [slow] * 60
-    verdicts = [monitor.observe(forward(make_facts, step, *each)) for step, each in enumerate(trace)]
+    verdicts = [
+        monitor.observe(forward(make_facts, step, *each)) for step, each in enumerate(trace)
+    ]
     told = [verdict for verdict in verdicts if verdict.text]
-    assert [(verdict.code, verdict.step) for verdict in told] == [("ranks.straggler", 99), ("ranks.straggler", 249)]
+    assert [(verdict.code, verdict.step) for verdict in told] == [
+        ("ranks.straggler", 99),
+        ("ranks.straggler", 249),
+    ]
     assert all(verdict.healthy and verdict.proposal == Continue() for verdict in told)
     assert told[0].evidence["slow_steps"] == 40
 
@@ -52,5 +59,11 @@ def test_a_few_slow_steps_are_no_straggler(make_facts: MakeFacts) -> None:
 
 def test_divergence_is_told_beside_a_straggler(make_facts: MakeFacts) -> None:
     monitor = RanksMonitor(window=10)
-    verdicts = [monitor.observe(forward(make_facts, step, 1.0, 2.0, ("w",) if step == 7 else ())) for step in range(20)]
-    assert [verdict.code for verdict in verdicts if verdict.text] == ["ranks.diverged", "ranks.straggler"]
+    verdicts = [
+        monitor.observe(forward(make_facts, step, 1.0, 2.0, ("w",) if step == 7 else ()))
+        for step in range(20)
+    ]
+    assert [verdict.code for verdict in verdicts if verdict.text] == [
+        "ranks.diverged",
+        "ranks.straggler",
+    ]

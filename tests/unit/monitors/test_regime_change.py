@@ -35,7 +35,9 @@ def actions(
     """
     guard = GuardConfig()
     monitors = [
-        GradientMonitor(guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window),
+        GradientMonitor(
+            guard.max_consecutive_skips, guard.skip_growth, guard.clip_growth, guard.spike_window
+        ),
         LossMonitor(guard.spike_window, guard.spike_sigma, guard.spike_steps),
     ]
     responder, limits, good = Responder(guard, RunLedger()), {}, []
@@ -44,7 +46,9 @@ def actions(
             good = [monitor.state_dict() for monitor in monitors]
         usual = (4.0 if step < 16 else 2.0, 1.0)
         values = usual if step < CHANGE or large_updates <= 0 else (loss, norm)
-        facts = make_facts(step, loss=values[0], grad_norm=values[1], limits=limits.get(step, Limits()))
+        facts = make_facts(
+            step, loss=values[0], grad_norm=values[1], limits=limits.get(step, Limits())
+        )
         facts = replace(facts, applied=not facts.over_limits)
         large_updates -= facts.applied and step >= CHANGE
         verdicts = [monitor.observe(facts) for monitor in monitors]
@@ -59,14 +63,17 @@ def actions(
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "key"), [(2.0, 40.0, "guard.skip_growth (5)"), (8.0, 1.0, "guard.spike_sigma (12)")]
+    ("loss", "norm", "key"),
+    [(2.0, 40.0, "guard.skip_growth (5)"), (8.0, 1.0, "guard.spike_sigma (12)")],
 )
 def test_beyond_the_limits_it_is_skipped_rolled_back_and_halted(
     make_facts: MakeFacts, loss: float, norm: float, key: str
 ) -> None:
     seen = list(actions(make_facts, loss, norm))
     assert not any(applied for step, applied, _ in seen if step >= CHANGE)
-    assert [type(action) for _, _, action in seen if action != Continue()] == [Rollback] * 3 + [Halt]
+    assert [type(action) for _, _, action in seen if action != Continue()] == [Rollback] * 3 + [
+        Halt
+    ]
     step, _, last = seen[-1]
     assert step == CHANGE + 4 * 5 - 1, "five skips for each rollback and for the halt"
     assert isinstance(last, Halt)
@@ -78,7 +85,9 @@ def test_norms_that_come_back_are_accepted_after_five_skips(make_facts: MakeFact
     seen = list(actions(make_facts, 2.0, 10.0, large_updates=3))
     assert len(seen) == CHANGE + 200
     assert all(action == Continue() for _, _, action in seen)
-    assert [step for step, applied, _ in seen if not applied] == list(range(CHANGE, CHANGE + 5 + AHEAD - 1))
+    assert [step for step, applied, _ in seen if not applied] == list(
+        range(CHANGE, CHANGE + 5 + AHEAD - 1)
+    )
 
 
 def test_as_many_large_updates_are_applied_as_were_skipped(make_facts: MakeFacts) -> None:
@@ -90,18 +99,27 @@ def test_as_many_large_updates_are_applied_as_were_skipped(make_facts: MakeFacts
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_never_more_large_updates_are_applied_than_were_announced(seed: int, make_facts: MakeFacts) -> None:
+def test_never_more_large_updates_are_applied_than_were_announced(
+    seed: int, make_facts: MakeFacts
+) -> None:
     """Whatever comes between: usual norms, samples that are unfit, norms and losses that are not finite."""
     rng = np.random.default_rng([5, seed])
     monitor, limits, left, announced = GradientMonitor(max_consecutive_skips=5), {}, 0, False
     for step in range(100):
         large = step >= 40 and (step < 46 or rng.random() < 0.6)
         odd = step >= 46 and rng.random() < 0.2
-        facts = make_facts(step, loss=2.0, grad_norm=10.0 if large else 1.0, limits=limits.get(step, Limits()))
+        facts = make_facts(
+            step, loss=2.0, grad_norm=10.0 if large else 1.0, limits=limits.get(step, Limits())
+        )
         if odd:
-            facts = replace(facts, **[{"bad_data": 1}, {"grad_norm": math.nan}, {"loss": 90.0}][int(rng.integers(3))])
+            facts = replace(
+                facts,
+                **[{"bad_data": 1}, {"grad_norm": math.nan}, {"loss": 90.0}][int(rng.integers(3))],
+            )
         fits = not facts.bad_data and math.isfinite(facts.grad_norm) and facts.loss == 2.0
-        facts = replace(facts, limits=replace(facts.limits, loss=4.0), applied=fits and not facts.over_limits)
+        facts = replace(
+            facts, limits=replace(facts.limits, loss=4.0), applied=fits and not facts.over_limits
+        )
         left -= announced and large and facts.applied
         assert left >= 0, f"step {step}"
         verdict = monitor.observe(facts)
@@ -115,11 +133,20 @@ def test_never_more_large_updates_are_applied_than_were_announced(seed: int, mak
 
 def test_a_run_on_a_card_is_skipped_accepted_and_goes_on(make_facts: MakeFacts) -> None:
     """What an H100 recorded of a bf16 run that the guard had halted before: the same steps are skipped, and no more."""
-    record = json.loads((ROOT / "benchmarks" / "results" / "long_runs_h100.json").read_text())["runs"]["accepted"]
-    monitor, limits, skipped, codes = GradientMonitor(max_consecutive_skips=5), {}, list[int](), list[str]()
+    record = json.loads((ROOT / "benchmarks" / "results" / "long_runs_h100.json").read_text())[
+        "runs"
+    ]["accepted"]
+    monitor, limits, skipped, codes = (
+        GradientMonitor(max_consecutive_skips=5),
+        {},
+        list[int](),
+        list[str](),
+    )
     values = zip(record["from_step_61"]["grad_norm"], record["from_step_61"]["loss"], strict=True)
     for step, (norm, loss) in enumerate(values, 61):
-        facts = make_facts(step, loss=loss, grad_norm=norm, limits=replace(limits.get(step, Limits()), loss=4.0))
+        facts = make_facts(
+            step, loss=loss, grad_norm=norm, limits=replace(limits.get(step, Limits()), loss=4.0)
+        )
         facts = replace(facts, applied=not facts.over_limits)
         skipped += [] if facts.applied else [step]
         verdict = monitor.observe(facts)
@@ -133,7 +160,9 @@ def test_a_run_on_a_card_is_skipped_accepted_and_goes_on(make_facts: MakeFacts) 
 def test_norms_that_stay_large_are_rolled_back_and_halted(make_facts: MakeFacts) -> None:
     """A tensor that FP8 cannot hold gives such norms, too: five updates are tried before every rollback."""
     seen = list(actions(make_facts, 2.0, 10.0))
-    assert [type(action) for _, _, action in seen if action != Continue()] == [Rollback] * 3 + [Halt]
+    assert [type(action) for _, _, action in seen if action != Continue()] == [Rollback] * 3 + [
+        Halt
+    ]
     step, _, last = seen[-1]
     assert step < CHANGE + 80
     assert isinstance(last, Halt)
@@ -157,16 +186,22 @@ def test_a_second_row_while_norms_are_accepted_rolls_back(make_facts: MakeFacts)
 
 
 @pytest.mark.parametrize("odd", [26.0, math.nan])
-def test_one_norm_far_beyond_or_not_finite_in_the_row_rolls_back(odd: float, make_facts: MakeFacts) -> None:
+def test_one_norm_far_beyond_or_not_finite_in_the_row_rolls_back(
+    odd: float, make_facts: MakeFacts
+) -> None:
     monitor = GradientMonitor(max_consecutive_skips=5)
     for step in range(40):
         monitor.observe(make_facts(step, grad_norm=1.0))
-    row = [monitor.observe(over(make_facts, 40 + n, odd if n == 2 else 10.0, 5.0)) for n in range(5)]
+    row = [
+        monitor.observe(over(make_facts, 40 + n, odd if n == 2 else 10.0, 5.0)) for n in range(5)
+    ]
     assert isinstance(row[-1].proposal, Rollback)
 
 
 @pytest.mark.parametrize("between", ["loss", "data"])
-def test_a_row_with_steps_skipped_for_another_reason_between(between: str, make_facts: MakeFacts) -> None:
+def test_a_row_with_steps_skipped_for_another_reason_between(
+    between: str, make_facts: MakeFacts
+) -> None:
     """An unusual loss between large norms says that the weights are broken; unfit samples say nothing of them."""
     monitor = armed(make_facts)
     for n in range(4):
@@ -201,7 +236,9 @@ def test_the_text_counts_the_row(make_facts: MakeFacts) -> None:
     assert "From step 44 on 3 updates with norms up to 55 are applied" in last.text
 
 
-def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(make_facts: MakeFacts) -> None:
+def test_what_was_accepted_survives_a_checkpoint_and_ends_with_the_window(
+    make_facts: MakeFacts,
+) -> None:
     monitor = GradientMonitor(max_consecutive_skips=5)
     for step in range(40):
         monitor.observe(make_facts(step, grad_norm=1.0))

@@ -20,7 +20,18 @@ from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MONITORS, MonitorsPart, build_monitors
 
 MakeFacts = Callable[..., StepFacts]
-ALWAYS = ["gradients", "underflow", "clipping", "parameters", "loss", "loss_rise", "lr", "data", "ranks", "plateau"]
+ALWAYS = [
+    "gradients",
+    "underflow",
+    "clipping",
+    "parameters",
+    "loss",
+    "loss_rise",
+    "lr",
+    "data",
+    "ranks",
+    "plateau",
+]
 ALL = [*ALWAYS, "first_loss", "scaler", "fp8", "fp8_storm", "fallback", "fp8_frozen", "whole_run"]
 
 
@@ -88,7 +99,9 @@ def stored(part: MonitorsPart) -> dict[str, Any]:
     ],
     ids=["fp8", "fp8 not delayed", "fp16", "fp16 without fallback", "fp16 of DeepSpeed", "bf16"],
 )
-def test_a_run_is_watched_by_what_it_needs_in_a_fixed_order(given: dict[str, Any], expected: list[str]) -> None:
+def test_a_run_is_watched_by_what_it_needs_in_a_fixed_order(
+    given: dict[str, Any], expected: list[str]
+) -> None:
     assert keys(build_monitors(context(**given))) == expected
 
 
@@ -114,7 +127,9 @@ def test_an_unknown_monitors_window_is_refused_by_name_nothing_is_loaded() -> No
     meta = stored(MonitorsPart(driven(context(**FP8))))
     fresh = MonitorsPart(build_monitors(context(**FP8)))
     before = stored(fresh)
-    with pytest.raises(CheckpointError, match="does not have: TomorrowsMonitor, tomorrow") as caught:
+    with pytest.raises(
+        CheckpointError, match="does not have: TomorrowsMonitor, tomorrow"
+    ) as caught:
         fresh.load_state_dict({}, meta | {"tomorrow": {}, "TomorrowsMonitor": {}})
     assert "version that wrote it" in caught.value.problems[0].fix
     assert stored(fresh) == before
@@ -146,14 +161,31 @@ def verdict_of(key: str, facts: StepFacts) -> Verdict:
             False,
             False,
         ),
-        ("gradients", {"applied": False, "grad_norm": 9.0, "limits": Limits(norm=5.0)}, "gradient.skip", True, None),
-        ("loss", {"applied": False, "loss": 1e4, "limits": Limits(loss=50.0)}, "loss.skip", True, True),
+        (
+            "gradients",
+            {"applied": False, "grad_norm": 9.0, "limits": Limits(norm=5.0)},
+            "gradient.skip",
+            True,
+            None,
+        ),
+        (
+            "loss",
+            {"applied": False, "loss": 1e4, "limits": Limits(loss=50.0)},
+            "loss.skip",
+            True,
+            True,
+        ),
         ("loss", {"loss": 1e6}, "loss.spike", False, True),
         ("loss", {}, "loss.ok", False, None),
     ],
 )
 def test_a_verdict_says_whether_it_is_a_skip_and_its_step_suspect(
-    make_facts: MakeFacts, key: str, fields: dict[str, Any], code: str, skip: bool, suspect: bool | None
+    make_facts: MakeFacts,
+    key: str,
+    fields: dict[str, Any],
+    code: str,
+    skip: bool,
+    suspect: bool | None,
 ) -> None:
     verdict = verdict_of(key, make_facts(41, **fields))
     assert (verdict.code, verdict.skip, verdict.suspect) == (code, skip, suspect)

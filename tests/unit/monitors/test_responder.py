@@ -18,7 +18,9 @@ def guard(**changed: Any) -> GuardConfig:
     return GuardConfig.model_validate(changed)
 
 
-def verdict(proposal: Action | None = None, code: str = "test.said", healthy: bool = True) -> Verdict:
+def verdict(
+    proposal: Action | None = None, code: str = "test.said", healthy: bool = True
+) -> Verdict:
     return Verdict(code, 7, "what was seen", healthy=healthy, proposal=proposal or Continue())
 
 
@@ -40,14 +42,19 @@ HALT, ROLLBACK, SWITCH = Halt("no way on"), Rollback("broke", (4, 5)), Switch(("
     ],
 )
 def test_the_gravest_proposal_wins(proposals: list[Action], expected: Action) -> None:
-    assert Responder(guard(), RunLedger()).decide([verdict(proposal) for proposal in proposals]) == expected
+    assert (
+        Responder(guard(), RunLedger()).decide([verdict(proposal) for proposal in proposals])
+        == expected
+    )
 
 
 def test_only_what_is_done_is_spent() -> None:
     ledger = RunLedger()
     responder = Responder(guard(), ledger)
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), skip()])
-    assert asdict(ledger) == asdict(RunLedger(rollbacks=1, skips=1, recent_skips=[0], recent_rollbacks=[0]))
+    assert asdict(ledger) == asdict(
+        RunLedger(rollbacks=1, skips=1, recent_skips=[0], recent_rollbacks=[0])
+    )
     responder.decide([verdict(Switch(("a",), ("b",), ""))])
     assert ledger.switches == 2
     responder.decide([verdict(SWITCH), verdict(ROLLBACK), verdict(HALT)])
@@ -56,7 +63,9 @@ def test_only_what_is_done_is_spent() -> None:
 
 def test_rollbacks_of_one_step_merge_without_windows_known_as_bad() -> None:
     responder = Responder(guard(), RunLedger(skipped_windows=[4]))
-    action = responder.decide([verdict(Rollback("spike", (9, 4))), verdict(Rollback("nan", (8, 9)))])
+    action = responder.decide(
+        [verdict(Rollback("spike", (9, 4))), verdict(Rollback("nan", (8, 9)))]
+    )
     assert action == Rollback("spike; nan", (8, 9))
 
 
@@ -72,7 +81,9 @@ def test_rollbacks_beyond_the_budget_halt_with_the_reason_and_the_way_out() -> N
 
 
 def test_budgets_are_those_of_the_ledger_not_of_this_process() -> None:
-    responder = Responder(guard(max_rollbacks=3), RunLedger(rollbacks=3, recent_rollbacks=[1, 2, 3]))
+    responder = Responder(
+        guard(max_rollbacks=3), RunLedger(rollbacks=3, recent_rollbacks=[1, 2, 3])
+    )
     assert isinstance(responder.decide([verdict(ROLLBACK)]), Halt)
 
 
@@ -99,14 +110,18 @@ def test_calibration_skips_cost_nothing() -> None:
 
 def test_switches_merge_and_a_layer_asked_both_ways_is_demoted() -> None:
     responder = Responder(guard(), RunLedger())
-    action = responder.decide([verdict(Switch(("a",), ("b", "c"), "x")), verdict(Switch(("b", "a"), (), "y"))])
+    action = responder.decide(
+        [verdict(Switch(("a",), ("b", "c"), "x")), verdict(Switch(("b", "a"), (), "y"))]
+    )
     assert action == Switch(("a", "b"), ("c",), "x; y")
 
 
 def test_switches_over_the_budget_are_refused_demotions_last_and_told_once() -> None:
     ledger = RunLedger()
     responder = Responder(guard(max_switches=3), ledger)
-    assert responder.decide([verdict(Switch(("a", "b"), ("c", "d"), "x"))]) == Switch(("a", "b"), ("c",), "x")
+    assert responder.decide([verdict(Switch(("a", "b"), ("c", "d"), "x"))]) == Switch(
+        ("a", "b"), ("c",), "x"
+    )
     assert [note.code for note in responder.notes] == ["switch.refused"]
     assert responder.notes[0].evidence["refused"] == ["d"]
     assert responder.notes[0].step == 7

@@ -29,7 +29,9 @@ def test_of_stationary_noise_it_is_mean_and_standard_deviation() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.floats(-50, 50), min_size=20, max_size=60), st.data())
-def test_a_minority_of_outliers_cannot_carry_it_away(values: list[float], data: st.DataObject) -> None:
+def test_a_minority_of_outliers_cannot_carry_it_away(
+    values: list[float], data: st.DataObject
+) -> None:
     rising = sorted(values)
     places = data.draw(st.sets(st.integers(0, len(values) - 1), max_size=(len(values) - 2) // 4))
     spoiled = [1e6 if place in places else value for place, value in enumerate(rising)]
@@ -83,5 +85,7 @@ LIMITS = Limits(loss=3.0, norm=5.0)
         ({"applied": False, "grad_norm": math.nan, "loss": 9.0, "bad_data": BAD_LABEL}, "data"),
     ],
 )
-def test_an_update_is_skipped_for_one_cause(make_facts: MakeFacts, fields: dict[str, object], why: str) -> None:
+def test_an_update_is_skipped_for_one_cause(
+    make_facts: MakeFacts, fields: dict[str, object], why: str
+) -> None:
     assert why_skipped(make_facts(7, limits=LIMITS, **fields)) == why

@@ -80,7 +80,9 @@ class Loop:
         number = self.state.step + 1
         sampled = self.judge.samples(EVERY)
         self.told[number] = sampled, self.backend.demoted, self.backend.fell_back_to
-        self.pending.append(facts(self.seed, number, sampled, self.backend.demoted, self.backend.fell_back_to))
+        self.pending.append(
+            facts(self.seed, number, sampled, self.backend.demoted, self.backend.fell_back_to)
+        )
         self.state.advance()
         self.catch_up(1)
 
@@ -97,10 +99,20 @@ def facts(seed: int, step: int, sampled: bool, demoted: tuple[str, ...], fell: s
     bad = np.random.default_rng([seed, step // 5]).random(len(NAMES)) < 0.02
     size = 2.0 ** usual.uniform(0.1, 8, len(NAMES))
     kind = usual.integers(0, 4, len(NAMES))
-    ratios = {n: 8.0 * float(size[i]) if bad[i] and kind[i] == 0 else 0.9 for i, n in enumerate(NAMES)}
+    ratios = {
+        n: 8.0 * float(size[i]) if bad[i] and kind[i] == 0 else 0.9 for i, n in enumerate(NAMES)
+    }
     ratios |= {n: math.inf for i, n in enumerate(NAMES) if bad[i] and kind[i] == 1}
-    flushed = {n: 0.95 if bad[i] and kind[i] == 2 else 0.01 for i, n in enumerate(NAMES)} if sampled else None
-    even = {n: 1.0 if bad[i] and kind[i] == 3 else 30.0 for i, n in enumerate(NAMES)} if sampled else {}
+    flushed = (
+        {n: 0.95 if bad[i] and kind[i] == 2 else 0.01 for i, n in enumerate(NAMES)}
+        if sampled
+        else None
+    )
+    even = (
+        {n: 1.0 if bad[i] and kind[i] == 3 else 30.0 for i, n in enumerate(NAMES)}
+        if sampled
+        else {}
+    )
     made = make_facts(step, ratios, flushed, demoted, bool(usual.random() < 0.9), even_db=even)
     return replace(made, fell_back_to=fell)
 
@@ -117,7 +129,9 @@ def straight(seed: int) -> Loop:
 def test_resumes_rollbacks_and_early_judgement_change_no_decision(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
     events = data.draw(
-        st.dictionaries(st.integers(1, STEPS - 1), st.sampled_from(["resume", "early", "back"]), max_size=12)
+        st.dictionaries(
+            st.integers(1, STEPS - 1), st.sampled_from(["resume", "early", "back"]), max_size=12
+        )
     )
     expected, loop = straight(seed), Loop(seed)
     saved = ""

@@ -17,7 +17,10 @@ def observe(make_facts: MakeFacts, zeros: Sequence[float], **fields: Any) -> lis
     """One monitor's verdicts on shares of zeros, measured at every step under a loss scale."""
     monitor = UnderflowMonitor()
     usual: dict[str, Any] = {"loss_scale": 65536.0, "grad_near_limit": 0.0} | fields
-    return [monitor.observe(make_facts(step, grad_zeros=share, **usual)) for step, share in enumerate(zeros)]
+    return [
+        monitor.observe(make_facts(step, grad_zeros=share, **usual))
+        for step, share in enumerate(zeros)
+    ]
 
 
 def told(verdicts: Sequence[Verdict]) -> list[tuple[str, int]]:
@@ -51,7 +54,9 @@ def test_a_second_streak_is_told_again(make_facts: MakeFacts) -> None:
         [0.01] * 30 + [0.9] + [0.01] * 30,  # one odd batch
     ],
 )
-def test_zeros_that_are_no_underflow_are_no_alarm(make_facts: MakeFacts, zeros: list[float]) -> None:
+def test_zeros_that_are_no_underflow_are_no_alarm(
+    make_facts: MakeFacts, zeros: list[float]
+) -> None:
     assert told(observe(make_facts, zeros)) == []
 
 
@@ -61,15 +66,24 @@ def test_a_run_that_never_had_gradients_is_told_from_its_start(make_facts: MakeF
 
 def test_high_zeros_that_no_longer_rise_do_not_start_a_streak(make_facts: MakeFacts) -> None:
     monitor = UnderflowMonitor()
-    monitor.load_state_dict({"first": [0.01] * 8, "latest": [0.2] * 8, "vanishing": False, "overflowing": False})
-    flat = [monitor.observe(make_facts(step, grad_zeros=0.2, grad_near_limit=0.0)) for step in range(5)]
+    monitor.load_state_dict(
+        {"first": [0.01] * 8, "latest": [0.2] * 8, "vanishing": False, "overflowing": False}
+    )
+    flat = [
+        monitor.observe(make_facts(step, grad_zeros=0.2, grad_near_limit=0.0)) for step in range(5)
+    ]
     assert told(flat) == []
-    rising = [monitor.observe(make_facts(5 + step, grad_zeros=0.21, grad_near_limit=0.0)) for step in range(5)]
+    rising = [
+        monitor.observe(make_facts(5 + step, grad_zeros=0.21, grad_near_limit=0.0))
+        for step in range(5)
+    ]
     assert [code for code, _ in told(rising)] == ["gradient.underflow"]
 
 
 @pytest.mark.parametrize("silent", [{"applied": False}, {"fell_back_to": "bf16"}])
-def test_steps_that_say_nothing_of_the_gradient_do_not_count(make_facts: MakeFacts, silent: dict[str, Any]) -> None:
+def test_steps_that_say_nothing_of_the_gradient_do_not_count(
+    make_facts: MakeFacts, silent: dict[str, Any]
+) -> None:
     rising = [0.01] * BASELINE + [0.4] * 10
     assert told(observe(make_facts, rising))
     assert told(observe(make_facts, rising, **silent)) == []
@@ -77,7 +91,9 @@ def test_steps_that_say_nothing_of_the_gradient_do_not_count(make_facts: MakeFac
 
 
 def test_steps_between_measurements_do_not_count(make_facts: MakeFacts) -> None:
-    sparse = [share for each in [0.01] * BASELINE + [0.4] * 4 for share in (each, math.nan, math.nan)]
+    sparse = [
+        share for each in [0.01] * BASELINE + [0.4] * 4 for share in (each, math.nan, math.nan)
+    ]
     assert told(observe(make_facts, sparse)) == [("gradient.underflow", 3 * (BASELINE + 2))]
 
 
@@ -99,7 +115,10 @@ def test_a_restored_monitor_says_the_same(make_facts: MakeFacts) -> None:
     for cut in range(len(zeros)):
         resumed = UnderflowMonitor()
         first = UnderflowMonitor()
-        facts = [make_facts(i, grad_zeros=z, grad_near_limit=0.0, loss_scale=65536.0) for i, z in enumerate(zeros)]
+        facts = [
+            make_facts(i, grad_zeros=z, grad_near_limit=0.0, loss_scale=65536.0)
+            for i, z in enumerate(zeros)
+        ]
         before = [first.observe(each) for each in facts[:cut]]
         resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         assert before + [resumed.observe(each) for each in facts[cut:]] == whole

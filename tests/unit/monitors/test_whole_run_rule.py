@@ -13,9 +13,13 @@ from harness.core.facts import BAD_LABEL, Limits, StepFacts, Switch
 from harness.monitors.fallback import WholeRunFallback
 
 
-def facts(step: int, applied: bool, scale: float, loss: float = 2.0, fell_back_to: str = "") -> StepFacts:
+def facts(
+    step: int, applied: bool, scale: float, loss: float = 2.0, fell_back_to: str = ""
+) -> StepFacts:
     norm = 1.0 if applied else math.inf
-    return StepFacts(step, step, loss, norm, 1e-3, scale, applied, step, 4096, 0.1, fell_back_to=fell_back_to)
+    return StepFacts(
+        step, step, loss, norm, 1e-3, scale, applied, step, 4096, 0.1, fell_back_to=fell_back_to
+    )
 
 
 def proposals(monitor: WholeRunFallback, trace: list[StepFacts]) -> list[tuple[int, Switch]]:
@@ -58,7 +62,9 @@ def test_null_never_lowers_and_a_lowered_run_is_not_lowered_again() -> None:
 
 @pytest.mark.parametrize("cut", range(5))
 def test_a_state_saved_in_between_decides_the_same(cut: int) -> None:
-    trace = [facts(step, False, 1024 / 2**step, loss=math.inf if step else 2.0) for step in range(5)]
+    trace = [
+        facts(step, False, 1024 / 2**step, loss=math.inf if step else 2.0) for step in range(5)
+    ]
     live, resumed = WholeRunFallback(3, "bf16"), WholeRunFallback(3, "bf16")
     expected = [live.observe(seen) for seen in trace]
     again = WholeRunFallback(3, "bf16")
@@ -69,7 +75,9 @@ def test_a_state_saved_in_between_decides_the_same(cut: int) -> None:
     assert any(isinstance(verdict.proposal, Switch) for verdict in expected)
 
 
-@pytest.mark.parametrize("fields", [{"bad_data": BAD_LABEL}, {"grad_norm": 50.0, "limits": Limits(norm=8.0)}])
+@pytest.mark.parametrize(
+    "fields", [{"bad_data": BAD_LABEL}, {"grad_norm": 50.0, "limits": Limits(norm=8.0)}]
+)
 def test_skips_for_data_or_a_spike_do_not_count(fields: dict[str, Any]) -> None:
     trace = [replace(facts(step, False, 512.0), **fields) for step in range(6)]
     assert proposals(WholeRunFallback(3, "bf16"), trace) == []

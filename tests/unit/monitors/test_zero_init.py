@@ -28,7 +28,11 @@ HEALTHY: dict[str, tuple[str, tuple[Row, ...]]] = {
                 (1.506e-3, 4.967e5, 0.7355, 11.07),
                 (2.263e-3, 2.975e5, 0.6752, 13.58),
             ),
-            *((3.173e-3, 1.98e5, 0.6194, 15.8), (4.233e-3, 1.412e5, 0.5659, 17.88), (5.436e-3, 1.058e5, 0.5151, 19.8)),
+            *(
+                (3.173e-3, 1.98e5, 0.6194, 15.8),
+                (4.233e-3, 1.412e5, 0.5659, 17.88),
+                (5.436e-3, 1.058e5, 0.5151, 19.8),
+            ),
             *((6.813e-3, 8.242e4, 0.4664, 21.55), (8.324e-3, 6.576e4, 0.4089, 23.52)),
         ),
     ),
@@ -53,14 +57,22 @@ HEALTHY: dict[str, tuple[str, tuple[Row, ...]]] = {
                 (1.538e-6, 1.0, 0.0, 0.0),
                 (8.417e-6, 2.913e8, 0.1946, 16.91),
             ),
-            *((2.042e-5, 5.323e7, 0.02173, 27.54), (4.422e-5, 2.194e7, 0.0166, 27.86), (8.562e-5, 1.013e7, 0.01, 29.1)),
+            *(
+                (2.042e-5, 5.323e7, 0.02173, 27.54),
+                (4.422e-5, 2.194e7, 0.0166, 27.86),
+                (8.562e-5, 1.013e7, 0.01, 29.1),
+            ),
             *((1.492e-4, 5.233e6, 0.006592, 29.94), (2.596e-4, 3.002e6, 0.005371, 30.3)),
         ),
     ),
     "input behind a gate that is zero": (
         "input",
         (
-            *((0.0, 1.0, nan, nan), (2.003e-4, 1.0, 0.0, 0.0), (3.109e-4, 2.237e6, 0.001968, 31.33)),
+            *(
+                (0.0, 1.0, nan, nan),
+                (2.003e-4, 1.0, 0.0, 0.0),
+                (3.109e-4, 2.237e6, 0.001968, 31.33),
+            ),
             *(
                 (6.676e-5, 1.441e6, 0.0, 30.85),
                 (3.738e-4, 1.441e6, 0.00015, 31.49),
@@ -90,7 +102,9 @@ SPARSE = HEALTHY["zero output projection, AdamW, rate 3e-3, 20 warm-up steps"][1
 LARGEST = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
 
 
-def facts_of(role: str, row: Row, step: int, unit: float = 1.0, demoted: tuple[str, ...] = ()) -> StepFacts:
+def facts_of(
+    role: str, row: Row, step: int, unit: float = 1.0, demoted: tuple[str, ...] = ()
+) -> StepFacts:
     """A step in which one slot has this row, in another unit; the other slots are well."""
     slot = f"{LAYERS[1]}.{role}"
     amax, scale, clipped, even_db = row
@@ -109,7 +123,9 @@ def facts_of(role: str, row: Row, step: int, unit: float = 1.0, demoted: tuple[s
     return facts
 
 
-def left(role: str, rows: Sequence[Row], unit: float = 1.0, controller: FallbackController | None = None) -> list[int]:
+def left(
+    role: str, rows: Sequence[Row], unit: float = 1.0, controller: FallbackController | None = None
+) -> list[int]:
     """Steps at which the layer is demoted."""
     found = drive(
         controller or FallbackController(FallbackConfig(), LAYERS),
@@ -158,11 +174,27 @@ def test_growth_from_zero_goes_through_a_resume() -> None:
 @pytest.mark.parametrize(
     ("rows", "latest"),
     [
-        pytest.param(grown([0.0] + [1.0] * 12, even_db=10.0), 6, id="small values are lost, none is clipped"),
-        pytest.param(grown([0.0] + [1.0, 3.0] * 12, history=1), 14, id="an overflow at every other step"),
-        pytest.param(grown([0.0] + ([1.0] * 3 + [128.0]) * 4, history=1), 14, id="an overflow at every fourth step"),
-        pytest.param(grown([0.0] + [4.0**step for step in range(40)]), 26, id="growth by four a step that never ends"),
-        pytest.param([(0.0, 1.0, nan, nan)] + [(1.6, 448.0, 0.2, 31.0)] * 8, 6, id="a scale that does not follow"),
+        pytest.param(
+            grown([0.0] + [1.0] * 12, even_db=10.0), 6, id="small values are lost, none is clipped"
+        ),
+        pytest.param(
+            grown([0.0] + [1.0, 3.0] * 12, history=1), 14, id="an overflow at every other step"
+        ),
+        pytest.param(
+            grown([0.0] + ([1.0] * 3 + [128.0]) * 4, history=1),
+            14,
+            id="an overflow at every fourth step",
+        ),
+        pytest.param(
+            grown([0.0] + [4.0**step for step in range(40)]),
+            26,
+            id="growth by four a step that never ends",
+        ),
+        pytest.param(
+            [(0.0, 1.0, nan, nan)] + [(1.6, 448.0, 0.2, 31.0)] * 8,
+            6,
+            id="a scale that does not follow",
+        ),
     ],
 )
 def test_a_fault_in_a_tensor_that_began_at_zero_is_seen(rows: Sequence[Row], latest: int) -> None:

@@ -18,7 +18,13 @@ from harness.core.facts import Limits
 from harness.core.state import ExternalState
 from harness.core.update import takes_found_inf
 from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import MuonAdamW, build_optimizer, optimizer_bytes, refused_by, waits_for
+from harness.optim.optimizers import (
+    MuonAdamW,
+    build_optimizer,
+    optimizer_bytes,
+    refused_by,
+    waits_for,
+)
 from harness.optim.schedule import Schedule, too_high
 from tests.support.updates import finish
 
@@ -128,14 +134,18 @@ EVERY = pytest.mark.parametrize("name", KINDS)
 
 
 def config(name: str, **more: Any) -> TrainConfig:
-    return TrainConfig.model_validate({"optimizer": name, "lr": 0.01, **KINDS.get(name, {}), **more})
+    return TrainConfig.model_validate(
+        {"optimizer": name, "lr": 0.01, **KINDS.get(name, {}), **more}
+    )
 
 
 def make(name: str, seed: int = 0) -> TorchEngine:
     torch.manual_seed(seed)
     net = Net()
     train = config(name)
-    return TorchEngine(net, build_optimizer(net, train, CPU), Schedule(0.01, 2, 20, 0.1), 1.0, device=CPU)
+    return TorchEngine(
+        net, build_optimizer(net, train, CPU), Schedule(0.01, 2, 20, 0.1), 1.0, device=CPU
+    )
 
 
 def train(engine: TorchEngine, steps: range, **settings: Any) -> dict[str, Tensor]:
@@ -170,7 +180,9 @@ def test_a_restored_run_continues_bit_identically(name: str, live: bool) -> None
     first = make(name)
     train(first, range(3))
     middle = save(first)
-    assert all(type(tensor) is Tensor for tensor in middle["optimizer"][0].values()), "files hold plain tensors"
+    assert all(type(tensor) is Tensor for tensor in middle["optimizer"][0].values()), (
+        "files hold plain tensors"
+    )
     train(first, range(3, 6))
     second = make(name, seed=9)
     if live:
@@ -201,13 +213,17 @@ def test_the_size_that_is_reserved_is_the_states(name: str) -> None:
     tensors, _ = engine.parts()["optimizer"].state_dict()
     held = {key: tensor for key, tensor in tensors.items() if tensor.ndim > 0}
     size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-    assert optimizer_bytes(Net(), config(name)) == pytest.approx(size, rel=0 if ":" not in name else 0.01)
+    assert optimizer_bytes(Net(), config(name)) == pytest.approx(
+        size, rel=0 if ":" not in name else 0.01
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw_fp8"])
 def test_torchao_keeps_its_moments_in_bytes(name: str) -> None:
     table = 2 * 4 * 128 * 64
-    assert optimizer_bytes(Net(), config(name)) - table < 0.4 * (optimizer_bytes(Net(), config("adamw")) - table)
+    assert optimizer_bytes(Net(), config(name)) - table < 0.4 * (
+        optimizer_bytes(Net(), config("adamw")) - table
+    )
     engine = make(name)
     state = engine.optimizer.state[engine.module.get_parameter("hidden.weight")]
     assert is_traceable_wrapper_subclass(state["exp_avg"])
@@ -264,7 +280,9 @@ def test_state_of_other_blocks_is_refused() -> None:
     saved = save(make("adamw8bit"))
     other = Net()
     args = config("adamw8bit", optimizer_args={"block_size": 128})
-    engine = TorchEngine(other, build_optimizer(other, args, CPU), Schedule(0.01, 2, 20, 0.1), 1.0, device=CPU)
+    engine = TorchEngine(
+        other, build_optimizer(other, args, CPU), Schedule(0.01, 2, 20, 0.1), 1.0, device=CPU
+    )
     with pytest.raises(CheckpointError, match="scale"):
         engine.parts()["optimizer"].load_state_dict(*saved["optimizer"])
 
@@ -277,7 +295,9 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:
     assert isinstance(optimizer, MuonAdamW)
     hidden = [twin.hidden.weight, twin.odd.weight]
     kept = [param for param in twin.parameters() if all(param is not each for each in hidden)]
-    matrices, vectors = ([param for param in kept if (param.ndim >= 2) is wanted] for wanted in (True, False))
+    matrices, vectors = (
+        [param for param in kept if (param.ndim >= 2) is wanted] for wanted in (True, False)
+    )
     muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.02, betas=train.betas, fused=True)
@@ -312,7 +332,9 @@ def test_the_host_waits_for_what_does_not_read_the_gate() -> None:
 def test_embeddings_decay_unless_told_otherwise() -> None:
     def spared(**more: Any) -> set[str]:
         groups = build_optimizer(Net(), config("adamw", **more), CPU).param_groups
-        return {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
+        return {
+            name for group in groups if not group["weight_decay"] for name in group["param_names"]
+        }
 
     vectors = {"hidden.bias", "back.bias", "norm.weight", "norm.bias"}
     assert spared() == vectors
@@ -322,7 +344,11 @@ def test_embeddings_decay_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "told"),
     [
-        ("adamw", {"optimizer_args": {"epz": 1e-6}}, r"optimizer_args\.epz: AdamW does not take it"),
+        (
+            "adamw",
+            {"optimizer_args": {"epz": 1e-6}},
+            r"optimizer_args\.epz: AdamW does not take it",
+        ),
         ("adamw", {"optimizer_args": {"lr": 1e-6}}, "fix: set train.lr"),
         ("adamw", {"optimizer_args": {"fused": False}}, "chosen by the harness"),
         ("adamw", {"optimizer_args": {"eps": -1.0}}, "AdamW failed: ValueError"),
@@ -334,7 +360,11 @@ def test_embeddings_decay_unless_told_otherwise() -> None:
         ("torch.optim.lr_scheduler:LambdaLR", {}, r"is no torch\.optim\.Optimizer"),
         ("own_optimizers:NotOne", {}, 'no function "NotOne"'),
         ("own_optimizers:NoDecay", {}, "train.weight_decay has no effect"),
-        ("own_optimizers:NoDecay", {"weight_decay": 0.0, "betas": (0.8, 0.9)}, "train.betas has no effect"),
+        (
+            "own_optimizers:NoDecay",
+            {"weight_decay": 0.0, "betas": (0.8, 0.9)},
+            "train.betas has no effect",
+        ),
         ("own_optimizers:Kept", {}, "train.lr has no effect"),
         ("own_optimizers:Liar", {"weight_decay": 0.0}, "says that it takes found_inf"),
         ("own_optimizers:Listing", {"weight_decay": 0.0}, r"cannot hold: past \(list\)"),
@@ -343,7 +373,9 @@ def test_embeddings_decay_unless_told_otherwise() -> None:
         ("own_optimizers:Paired", {"weight_decay": 0.0}, r"cannot hold: pair \(TwoTensor\)"),
     ],
 )
-def test_what_a_run_cannot_gate_or_save_is_refused(name: str, more: dict[str, Any], told: str) -> None:
+def test_what_a_run_cannot_gate_or_save_is_refused(
+    name: str, more: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         build_optimizer(Net(), config(name, **more), CPU)
 

@@ -39,7 +39,10 @@ def test_groups_names_and_decay(kind: str) -> None:
     ]
     by_name = dict(model.named_parameters())
     for group in optimizer.param_groups:
-        assert all(by_name[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
+        assert all(
+            by_name[name] is p
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+        )
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates[0] is rates[1]
     assert rates[0].dtype == torch.float32
@@ -53,7 +56,9 @@ def test_the_learning_rate_tensor_is_what_the_step_uses(kind: str) -> None:
     for lr in (0.01, 0.03):
         torch.manual_seed(0)
         model = Tied()
-        optimizer = build_optimizer(model, TrainConfig.model_validate({"optimizer": kind, "weight_decay": 0.0}), CPU)
+        optimizer = build_optimizer(
+            model, TrainConfig.model_validate({"optimizer": kind, "weight_decay": 0.0}), CPU
+        )
         optimizer.param_groups[0]["lr"].fill_(lr)
         before = model.embed.weight.detach().clone()
         model(torch.arange(11)).square().mean().backward()
@@ -65,7 +70,9 @@ def test_the_learning_rate_tensor_is_what_the_step_uses(kind: str) -> None:
 
 def test_betas_reach_the_optimizer() -> None:
     adamw = build_optimizer(Tied(), TrainConfig.model_validate({"betas": (0.8, 0.9)}), CPU)
-    sgd = build_optimizer(Tied(), TrainConfig.model_validate({"optimizer": "sgd", "betas": (0.8, 0.9)}), CPU)
+    sgd = build_optimizer(
+        Tied(), TrainConfig.model_validate({"optimizer": "sgd", "betas": (0.8, 0.9)}), CPU
+    )
     assert adamw.param_groups[0]["betas"] == (0.8, 0.9)
     assert sgd.param_groups[0]["momentum"] == 0.8
 

@@ -74,7 +74,14 @@ def test_more_steps_do_not_move_what_wsd_has_done() -> None:
 
 def test_a_schedule_is_the_runs_own() -> None:
     train = TrainConfig.model_validate(
-        {"lr": 0.5, "warmup_steps": 3, "steps": 40, "min_lr_ratio": 0.2, "schedule": "wsd", "decay_share": 0.5}
+        {
+            "lr": 0.5,
+            "warmup_steps": 3,
+            "steps": 40,
+            "min_lr_ratio": 0.2,
+            "schedule": "wsd",
+            "decay_share": 0.5,
+        }
     )
     assert Schedule.of(train) == Schedule(0.5, 3, 40, 0.2, "wsd", 0.5)
     assert Schedule.of(TrainConfig()).kind == "cosine"

@@ -82,7 +82,11 @@ def scaled() -> tuple[Precision, nn.Sequential]:
 
 
 def standard_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int = 1, poison: float = 0.0
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    micro_batches: int = 1,
+    poison: float = 0.0,
 ) -> float:
     """Nothing in it is of the harness."""
     total = 0.0
@@ -101,17 +105,23 @@ def snapshot(precision: Precision, model: nn.Module, optimizer: Optimizer) -> di
     state = optimizer.state_dict()
     # Asking torch for a parameter's state makes an empty one.
     state["state"] = {key: value for key, value in state["state"].items() if value}
-    return copy.deepcopy({"model": model.state_dict(), "optimizer": state, **precision.state_dict()})
+    return copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": state, **precision.state_dict()}
+    )
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
     """Paths at which two nested structures differ in any bit (NaN equals NaN)."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        same = left.shape == right.shape and torch.equal(left.nan_to_num(-7.5), right.nan_to_num(-7.5))
+        same = left.shape == right.shape and torch.equal(
+            left.nan_to_num(-7.5), right.nan_to_num(-7.5)
+        )
         return [] if same else [path]
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         found = [f"{path}/{key}" for key in left.keys() ^ right.keys()]
         return found + [
-            item for key in left.keys() & right.keys() for item in differences(left[key], right[key], f"{path}/{key}")
+            item
+            for key in left.keys() & right.keys()
+            for item in differences(left[key], right[key], f"{path}/{key}")
         ]
     return [] if left == right else [path]

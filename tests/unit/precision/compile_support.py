@@ -16,7 +16,9 @@ from harness.precision.blocks import blocks_of
 State = dict[str, Tensor]
 
 
-def step(backend: PrecisionBackend, model: nn.Module, *inputs: Tensor, sample: bool = False) -> Tensor:
+def step(
+    backend: PrecisionBackend, model: nn.Module, *inputs: Tensor, sample: bool = False
+) -> Tensor:
     """One window of as many micro-batches as there are inputs; the last one's outputs."""
     model.zero_grad()
     backend.begin_window(sample)
@@ -35,7 +37,11 @@ def state_after(backend: PrecisionBackend, model: nn.Module) -> State:
     """Everything a step leaves behind: gradients, statistics, scales and histories."""
     stats = backend.end_window(backend.amax(), APPLY, same)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {**grads, "stats": stats, **{name: t.clone() for name, t in backend.state_dict()[0].items()}}
+    return {
+        **grads,
+        "stats": stats,
+        **{name: t.clone() for name, t in backend.state_dict()[0].items()},
+    }
 
 
 def assert_same_bits(mine: State, theirs: State) -> None:
@@ -60,7 +66,10 @@ def windows(
 
 
 def switched_linear(
-    make_backend: Callable[[nn.Module], PrecisionBackend], compiled: bool, bias: bool, dtype: torch.dtype
+    make_backend: Callable[[nn.Module], PrecisionBackend],
+    compiled: bool,
+    bias: bool,
+    dtype: torch.dtype,
 ) -> list[State]:
     """Four windows of one layer, demoted in the second, sampled in the third; compiled: by the default compiler."""
     torch.manual_seed(0)

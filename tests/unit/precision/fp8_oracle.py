@@ -23,7 +23,10 @@ def decode(code: int, fmt: str) -> float:
     return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
-GRID = {fmt: sorted({v for c in range(128) if math.isfinite(v := decode(c, fmt))}) for fmt in ("e4m3", "e5m2")}
+GRID = {
+    fmt: sorted({v for c in range(128) if math.isfinite(v := decode(c, fmt))})
+    for fmt in ("e4m3", "e5m2")
+}
 
 
 def round_to_fp8(value: float, fmt: str) -> float:
@@ -48,7 +51,9 @@ def quantize(values: np.ndarray, scale: float, fmt: str) -> np.ndarray:
     """Element by element: float32 product, then one rounding to FP8."""
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = values.astype(np.float32) * np.float32(scale)
-    return np.array([round_to_fp8(float(v), fmt) for v in scaled.ravel()], dtype=np.float64).reshape(values.shape)
+    return np.array(
+        [round_to_fp8(float(v), fmt) for v in scaled.ravel()], dtype=np.float64
+    ).reshape(values.shape)
 
 
 def update(
@@ -66,7 +71,9 @@ def update(
         if last == 0:
             continue
         column = [np.float32(history[row][slot]) for row in range(rows)]
-        reference = last if algo == "most_recent" else max([np.float32(0), *(v for v in column if v == v)])
+        reference = (
+            last if algo == "most_recent" else max([np.float32(0), *(v for v in column if v == v)])
+        )
         rolled = [np.float32(0), *column[2:], last]
         for row in range(rows):
             new_history[row][slot] = float(rolled[row])

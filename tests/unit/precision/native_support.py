@@ -17,7 +17,9 @@ SKIP = torch.ones(())
 
 def recipe(**fp8: object) -> Recipe:
     base = load_recipe("fp8_hybrid").model_dump()
-    return Recipe.model_validate({**base, "fp8": {**base["fp8"], **fp8}, "layers": {"min_features": 16}})
+    return Recipe.model_validate(
+        {**base, "fp8": {**base["fp8"], **fp8}, "layers": {"min_features": 16}}
+    )
 
 
 FP8_UNITS = False
@@ -38,7 +40,9 @@ def same(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def window(backend: NativeBackend, model: nn.Module, x: torch.Tensor, skip: torch.Tensor = APPLY) -> torch.Tensor:
+def window(
+    backend: NativeBackend, model: nn.Module, x: torch.Tensor, skip: torch.Tensor = APPLY
+) -> torch.Tensor:
     backend.begin_window(sample=True)
     with backend.context():
         loss = model(x).float().square().sum()

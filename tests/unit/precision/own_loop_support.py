@@ -30,9 +30,13 @@ class Loop:
     ) -> None:
         self.precision, self.model = prepared(policy or recipe())
         self.optimizer = adamw(self.model, lr=lr)
-        self.scheduler = schedule(self.optimizer) if schedule else StepLR(self.optimizer, 3, gamma=0.9)
+        self.scheduler = (
+            schedule(self.optimizer) if schedule else StepLR(self.optimizer, 3, gamma=0.9)
+        )
         kept = [self.scheduler, *keep]
-        self.guard = Guard.for_precision(self.precision, self.optimizer, keep=kept, **SETTINGS | settings)
+        self.guard = Guard.for_precision(
+            self.precision, self.optimizer, keep=kept, **SETTINGS | settings
+        )
         self.poison, self.forwards = poison, 0
         self.windows: list[int] = []
 
@@ -52,7 +56,10 @@ class Loop:
             self.step()
 
     def everything(self) -> dict[str, Any]:
-        return {**snapshot(self.precision, self.model, self.optimizer), "scheduler": self.scheduler.state_dict()}
+        return {
+            **snapshot(self.precision, self.model, self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+        }
 
 
 class Keeper:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, forward_backward, mlp, prepared, recipe, snapshot, train_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    forward_backward,
+    mlp,
+    prepared,
+    recipe,
+    snapshot,
+    train_step,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,7 +66,9 @@ def test_a_gpt_trains_in_fp8_close_to_fp32() -> None:
         optimizer = adamw(model)
         loss = torch.zeros(())
         for step in range(30):
-            tokens = torch.randint(0, 32, (4, 1), generator=torch.Generator().manual_seed(step)) + torch.arange(17)
+            tokens = torch.randint(
+                0, 32, (4, 1), generator=torch.Generator().manual_seed(step)
+            ) + torch.arange(17)
             with precision.context():
                 loss = model(tokens[:, :-1] % 32, tokens[:, 1:] % 32)
             precision.backward(loss)
@@ -118,11 +130,15 @@ def test_fp16_scales_skips_and_trains_as_grad_scaler(fused: bool, clip: float | 
         if clip is not None:
             scaler.unscale_(oracle)
             norm = nn.utils.clip_grad_norm_(plain.parameters(), clip)
-            assert not good or clip < norm == pytest.approx(outcome.grad_norm.item(), rel=1e-3), "unscaled, and clipped"
+            assert not good or clip < norm == pytest.approx(outcome.grad_norm.item(), rel=1e-3), (
+                "unscaled, and clipped"
+            )
         scaler.step(oracle)
         scaler.update()
         oracle.zero_grad()
-        changed = any(not torch.equal(old, new) for old, new in zip(before, plain.parameters(), strict=True))
+        changed = any(
+            not torch.equal(old, new) for old, new in zip(before, plain.parameters(), strict=True)
+        )
         theirs.append((theirs_scale, changed))
     assert mine == theirs
     assert {scale for scale, _ in mine} == {256.0, 512.0, 1024.0}, "the scale moved both ways"
@@ -145,8 +161,18 @@ def test_a_bad_loss_leaves_every_bit(name: str, good_steps: int, fused: bool) ->
     assert not outcome.was_applied
     assert math.isfinite(outcome.grad_norm.item()), "the loss alone was bad"
     found = set(differences(before, snapshot(precision, model, optimizer)))
-    scaler = {"/tensors/loss_scale.value", "/tensors/loss_scale.tracker"} if name == "fp16_scaler" else set()
-    bookkeeping = {"/meta/state/step", "/meta/last", "/tensors/last", "/meta/last/step", "/meta/last/window"}
+    scaler = (
+        {"/tensors/loss_scale.value", "/tensors/loss_scale.tracker"}
+        if name == "fp16_scaler"
+        else set()
+    )
+    bookkeeping = {
+        "/meta/state/step",
+        "/meta/last",
+        "/tensors/last",
+        "/meta/last/step",
+        "/meta/last/window",
+    }
     bookkeeping |= {"/meta/state/closer_look"}  # the steps that are sampled next
     monitors = "/meta/state/parts/monitors"
     assert not {path for path in found - scaler - bookkeeping if not path.startswith(monitors)}
@@ -200,7 +226,11 @@ def test_several_optimizers_share_one_window() -> None:
     for split in (True, False):
         precision, model = prepared(recipe())
         groups = [list(model[0].parameters()), list(model[2].parameters())]
-        optimizers = [torch.optim.AdamW(group, lr=1e-2, fused=True) for group in groups] if split else [adamw(model)]
+        optimizers = (
+            [torch.optim.AdamW(group, lr=1e-2, fused=True) for group in groups]
+            if split
+            else [adamw(model)]
+        )
         for step in range(3):
             outcome = train_step(precision, model, optimizers, step, max_grad_norm=0.05)
             assert outcome.grad_norm.item() > 0.05
@@ -227,7 +257,9 @@ class HostReads(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         self.count += "_local_scalar_dense" in str(func)
         return func(*args, **(kwargs or {}))
 

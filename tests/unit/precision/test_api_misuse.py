@@ -30,7 +30,9 @@ def test_prepare_keeps_parameters_ties_and_optimizers() -> None:
     assert prepared_model is model
     assert isinstance(model[0], NativeLinear)
     assert model[0] is model[3]
-    assert {name: id(value) for name, value in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert {name: id(value) for name, value in model.named_parameters()} == {
+        n: id(p) for n, p in before.items()
+    }
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in before.values()}
 
 
@@ -59,7 +61,9 @@ def test_a_recipe_comes_by_name_or_path(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_works_before_prepare(call: Callable[[Precision], object]) -> None:
-    with pytest.raises(MisuseError, match=r"no model was prepared[\s\S]*fix: model = precision.prepare"):
+    with pytest.raises(
+        MisuseError, match=r"no model was prepared[\s\S]*fix: model = precision.prepare"
+    ):
         call(Precision.from_recipe("fp32"))
 
 
@@ -88,7 +92,9 @@ def wrapped(model: nn.Sequential) -> nn.Module:
         (wrapped, "wrapped in DataParallel"),
     ],
 )
-def test_a_model_that_cannot_be_prepared(spoil: Callable[[nn.Sequential], nn.Module], expected: str) -> None:
+def test_a_model_that_cannot_be_prepared(
+    spoil: Callable[[nn.Sequential], nn.Module], expected: str
+) -> None:
     precision = Precision(recipe())
     with pytest.raises(MisuseError, match=expected):
         precision.prepare(spoil(mlp()))
@@ -143,7 +149,9 @@ def test_without_a_rung_below_a_model_with_nothing_for_fp8_is_refused() -> None:
 def test_a_recipe_without_a_rung_for_this_machine_is_refused() -> None:
     policy = recipe().model_dump()
     policy["ladder"] = [{"backend": "autocast", "precision": "bf16", "tiers": ["HOPPER"]}]
-    with pytest.raises(MachineError, match=r"no rung of recipe fp8_hybrid runs on tier CPU[\s\S]*not for tier CPU"):
+    with pytest.raises(
+        MachineError, match=r"no rung of recipe fp8_hybrid runs on tier CPU[\s\S]*not for tier CPU"
+    ):
         prepared(Recipe.model_validate(policy))
 
 
@@ -176,7 +184,11 @@ def test_calls_in_the_wrong_order(name: str) -> None:
         with pytest.raises(MisuseError, match=expected):
             precision.backward(bad)
     precision.backward(loss)
-    for call in (precision.state_dict, lambda: precision.demote("*"), lambda: precision.promote("*")):
+    for call in (
+        precision.state_dict,
+        lambda: precision.demote("*"),
+        lambda: precision.promote("*"),
+    ):
         with pytest.raises(MisuseError, match=r"between backward\(\) and step\(\)"):
             call()
     assert precision.step(optimizer).was_applied, "refused calls did no harm"
@@ -190,12 +202,18 @@ def test_every_problem_of_a_step_is_named_at_once() -> None:
     with pytest.raises(MisuseError) as caught:
         precision.step([adamw(mlp()), "adamw"], max_grad_norm=-1.0)  # pyright: ignore[reportArgumentType]
     text = str(caught.value)
-    for expected in ("holds no parameter of the prepared model", "str is no torch.optim", "max_grad_norm is -1.0"):
+    for expected in (
+        "holds no parameter of the prepared model",
+        "str is no torch.optim",
+        "max_grad_norm is -1.0",
+    ):
         assert expected in text
     with pytest.raises(MisuseError, match="no optimizer"):
         precision.step([])
     model.zero_grad()
-    with pytest.raises(MisuseError, match=r"no parameter has a gradient[\s\S]*zero_grad\(\) after step"):
+    with pytest.raises(
+        MisuseError, match=r"no parameter has a gradient[\s\S]*zero_grad\(\) after step"
+    ):
         precision.step(adamw(model))
 
 
@@ -218,7 +236,10 @@ def test_what_the_plain_loop_did_by_itself_is_refused(name: str) -> None:
 def test_a_model_that_moved_is_noticed() -> None:
     precision, model = prepared(recipe())
     model.to("meta")
-    with pytest.raises(MisuseError, match="prepared on cpu and is on meta now"), precision.context():
+    with (
+        pytest.raises(MisuseError, match="prepared on cpu and is on meta now"),
+        precision.context(),
+    ):
         pass
 
 
@@ -226,7 +247,9 @@ def test_a_model_that_moved_is_noticed() -> None:
 def test_a_model_that_was_cast_is_noticed(name: str) -> None:
     precision, model = prepared(recipe(name))
     model.bfloat16()
-    refused = pytest.raises(MisuseError, match=r"prepared in torch\.float32 and is in torch\.bfloat16 now")
+    refused = pytest.raises(
+        MisuseError, match=r"prepared in torch\.float32 and is in torch\.bfloat16 now"
+    )
     with refused, precision.context():
         pass
 
@@ -278,7 +301,9 @@ def test_a_part_that_changed_is_noticed(
     if wrap:
         precision.wrap(optimizer)
     change(model)
-    forward = (lambda: model(batch(1)[0])) if wrap else (lambda: forward_backward(precision, model, 1))
+    forward = (
+        (lambda: model(batch(1)[0])) if wrap else (lambda: forward_backward(precision, model, 1))
+    )
     with pytest.raises(MisuseError, match=told):
         forward()
 
@@ -331,7 +356,9 @@ def runs_in_fp8(precision: Precision, model: nn.Sequential, layer: int) -> bool:
 
 def test_layers_move_by_name_and_stay() -> None:
     # Without the hold, this policy would promote a clean layer after a step.
-    precision, model = prepared(recipe(fallback={"hits": 1, "window": 1, "dwell_steps": 1, "warmup_steps": 1}))
+    precision, model = prepared(
+        recipe(fallback={"hits": 1, "window": 1, "dwell_steps": 1, "warmup_steps": 1})
+    )
     optimizer = adamw(model)
     train_step(precision, model, optimizer, 0)
     assert runs_in_fp8(precision, model, 0)
@@ -348,7 +375,9 @@ def test_layers_move_by_name_and_stay() -> None:
             precision.load_state_dict(saved)
     stats = precision.stats()
     assert stats is not None
-    assert stats.amax[0] == batch(5)[0].to(torch.bfloat16).abs().max().item(), "the amax is kept warm"
+    assert stats.amax[0] == batch(5)[0].to(torch.bfloat16).abs().max().item(), (
+        "the amax is kept warm"
+    )
     assert precision.promote("*") == ("00",)
     assert precision.demoted == ()
     assert runs_in_fp8(precision, model, 0)
@@ -370,7 +399,9 @@ def test_a_name_in_the_place_of_a_recipe_is_refused_with_the_way() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_fp8_layer_that_is_read_and_never_called_is_named(caplog: pytest.LogCaptureFixture, frozen: bool) -> None:
+def test_an_fp8_layer_that_is_read_and_never_called_is_named(
+    caplog: pytest.LogCaptureFixture, frozen: bool
+) -> None:
     """After the first step where its weight is trained: its figures are judged as the next one ends."""
 
     class Reads(torch.nn.Module):
@@ -409,7 +440,10 @@ def test_layers_that_are_idle_zero_or_tied_are_not_taken_for_ones_that_are_read(
         def __init__(self) -> None:
             super().__init__()
             self.used, self.idle = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-            self.zero, self.behind = torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False)
+            self.zero, self.behind = (
+                torch.nn.Linear(16, 16, bias=False),
+                torch.nn.Linear(16, 16, bias=False),
+            )
             self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
             self.second.weight = self.first.weight
             for layer in (self.zero, self.behind):

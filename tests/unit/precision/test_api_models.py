@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, forward_backward, mlp, prepared, recipe, snapshot, train_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    forward_backward,
+    mlp,
+    prepared,
+    recipe,
+    snapshot,
+    train_step,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +35,17 @@ every_rung = pytest.mark.parametrize("rung", RUNGS)
 class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        body = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
-        self.body, self.head = nn.Sequential(*body), nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+        body = [
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        ]
+        self.body, self.head = (
+            nn.Sequential(*body),
+            nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         images = nn.functional.one_hot(tokens[:, :4], 16).float().reshape(-1, 1, 8, 8)
@@ -64,7 +83,9 @@ def test_odd_models_learn(make: Callable[[], nn.Module], rung: str) -> None:
     optimizer = adamw(model, lr=5e-3)
     losses = []
     for step in range(40):
-        tokens = torch.randint(0, 16, (32, 1), generator=torch.Generator().manual_seed(step)) + torch.arange(5)
+        tokens = torch.randint(
+            0, 16, (32, 1), generator=torch.Generator().manual_seed(step)
+        ) + torch.arange(5)
         inputs, targets = tokens[:, :-1] % 16, tokens[:, -1] % 16
         with precision.context():
             loss = nn.functional.cross_entropy(model(inputs).float(), targets)
@@ -156,7 +177,9 @@ def test_recomputation_is_free_of_effects(rung: str, reentrant: bool) -> None:
             precision.step(optimizer)
             optimizer.zero_grad()
         taken = snapshot(precision, model, optimizer)
-        taken["tensors"].pop("last", None)  # sampled counts see a recomputed tensor twice, but no share or maximum does
+        taken["tensors"].pop(
+            "last", None
+        )  # sampled counts see a recomputed tensor twice, but no share or maximum does
         results.append((taken, precision.stats()))
     assert differences(results[0][0], results[1][0]) == []
     if results[0][1] is not None:
@@ -168,7 +191,9 @@ def test_recomputation_is_free_of_effects(rung: str, reentrant: bool) -> None:
 @every_rung
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_around_a_loop_changes_nothing(rung: str, dtype: torch.dtype, enabled: bool) -> None:
+def test_autocast_around_a_loop_changes_nothing(
+    rung: str, dtype: torch.dtype, enabled: bool
+) -> None:
     """Neither on the backward inside of it nor through its cache, which would serve weights from before the update."""
     results = []
     for around in (False, True):
@@ -193,8 +218,12 @@ def test_micro_batches_may_be_of_unequal_size(rung: str) -> None:
                 loss = (model(inputs).float() - targets).square().sum() / 256
             precision.backward(loss)
         scale = precision.step(torch.optim.SGD(model.parameters(), lr=0.0, fused=True)).loss_scale
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) / scale
-        results.append((gradients, precision.state_dict()["tensors"].get("fp8.history", torch.zeros(0))))
+        gradients = (
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) / scale
+        )
+        results.append(
+            (gradients, precision.state_dict()["tensors"].get("fp8.history", torch.zeros(0)))
+        )
     (whole, history), (split, split_history) = results
     assert torch.linalg.vector_norm(split - whole) < 0.1 * torch.linalg.vector_norm(whole)
     if rung == "fp8_hybrid":

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, forward_backward, mlp, prepared, recipe, snapshot, train_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    forward_backward,
+    mlp,
+    prepared,
+    recipe,
+    snapshot,
+    train_step,
+)
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -44,12 +54,16 @@ NAMES = [*MAKERS, "Muon + AdamW"]
 def optimizers(name: str, model: nn.Module) -> list[Optimizer]:
     if name != "Muon + AdamW":
         return [MAKERS[name](model.parameters())]
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is flat] for flat in (True, False))
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim == 2) is flat] for flat in (True, False)
+    )
     return [optim.Muon(matrices, lr=1e-2), optim.AdamW(vectors, lr=1e-2, fused=True)]
 
 
 # Muon rounds gradients to bf16: a clip that differs in the last bit of fp32 shows.
-@pytest.mark.parametrize(("name", "clip"), [*((name, None) for name in NAMES), *((name, 0.1) for name in MAKERS)])
+@pytest.mark.parametrize(
+    ("name", "clip"), [*((name, None) for name in NAMES), *((name, 0.1) for name in MAKERS)]
+)
 def test_updates_are_those_of_the_plain_loop(name: str, clip: float | None) -> None:
     precision, model = prepared(recipe("fp32"))
     chosen = optimizers(name, model)
@@ -65,7 +79,9 @@ def test_updates_are_those_of_the_plain_loop(name: str, clip: float | None) -> N
             oracle.step()
         plain.zero_grad()
     start = mlp()
-    for mine, theirs, before in zip(model.parameters(), plain.parameters(), start.parameters(), strict=True):
+    for mine, theirs, before in zip(
+        model.parameters(), plain.parameters(), start.parameters(), strict=True
+    ):
         rtol, atol = (0.0, 0.0) if clip is None else (1e-4, 1e-5)
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
         assert not torch.equal(mine, before)
@@ -82,7 +98,9 @@ def test_a_bad_step_leaves_every_bit(name: str, rung: str) -> None:
         return [snapshot(precision, model, optimizer) for optimizer in chosen]
 
     before = states()
-    assert not train_step(precision, model, chosen, 1, max_grad_norm=1.0, poison=math.nan).was_applied
+    assert not train_step(
+        precision, model, chosen, 1, max_grad_norm=1.0, poison=math.nan
+    ).was_applied
     for old, new in zip(before, states(), strict=True):
         for part in ("model", "optimizer"):
             assert differences(old[part], new[part]) == []
@@ -145,11 +163,21 @@ def test_parameters_may_be_frozen_and_freed_mid_run(name: str) -> None:
         model[0].requires_grad_(not frozen)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         assert train_step(precision, model, optimizer, step).was_applied
-        moved.append([not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)])
+        moved.append(
+            [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        )
         history = precision.state_dict()["tensors"].get("fp8.history")
         if history is not None and frozen:
-            assert (history[-1, :2] > 0).all(), "operands of a frozen layer are still cast, and measured"
-    assert moved == [[True] * 4, [False, False, True, True], [False, False, True, True], [True] * 4, [True] * 4]
+            assert (history[-1, :2] > 0).all(), (
+                "operands of a frozen layer are still cast, and measured"
+            )
+    assert moved == [
+        [True] * 4,
+        [False, False, True, True],
+        [False, False, True, True],
+        [True] * 4,
+        [True] * 4,
+    ]
 
 
 def test_parameter_groups_may_join_mid_run() -> None:

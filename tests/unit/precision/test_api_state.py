@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, snapshot, train_step
+from api_support import (
+    EAGER,
+    adamw,
+    batch,
+    differences,
+    forward_backward,
+    prepared,
+    recipe,
+    snapshot,
+    train_step,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,7 +40,11 @@ def test_a_saved_state_continues_bit_for_bit(saved_at: int, tmp_path: Path) -> N
     switches = []
     for step in range(7):
         if step == saved_at:
-            saved = {**precision.state_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saved = {
+                **precision.state_dict(),
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
             torch.save(saved, tmp_path / "state.pt")
             save_file(saved["tensors"], tmp_path / "fp8.safetensors")
             (tmp_path / "fp8.json").write_text(json.dumps(saved["meta"], allow_nan=False))
@@ -47,8 +61,13 @@ def test_a_saved_state_continues_bit_for_bit(saved_at: int, tmp_path: Path) -> N
         continued.load_state_dict(copy.deepcopy(loaded["optimizer"]))
         again.load_state_dict(state)
         assert differences(again.state_dict(), {key: loaded[key] for key in state}) == []
-        assert [train_step(again, twin, continued, step).switch for step in range(saved_at, 7)] == switches[saved_at:]
-        assert differences(snapshot(again, twin, continued), snapshot(precision, model, optimizer)) == []
+        assert [
+            train_step(again, twin, continued, step).switch for step in range(saved_at, 7)
+        ] == switches[saved_at:]
+        assert (
+            differences(snapshot(again, twin, continued), snapshot(precision, model, optimizer))
+            == []
+        )
 
 
 def test_a_state_is_a_copy_and_a_rollback_drops_the_window() -> None:
@@ -77,7 +96,9 @@ def test_a_state_is_a_copy_and_a_rollback_drops_the_window() -> None:
         ("fp8_hybrid", {"layers": {"exclude": ["2"]}}, "6 slots"),
     ],
 )
-def test_a_state_of_another_run_is_refused(name: str, section: dict[str, Any], expected: str) -> None:
+def test_a_state_of_another_run_is_refused(
+    name: str, section: dict[str, Any], expected: str
+) -> None:
     saved = prepared(recipe())[0].state_dict()
     other, _ = prepared(recipe(name, **section))
     with pytest.raises(CheckpointError, match=expected):
@@ -105,8 +126,12 @@ def test_statistics_are_of_the_tensors_that_went_through() -> None:
         assert stats.names[:3] == ("00.input", "00.weight", "00.grad_output")
         assert stats.amax[0] == batch(step)[0].to(torch.bfloat16).abs().max().item()
         assert stats.amax[1] == weight.abs().max().item()
-        assert stats.saturation[1] == pytest.approx(stats.amax[1] * stats.scale[1] / scaling.E4M3.max)
-        assert math.isnan(stats.sqnr_db[0]) != is_sampled(0, step + 1, 2), "the steps of a run of ours"
+        assert stats.saturation[1] == pytest.approx(
+            stats.amax[1] * stats.scale[1] / scaling.E4M3.max
+        )
+        assert math.isnan(stats.sqnr_db[0]) != is_sampled(0, step + 1, 2), (
+            "the steps of a run of ours"
+        )
     assert isinstance(model[0], NativeLinear)
     precision, model = prepared(recipe("bf16"))
     train_step(precision, model, adamw(model), 0)

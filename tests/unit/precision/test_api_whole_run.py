@@ -15,7 +15,9 @@ from harness.core.errors import MisuseError
 LOUD = 1e5  # larger than fp16's 65504
 
 
-def loud_step(precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[bool, str]:
+def loud_step(
+    precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> tuple[bool, str]:
     """One window whose activations fp16 cannot hold; (applied, what the run fell back to at its end)."""
     x, _ = batch(step)
     with precision.context():

@@ -38,7 +38,9 @@ def plain_backward(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [clip_norm, clip_value, divide, replace, plain_backward])
-def test_changing_scaled_gradients_is_refused_and_nothing_is_lost(change: Callable[[nn.Module], None]) -> None:
+def test_changing_scaled_gradients_is_refused_and_nothing_is_lost(
+    change: Callable[[nn.Module], None],
+) -> None:
     precision, model = prepared(recipe("fp16_scaler"))
     optimizer = adamw(model)
     train_step(precision, model, optimizer, 0)
@@ -75,7 +77,10 @@ def test_reading_and_accumulating_are_no_change() -> None:
     precision, model = prepared(recipe("fp16_scaler"))
     optimizer = adamw(model)
     forward_backward(precision, model, 0, micro_batches=4)
-    assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item() > 0
+    assert (
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        > 0
+    )
     assert precision.step(optimizer).was_applied
 
 
@@ -88,7 +93,9 @@ def test_an_optimizer_that_steps_by_itself_is_refused(name: str, by_scaler: bool
     forward_backward(precision, model, 0)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(MisuseError, match=r"AdamW.step\(\) was called directly[\s\S]*precision.step\(optimizer\)"):
+    with pytest.raises(
+        MisuseError, match=r"AdamW.step\(\) was called directly[\s\S]*precision.step\(optimizer\)"
+    ):
         scaler.step(optimizer) if by_scaler else optimizer.step()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -112,8 +119,14 @@ def no_context_at_all(_: Precision, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        (autograd_alone, r"directly, after a loss.backward\(\) of its own[\s\S]*precision.backward\(loss\)"),
-        (no_context_at_all, r"no forward was in context\(\)[\s\S]*plain precision, against the plan"),
+        (
+            autograd_alone,
+            r"directly, after a loss.backward\(\) of its own[\s\S]*precision.backward\(loss\)",
+        ),
+        (
+            no_context_at_all,
+            r"no forward was in context\(\)[\s\S]*plain precision, against the plan",
+        ),
     ],
     ids=["autograd alone", "no context"],
 )

@@ -70,10 +70,17 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "coarse", COARSE)
 
 
-def policy(tmp_path: Path, rung: str = "{backend: coarse, precision: fp8, tiers: [CPU]}", **fp8: Any) -> str:
+def policy(
+    tmp_path: Path, rung: str = "{backend: coarse, precision: fp8, tiers: [CPU]}", **fp8: Any
+) -> str:
     """The path of a recipe with that first rung, and bf16 under it."""
     ladder = [yaml.safe_load(rung), {"backend": "autocast", "precision": "bf16", "tiers": ["CPU"]}]
-    text = {"name": "mine", "ladder": ladder, "fp8": {"scaling": "current", **fp8}, "layers": {"min_features": 16}}
+    text = {
+        "name": "mine",
+        "ladder": ladder,
+        "fp8": {"scaling": "current", **fp8},
+        "layers": {"min_features": 16},
+    }
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(text))
     return str(path)
@@ -132,7 +139,9 @@ def test_a_name_that_is_not_registered_is_refused_with_those_that_are(tmp_path: 
 def test_what_is_no_name_is_refused_at_its_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(policy(tmp_path, f"{{backend: {name}, precision: fp8, tiers: [CPU]}}"))
-    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == ["ladder[0].backend"]
+    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == [
+        "ladder[0].backend"
+    ]
 
 
 @pytest.mark.usefixtures("registered")
@@ -140,7 +149,11 @@ def test_what_is_no_name_is_refused_at_its_place(tmp_path: Path, name: str) -> N
     ("rung", "scaling", "expected"),
     [
         ("{backend: coarze, precision: fp8, tiers: [CPU]}", "current", 'did you mean "coarse"?'),
-        ("{backend: coarse, precision: bf16, tiers: [CPU]}", "current", "backend coarse computes fp8, not bf16"),
+        (
+            "{backend: coarse, precision: bf16, tiers: [CPU]}",
+            "current",
+            "backend coarse computes fp8, not bf16",
+        ),
         (
             "{backend: coarse, precision: fp8, tiers: [CPU]}",
             "delayed",
@@ -158,7 +171,9 @@ def test_what_is_no_name_is_refused_at_its_place(tmp_path: Path, name: str) -> N
         ),
     ],
 )
-def test_a_recipe_is_held_to_what_its_backends_declare(tmp_path: Path, rung: str, scaling: str, expected: str) -> None:
+def test_a_recipe_is_held_to_what_its_backends_declare(
+    tmp_path: Path, rung: str, scaling: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(policy(tmp_path, rung, scaling=scaling))
     assert expected in str(caught.value)
@@ -201,7 +216,9 @@ def test_what_it_can_fuse_is_asked(
 def test_a_library_that_cannot_run_on_paper_is_taken_to_be_installed_there(
     monkeypatch: pytest.MonkeyPatch, others: bool
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "coarse", replace(COARSE, library="coarse_kernels", stand_in="native"))
+    monkeypatch.setitem(
+        BACKENDS, "coarse", replace(COARSE, library="coarse_kernels", stand_in="native")
+    )
     monkeypatch.setitem(BACKENDS, "fine", replace(COARSE, library="fine_kernels"))
     libraries = facts_of(find_card("H100"), others).libraries
     assert libraries["coarse_kernels"].ok is others
@@ -223,7 +240,9 @@ def test_a_run_says_itself_whether_its_amaxes_prove_fp8(
     recipe = load_recipe(policy(tmp_path))
     plan = make_plan(recipe, MachineFacts(), recipe.ladder[0], (), model()).as_dict()
     monkeypatch.delitem(BACKENDS, "coarse")
-    assert expected_slots(tmp_path, plan) == ({"0.input", "0.weight", "0.grad_output"} if keeps else set())
+    assert expected_slots(tmp_path, plan) == (
+        {"0.input", "0.weight", "0.grad_output"} if keeps else set()
+    )
 
 
 def test_every_declaration_holds_together() -> None:
@@ -232,6 +251,8 @@ def test_every_declaration_holds_together() -> None:
         assert {*backend.fuses, *backend.multiples} <= set(backend.scalings), name
         if backend.stand_in:
             other = BACKENDS[backend.stand_in]
-            assert other.computes.keys() >= backend.computes.keys(), "it stands in for every precision"
+            assert other.computes.keys() >= backend.computes.keys(), (
+                "it stands in for every precision"
+            )
             assert "delayed" in other.scalings, "what the recipe's scaling is estimated as"
             assert not other.stand_in

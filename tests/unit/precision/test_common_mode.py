@@ -60,13 +60,17 @@ def test_the_figure_is_what_numpy_makes_of_its_definition(fmt: str, offset: floa
     stats = SampledStats([fmt], CPU)
     stats.begin(sample=True)
     stats.add(0, x, torch.tensor(fitting(x, fmt)))
-    assert stats.rows(lambda sums: sums)[4, 0].item() == pytest.approx(oracle(x, fitting(x, fmt), fmt), abs=1e-3)
+    assert stats.rows(lambda sums: sums)[4, 0].item() == pytest.approx(
+        oracle(x, fitting(x, fmt), fmt), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 48), (40, 3000), (1000, 7), (5000, 300), (8, 1)])
 @pytest.mark.parametrize("slot", [0, 2])
-def test_the_fused_kernel_of_a_cpu_tells_the_same(slot: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_fused_kernel_of_a_cpu_tells_the_same(
+    slot: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     formats = ["e4m3", "e4m3", "e5m2"]
     buffers = SlotBuffers([f"layer.{role}" for role in ROLES], formats, Fp8Config(), CPU)
     assert buffers.kernel is not None, buffers.kernel_note
@@ -91,7 +95,9 @@ def test_the_fused_kernel_of_a_cpu_tells_the_same(slot: int, shape: tuple[int, i
 
 @pytest.mark.parametrize(("fmt", "offset"), [("e4m3", 64.0), ("e4m3", 32.0), ("e5m2", 16.0)])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_an_offset_does_not_hide_that_the_signal_is_lost(fmt: str, offset: float, by_row: bool) -> None:
+def test_an_offset_does_not_hide_that_the_signal_is_lost(
+    fmt: str, offset: float, by_row: bool
+) -> None:
     x = gaussian() + offset
     found = measured(x, fmt, by_row)
     assert found["underflow"] == 0
@@ -100,7 +106,9 @@ def test_an_offset_does_not_hide_that_the_signal_is_lost(fmt: str, offset: float
     assert measured(gaussian(), fmt, by_row)["centred_db"] > 24, "without it nothing is to be seen"
 
 
-def test_offsets_that_differ_from_channel_to_channel_are_seen_and_those_of_few_channels_are_not() -> None:
+def test_offsets_that_differ_from_channel_to_channel_are_seen_and_those_of_few_channels_are_not() -> (
+    None
+):
     every = gaussian() + 100 * gaussian(1, 64, seed=3)
     assert measured(every)["centred_db"] < POLICY.centred_db
     few = gaussian()
@@ -115,12 +123,19 @@ def test_a_direction_whose_size_varies_from_row_to_row_counts_as_signal() -> Non
 
 
 def test_outliers_and_sizes_that_fp8_holds_are_no_common_part() -> None:
-    for healthy in (gaussian().relu(), nn.functional.gelu(gaussian()), gaussian().sigmoid(), gaussian() + 3):
+    for healthy in (
+        gaussian().relu(),
+        nn.functional.gelu(gaussian()),
+        gaussian().sigmoid(),
+        gaussian() + 3,
+    ):
         assert measured(healthy)["centred_db"] > 19
     pixels = (torch.rand(256, 64, generator=torch.Generator().manual_seed(0)) * 255).round()
     assert measured(pixels)["centred_db"] > 22
     hot = gaussian()
-    hot[:, 5] = 1000.0  # a channel that is the same in every row: its error teaches and takes nothing
+    hot[:, 5] = (
+        1000.0  # a channel that is the same in every row: its error teaches and takes nothing
+    )
     assert measured(hot)["centred_db"] > 20
 
 

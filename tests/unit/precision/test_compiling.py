@@ -57,10 +57,14 @@ def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "precision"), [("native", "fp8"), ("torchao", "fp8"), ("autocast", "bf16"), ("autocast", "fp16")]
+    ("backend", "precision"),
+    [("native", "fp8"), ("torchao", "fp8"), ("autocast", "bf16"), ("autocast", "fp16")],
 )
 def test_every_rung_but_transformer_engine_compiles(backend: str, precision: str) -> None:
-    assert check_compile(rung(backend, precision), build(vocab=16, dim=16, layers=1, heads=1), CPU) == []
+    assert (
+        check_compile(rung(backend, precision), build(vocab=16, dim=16, layers=1, heads=1), CPU)
+        == []
+    )
 
 
 def test_every_reason_is_told_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, mlp, prepared, recipe, scaled, standard_step, train_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    mlp,
+    prepared,
+    recipe,
+    scaled,
+    standard_step,
+    train_step,
+)
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -31,7 +41,9 @@ def of_a_copy(model: nn.Module) -> nn.Module:
 
 
 def of_a_part(model: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), copy.deepcopy(model.get_submodule("0")), nn.Linear(32, 16))
+    return nn.Sequential(
+        nn.Linear(16, 16), copy.deepcopy(model.get_submodule("0")), nn.Linear(32, 16)
+    )
 
 
 def of_an_average(model: nn.Module) -> nn.Module:
@@ -66,7 +78,9 @@ def test_a_shallow_copy_has_the_models_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_precision_is_not_copied_and_neither_is_what_it_wrapped(again: Callable[[Any], Any]) -> None:
+def test_a_precision_is_not_copied_and_neither_is_what_it_wrapped(
+    again: Callable[[Any], Any],
+) -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
     wrapped = precision.wrap(optimizer)
@@ -121,7 +135,9 @@ def test_code_of_the_users_own_computes_as_outside(name: str, wrap: bool) -> Non
     teacher, x = mlp(7), batch(3)[0]
 
     def metric(out: Tensor) -> Tensor:
-        return (out @ out.T).softmax(-1).diagonal().sum() + nn.functional.cross_entropy(out, teacher(x).argmax(-1))
+        return (out @ out.T).softmax(-1).diagonal().sum() + nn.functional.cross_entropy(
+            out, teacher(x).argmax(-1)
+        )
 
     with torch.no_grad():
         labels = teacher(x)

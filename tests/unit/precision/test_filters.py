@@ -16,14 +16,23 @@ from harness.precision.recipe import Recipe, load_recipe
 
 
 def plan_for(model: nn.Module, recipe: str = "fp8_hybrid", **layers: object) -> Plan:
-    policy = Recipe.model_validate({**load_recipe(recipe).model_dump(), "layers": {"min_features": 16, **layers}})
+    policy = Recipe.model_validate(
+        {**load_recipe(recipe).model_dump(), "layers": {"min_features": 16, **layers}}
+    )
     rung, verdicts = resolve(policy, MachineFacts())
     assert rung is not None
     return make_plan(policy, MachineFacts(), rung, verdicts, model)
 
 
 def convnet() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def tied() -> nn.Module:
@@ -31,12 +40,16 @@ def tied() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64), num_layers=2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 2, 64), num_layers=2, enable_nested_tensor=False
+    )
 
 
 def one_linear_twice() -> nn.Module:
     shared = nn.Linear(32, 32)
-    return nn.ModuleDict({"encoder": nn.Sequential(shared, nn.ReLU()), "decoder": nn.ModuleDict({"proj": shared})})
+    return nn.ModuleDict(
+        {"encoder": nn.Sequential(shared, nn.ReLU()), "decoder": nn.ModuleDict({"proj": shared})}
+    )
 
 
 def experts() -> nn.Module:
@@ -44,7 +57,9 @@ def experts() -> nn.Module:
         mixture = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
         return nn.ModuleDict({"router": nn.Linear(32, 8), "experts": mixture})
 
-    return nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList(block() for _ in range(3))})
+    return nn.ModuleDict(
+        {"embed": nn.Embedding(64, 32), "layers": nn.ModuleList(block() for _ in range(3))}
+    )
 
 
 def lazy() -> nn.Module:
@@ -64,9 +79,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str]]] = {
         },
     ),
     "one_linear_twice": (one_linear_twice, 1, {}),
-    "experts": (experts, 24, {f"layers.{n}.router": "sizes 8x32 are not multiples of 16" for n in range(3)}),
+    "experts": (
+        experts,
+        24,
+        {f"layers.{n}.router": "sizes 8x32 are not multiples of 16" for n in range(3)},
+    ),
     "lazy": (lazy, 1, {"0": "has no size before its first forward"}),
-    "nested": (lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16))), 2, {}),
+    "nested": (
+        lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16))),
+        2,
+        {},
+    ),
 }
 
 
@@ -80,7 +103,9 @@ def test_every_linear_is_converted_or_named(name: str) -> None:
     assert len(plan.fp8_layers()) == converted
     assert {name: rows[name].reason for name in linears if rows[name].precision != "fp8"} == reasons
     assert all(row.reason for row in plan.layers)
-    embeddings = [rows[name] for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    embeddings = [
+        rows[name] for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    ]
     assert all(row.precision == "fp32" and "not a Linear" in row.reason for row in embeddings)
 
 
@@ -94,13 +119,21 @@ def test_a_linear_with_two_names_has_one_row_and_goes_by_either() -> None:
 def test_blocks_at_the_ends_stay_out() -> None:
     plan = plan_for(build(dim=64, layers=4, heads=2), skip_first_blocks=1, skip_last_blocks=2)
     reasons = {row.module: row.reason for row in plan.layers if row.shape}
-    assert {name.rpartition(".")[0] for name in plan.fp8_layers()} == {"blocks.1.attn", "blocks.1.mlp"}
+    assert {name.rpartition(".")[0] for name in plan.fp8_layers()} == {
+        "blocks.1.attn",
+        "blocks.1.mlp",
+    }
     assert reasons["blocks.0.mlp.down"] == "in the first 1 of 4 blocks (skip_first_blocks)"
     assert (
-        reasons["blocks.2.attn.qkv"] == reasons["blocks.3.attn.qkv"] == ("in the last 2 of 4 blocks (skip_last_blocks)")
+        reasons["blocks.2.attn.qkv"]
+        == reasons["blocks.3.attn.qkv"]
+        == ("in the last 2 of 4 blocks (skip_last_blocks)")
     )
     assert "excluded by name" in reasons["lm_head"], "it is in no block"
-    eleven = plan_for(nn.ModuleDict({"h": nn.ModuleList(nn.Linear(16, 16) for _ in range(11))}), skip_first_blocks=2)
+    eleven = plan_for(
+        nn.ModuleDict({"h": nn.ModuleList(nn.Linear(16, 16) for _ in range(11))}),
+        skip_first_blocks=2,
+    )
     assert eleven.fp8_layers() == tuple(f"h.{n}" for n in range(2, 11)), "h.1 is not h.10"
 
 
@@ -110,20 +143,31 @@ def test_blocks_that_are_not_there_are_errors_with_a_way_out() -> None:
     assert len(caught.value.problems) == 2
     assert "Sequential has no repeated blocks" in str(caught.value)
     assert "layers.exclude" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"skips 3 blocks of a model that has 3 \(blocks\.0 to blocks\.2\)") as all_of:
+    with pytest.raises(
+        ConfigError, match=r"skips 3 blocks of a model that has 3 \(blocks\.0 to blocks\.2\)"
+    ) as all_of:
         plan_for(build(dim=64, layers=3, heads=2), skip_first_blocks=1, skip_last_blocks=2)
     assert "skip 2 at most" in str(all_of.value)
-    assert plan_for(convnet(), "bf16", skip_last_blocks=1).fp8_layers() == (), "only FP8 rungs have blocks to skip"
+    assert plan_for(convnet(), "bf16", skip_last_blocks=1).fp8_layers() == (), (
+        "only FP8 rungs have blocks to skip"
+    )
 
 
 def test_which_blocks_are_meant() -> None:
-    assert repeated_blocks(experts()) == ["layers.0", "layers.1", "layers.2"], "layers, not their experts"
+    assert repeated_blocks(experts()) == ["layers.0", "layers.1", "layers.2"], (
+        "layers, not their experts"
+    )
     assert repeated_blocks(transformer()) == ["layers.0", "layers.1"]
     assert repeated_blocks(build(dim=64, layers=1, heads=2)) == []
-    tower = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    tower = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    )
     assert repeated_blocks(tower) == ["1.0", "1.1"]
     uneven = nn.ModuleDict(
-        {"few": nn.ModuleList(nn.Linear(64, 64) for _ in range(2)), "many": nn.ModuleList([nn.Linear(4, 4)] * 1)}
+        {
+            "few": nn.ModuleList(nn.Linear(64, 64) for _ in range(2)),
+            "many": nn.ModuleList([nn.Linear(4, 4)] * 1),
+        }
     )
     assert repeated_blocks(uneven) == ["few.0", "few.1"]
     lists = nn.ModuleList(nn.ModuleList(nn.Linear(n, n) for _ in range(2)) for n in (4, 8))

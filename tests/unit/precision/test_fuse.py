@@ -18,9 +18,13 @@ from harness.precision.recipe import Recipe, Rung
 TE = Rung(backend="transformer_engine", precision="fp8", tiers=["CPU"])
 
 
-def plan_for(model: nn.Module, rung: Rung = TE, fuse: bool = True, **sections: dict[str, Any]) -> Plan:
+def plan_for(
+    model: nn.Module, rung: Rung = TE, fuse: bool = True, **sections: dict[str, Any]
+) -> Plan:
     layers = {"min_features": 16, "fuse": fuse, **sections.pop("layers", {})}
-    recipe = Recipe.model_validate({"name": "r", "ladder": [rung.model_dump()], "layers": layers, **sections})
+    recipe = Recipe.model_validate(
+        {"name": "r", "ladder": [rung.model_dump()], "layers": layers, **sections}
+    )
     return make_plan(recipe, probe(), rung, [], model)
 
 
@@ -40,7 +44,9 @@ def test_the_shipped_model_declares_its_norms_and_the_plan_tells() -> None:
         "blocks.1.attn.qkv": "blocks.1.attn_norm",
         "blocks.1.mlp.gate_up": "blocks.1.mlp_norm",
     }
-    assert plan.fused_mlps() == {f"blocks.{index}.mlp.down": f"blocks.{index}.mlp.gate_up" for index in range(2)}
+    assert plan.fused_mlps() == {
+        f"blocks.{index}.mlp.down": f"blocks.{index}.mlp.gate_up" for index in range(2)
+    }
     assert plan.notes[-1] == (
         "layers.fuse: 4 of 5 declared pairs are fused, see their rows; 2 of 2 declared SwiGLU MLPs are one block"
     )
@@ -57,7 +63,10 @@ def test_the_shipped_model_declares_its_norms_and_the_plan_tells() -> None:
 
 
 def test_off_by_default_nothing_is_fused_and_nothing_is_said() -> None:
-    for plan in (plan_for(tiny(), fuse=False), plan_for(nn.Sequential(nn.Linear(16, 16)), fuse=False)):
+    for plan in (
+        plan_for(tiny(), fuse=False),
+        plan_for(nn.Sequential(nn.Linear(16, 16)), fuse=False),
+    ):
         assert plan.fused_norms() == {}
         assert "fuse" not in str(plan.as_dict())
 
@@ -65,14 +74,28 @@ def test_off_by_default_nothing_is_fused_and_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("rung", "fp8", "why"),
     [
-        (Rung(backend="native", precision="fp8", tiers=["CPU"]), {}, "native:fp8 has no fused blocks"),
-        (Rung(backend="torchao", precision="fp8", tiers=["CPU"]), {}, "torchao:fp8 has no fused blocks"),
-        (Rung(backend="autocast", precision="bf16", tiers=["CPU"]), {}, "autocast:bf16 has no fused blocks"),
+        (
+            Rung(backend="native", precision="fp8", tiers=["CPU"]),
+            {},
+            "native:fp8 has no fused blocks",
+        ),
+        (
+            Rung(backend="torchao", precision="fp8", tiers=["CPU"]),
+            {},
+            "torchao:fp8 has no fused blocks",
+        ),
+        (
+            Rung(backend="autocast", precision="bf16", tiers=["CPU"]),
+            {},
+            "autocast:bf16 has no fused blocks",
+        ),
         (TE, {"scaling": "current"}, "fp8.scaling current measures the norm's output"),
         (TE, {"scaling": "block"}, "fp8.scaling block measures the norm's output"),
     ],
 )
-def test_what_fuses_nothing_is_named_with_the_reason(rung: Rung, fp8: dict[str, Any], why: str) -> None:
+def test_what_fuses_nothing_is_named_with_the_reason(
+    rung: Rung, fp8: dict[str, Any], why: str
+) -> None:
     model = build(vocab=128, dim=128, layers=1, heads=2, ffn=128)
     plan = plan_for(model, rung, fp8=fp8)
     assert plan.fused_norms() == {}
@@ -82,7 +105,10 @@ def test_what_fuses_nothing_is_named_with_the_reason(rung: Rung, fp8: dict[str, 
 
 def test_a_model_that_declares_nothing_is_told() -> None:
     plan = plan_for(nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16)))
-    assert plan.notes[-1] == f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
+    assert (
+        plan.notes[-1]
+        == f"layers.fuse: nothing is fused, no module of the model declares {DECLARATION}"
+    )
 
 
 class Odd(nn.Module):
@@ -131,7 +157,9 @@ def test_a_pair_that_does_not_fit_is_named_with_the_reason() -> None:
         "k": "not fused with shared: it feeds 2 Linears",
         "kept": "not fused with precise: it is kept in fp32",
     }
-    assert {name: reason(plan, f"0.{name}").removeprefix("converted, ") for name in expected} == expected
+    assert {
+        name: reason(plan, f"0.{name}").removeprefix("converted, ") for name in expected
+    } == expected
 
 
 class OddMlp(nn.Module):
@@ -140,7 +168,9 @@ class OddMlp(nn.Module):
     fusible_norms: ClassVar = {"first": "norm"}
     fusible_swiglu: ClassVar = {"first": "second"}
 
-    def __init__(self, inner: int = 32, outer: int = 16, biases: tuple[bool, bool] = (True, True)) -> None:
+    def __init__(
+        self, inner: int = 32, outer: int = 16, biases: tuple[bool, bool] = (True, True)
+    ) -> None:
         super().__init__()
         self.norm, self.inner_norm = nn.RMSNorm(16, eps=1e-5), nn.RMSNorm(inner, eps=1e-5)
         self.first = nn.Linear(16, 64, bias=biases[0])
@@ -164,15 +194,28 @@ NORM = {"first": "norm"}
         (OddMlp(biases=(True, False)), {}, "one of them has a bias, and the other has none"),
         (OddMlp(), {"exclude": ["first"]}, "that does not run in FP8"),
         (declared({"third": "norm"}, {"first": "second"}), {}, "no norm is fused with that"),
-        (declared({**NORM, "second": "inner_norm"}, {"first": "second"}), {}, "inner_norm is fused with this one"),
-        (declared(NORM, {"first": "second", "third": "second"}), {}, "a Linear is declared in several"),
+        (
+            declared({**NORM, "second": "inner_norm"}, {"first": "second"}),
+            {},
+            "inner_norm is fused with this one",
+        ),
+        (
+            declared(NORM, {"first": "second", "third": "second"}),
+            {},
+            "a Linear is declared in several",
+        ),
         (OddMlp(), {"keep_fp32": ["norm"]}, "no norm is fused with that"),
     ],
 )
-def test_an_mlp_that_does_not_fit_is_named_with_the_reason(model: nn.Module, layers: dict[str, Any], why: str) -> None:
+def test_an_mlp_that_does_not_fit_is_named_with_the_reason(
+    model: nn.Module, layers: dict[str, Any], why: str
+) -> None:
     plan = plan_for(model, layers=layers)
     assert plan.fused_mlps() == {}
-    assert f", not one MLP with first: {why}" in reason(plan, "second") or why == "a Linear is declared in several"
+    assert (
+        f", not one MLP with first: {why}" in reason(plan, "second")
+        or why == "a Linear is declared in several"
+    )
     assert f": {why}" in reason(plan, "second")
     assert "0 of" in plan.notes[-1]
 

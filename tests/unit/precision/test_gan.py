@@ -37,7 +37,9 @@ class Gan:
         self.precisions: list[Precision] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         for model in (self.generator, self.critic):
-            optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), 1e-3, (0.5, 0.9), fused=True)
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(
+                model.parameters(), 1e-3, (0.5, 0.9), fused=True
+            )
             if name is not None:
                 precision = Precision(recipe(name))
                 precision.prepare(model)
@@ -49,7 +51,10 @@ class Gan:
     def step(self, number: int, spoilt: float = 1.0) -> tuple[float, float]:
         """Losses of critic and generator. spoilt: what the critic's is multiplied by."""
         numbers = torch.Generator().manual_seed(number)
-        real, noise = torch.randn(32, 32, generator=numbers) + 2, torch.randn(32, 16, generator=numbers)
+        real, noise = (
+            torch.randn(32, 32, generator=numbers) + 2,
+            torch.randn(32, 16, generator=numbers),
+        )
         optimizer_g, optimizer_c = self.optimizers
         fake: Tensor = self.generator(noise)
         optimizer_c.zero_grad()
@@ -67,7 +72,9 @@ class Gan:
         return first.item(), second.item()
 
 
-@pytest.mark.parametrize(("name", "off"), [("fp32", 0.0), ("bf16", 0.02), ("fp16_scaler", 0.005), ("fp8_hybrid", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "off"), [("fp32", 0.0), ("bf16", 0.02), ("fp16_scaler", 0.005), ("fp8_hybrid", 0.05)]
+)
 def test_it_trains_as_without(name: str, off: float) -> None:
     plain, ours = Gan(None), Gan(name)
     expected = [plain.step(number) for number in range(STEPS)]
@@ -105,13 +112,17 @@ def test_a_step_of_the_other_is_in_the_frozen_ones_open_window_alone() -> None:
     after = critic.state_dict()["tensors"]
     assert torch.equal(before["fp8.scale"], after["fp8.scale"])
     assert torch.equal(before["fp8.history"][1:], after["fp8.history"][1:])
-    assert not torch.equal(before["fp8.history"][0], after["fp8.history"][0]), "what it cast counts in its next step"
+    assert not torch.equal(before["fp8.history"][0], after["fp8.history"][0]), (
+        "what it cast counts in its next step"
+    )
     assert all(map(torch.equal, gan.critic.parameters(), weights))
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16_scaler", "fp8_hybrid"])
 def test_a_critic_that_is_not_frozen_is_refused_with_the_way(name: str) -> None:
-    with pytest.raises(MisuseError, match=r"reaches 2 prepared models[\s\S]*requires_grad_\(False\).*discriminator"):
+    with pytest.raises(
+        MisuseError, match=r"reaches 2 prepared models[\s\S]*requires_grad_\(False\).*discriminator"
+    ):
         Gan(name, frozen=False).step(0)
 
 
@@ -120,10 +131,15 @@ def test_one_precision_for_networks_in_turn_is_refused_with_the_way() -> None:
     both = nn.ModuleDict({"generator": nn.Linear(16, 32), "critic": nn.Linear(32, 16)})
     precision = Precision(recipe("fp8_hybrid"))
     precision.prepare(both)
-    critic, generator = (precision.wrap(torch.optim.Adam(both[name].parameters())) for name in ("critic", "generator"))
+    critic, generator = (
+        precision.wrap(torch.optim.Adam(both[name].parameters()))
+        for name in ("critic", "generator")
+    )
     critic.zero_grad()
     both["critic"](torch.randn(32, 32)).mean().backward()
     critic.step()
     generator.zero_grad()
-    with pytest.raises(MisuseError, match=r"which was of a part of the model[\s\S]*one Precision each"):
+    with pytest.raises(
+        MisuseError, match=r"which was of a part of the model[\s\S]*one Precision each"
+    ):
         both["critic"](both["generator"](torch.randn(32, 16))).mean().backward()

@@ -24,7 +24,12 @@ class Run:
     """
 
     def __init__(
-        self, steps: int = STEPS, shift: float = 0.0, strong: range = range(0), growth: float = 0.0, **settings: Any
+        self,
+        steps: int = STEPS,
+        shift: float = 0.0,
+        strong: range = range(0),
+        growth: float = 0.0,
+        **settings: Any,
     ) -> None:
         precision = Precision(recipe("bf16"))
         model = precision.prepare(mlp())
@@ -63,7 +68,11 @@ def test_a_shift_of_the_loss_changes_no_decision(shift: float) -> None:
     plain, moved = Run(strong=STRONG), Run(strong=STRONG, shift=shift)
     assert [window for window, applied in plain.applied if not applied] == [*range(60, 66)]
     assert plain.reason == ""
-    assert (moved.applied, moved.actions, moved.reason) == (plain.applied, plain.actions, plain.reason)
+    assert (moved.applied, moved.actions, moved.reason) == (
+        plain.applied,
+        plain.actions,
+        plain.reason,
+    )
 
 
 @pytest.mark.parametrize("growth", [0.01, 0.02])

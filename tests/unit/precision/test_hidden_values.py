@@ -57,7 +57,9 @@ def test_each_value_weighs_alike(fmt: str) -> None:
     told = quantize(x.numpy(), scale, fmt).astype(np.float64) / scale
     live = np.isfinite(exact) & (exact != 0)
     lost = np.minimum(1, ((told[live] - exact[live]) / exact[live]) ** 2)
-    assert stats.rows(lambda values: values)[3, 0].item() == pytest.approx(-10 * np.log10(lost.mean()), rel=1e-5)
+    assert stats.rows(lambda values: values)[3, 0].item() == pytest.approx(
+        -10 * np.log10(lost.mean()), rel=1e-5
+    )
 
 
 def gradient(x: Tensor) -> tuple[float, float]:
@@ -96,8 +98,12 @@ def test_a_sample_that_drowns_the_others_is_seen_in_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 48), (40, 3000), (9, 9000), (8, 1)])  # under and over what is summed at once
-def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(64, 48), (40, 3000), (9, 9000), (8, 1)]
+)  # under and over what is summed at once
+def test_the_fused_kernel_of_a_cpu_tells_the_same_of_a_gradient(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     names = [f"layer.{role}" for role in ROLES]
     buffers = SlotBuffers(names, ["e4m3", "e4m3", "e5m2"], Fp8Config(), torch.device("cpu"))
     assert buffers.kernel is not None, buffers.kernel_note

@@ -30,7 +30,9 @@ LOW = {
 
 def precision_for(recipe: str, *keep: str) -> Precision:
     base = load_recipe(recipe).model_dump()
-    return Precision(Recipe.model_validate({**base, "layers": {"min_features": 16, "keep_fp32": list(keep)}}))
+    return Precision(
+        Recipe.model_validate({**base, "layers": {"min_features": 16, "keep_fp32": list(keep)}})
+    )
 
 
 class Scores(nn.Module):
@@ -58,7 +60,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         if self.reentrant is None:
             return self.out(self.scores(q, k, v))
-        return self.out(cast("Tensor", checkpoint(self.scores, q, k, v, use_reentrant=self.reentrant)))
+        return self.out(
+            cast("Tensor", checkpoint(self.scores, q, k, v, use_reentrant=self.reentrant))
+        )
 
 
 def loud(reentrant: bool | None = None) -> nn.Sequential:
@@ -77,7 +81,9 @@ def x() -> Tensor:
     return torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(1))
 
 
-def step(precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+def step(
+    precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, bool]:
     with precision.context():
         loss = model(x()).float().square().mean()
     precision.backward(loss)
@@ -149,7 +155,9 @@ def test_linears_named_or_inside_are_not_converted() -> None:
         first = model[0](x().bfloat16())
         assert model[1](x()).dtype == torch.float32, "its last layer, out, is kept"
     assert first.dtype == torch.float32
-    assert torch.equal(first, model[0](x().bfloat16().float())), "as outside of every precision context"
+    assert torch.equal(first, model[0](x().bfloat16().float())), (
+        "as outside of every precision context"
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,9 @@ class Pair(NamedTuple):
 class Report(nn.Module):
     """Returns the dtypes of all that it was given."""
 
-    def forward(self, pair: Pair, *rest: Any, mask: Tensor, more: dict[str, list[Tensor]]) -> list[torch.dtype]:
+    def forward(
+        self, pair: Pair, *rest: Any, mask: Tensor, more: dict[str, list[Tensor]]
+    ) -> list[torch.dtype]:
         given = [pair.left, pair.right[0], *rest, mask, *more["a"]]
         return [value.dtype for value in given]
 
@@ -192,9 +202,15 @@ def test_inputs_of_every_form_are_widened_and_nothing_else_is() -> None:
     precision = precision_for("bf16", "report")
     model = precision.prepare(nn.ModuleDict({"report": Report(), "linear": nn.Linear(16, 16)}))
     half, brain = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
-    whole, wide, flag = torch.ones(2, dtype=torch.int64), torch.ones(2).double(), torch.ones(2).bool()
+    whole, wide, flag = (
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2).double(),
+        torch.ones(2).bool(),
+    )
     with precision.context():
-        dtypes = model["report"](Pair(half, (brain,)), whole, wide, mask=flag, more={"a": [half, brain]})
+        dtypes = model["report"](
+            Pair(half, (brain,)), whole, wide, mask=flag, more={"a": [half, brain]}
+        )
     fp32 = torch.float32
     assert dtypes == [fp32, fp32, torch.int64, torch.float64, torch.bool, fp32, fp32]
     assert half.dtype == torch.float16
@@ -209,7 +225,9 @@ def test_activation_checkpointing_recomputes_the_same() -> None:
             loss = model(x()).float().square().mean()
         precision.backward(loss)
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
-        assert model.get_submodule("0.scores").seen == [torch.float32] * (1 if reentrant is None else 2)
+        assert model.get_submodule("0.scores").seen == [torch.float32] * (
+            1 if reentrant is None else 2
+        )
     assert len(grads[0]) == 6
     for kept, *recomputed in zip(*grads, strict=True):
         assert all(torch.equal(kept, grad) for grad in recomputed)
@@ -227,7 +245,9 @@ def test_ddp_and_state_dict_see_the_same_model(tmp_path: Any) -> None:
     try:
         wrapped = DistributedDataParallel(model)
         with precision.context():
-            loss, alone = (called(tokens[:, :-1], targets=tokens[:, 1:]) for called in (wrapped, model))
+            loss, alone = (
+                called(tokens[:, :-1], targets=tokens[:, 1:]) for called in (wrapped, model)
+            )
         precision.backward(loss)
         del wrapped  # before its group, whose threads may wait for Python's lock: else this process hangs now and then
     finally:

@@ -64,13 +64,17 @@ def test_presets_and_keys_that_win_over_them(preset: str) -> None:
     assert figures(LossScaleConfig.model_validate({"preset": preset})) == PRESETS[preset]
     mixed = LossScaleConfig.model_validate({"preset": preset, "init": 1024.0, "growth_interval": 7})
     assert figures(mixed) == (1024.0, 2.0, PRESETS[preset][2], 7)
-    assert LossScaleConfig.model_validate(mixed.model_dump()) == mixed, "what a dump says is what was resolved"
+    assert LossScaleConfig.model_validate(mixed.model_dump()) == mixed, (
+        "what a dump says is what was resolved"
+    )
 
 
 def test_a_preset_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match='did you mean "underflow"'):
         validate(LossScaleConfig, {"preset": "underfow"}, "mine.yaml")
-    with pytest.raises(ConfigError, match=r"floor <= init <= cap does not hold: 1\.0, 131072\.0, 65536\.0"):
+    with pytest.raises(
+        ConfigError, match=r"floor <= init <= cap does not hold: 1\.0, 131072\.0, 65536\.0"
+    ):
         validate(LossScaleConfig, {"preset": "underflow", "cap": 65536.0}, "mine.yaml")
 
 
@@ -96,7 +100,9 @@ def test_the_presets_own_interval_against_grad_scaler(preset: str) -> None:
     ours = our_values(config, skips)
     assert ours == grad_scaler_values(config, skips)
     backoff = config.backoff_factor
-    assert ours[interval - 1] == config.init * backoff, "a bad step right before growth starts the count anew"
+    assert ours[interval - 1] == config.init * backoff, (
+        "a bad step right before growth starts the count anew"
+    )
     assert ours[2 * interval - 1] == 2 * config.init * backoff
     assert ours[-1] == 2 * config.init * backoff**3
 
@@ -128,7 +134,10 @@ def test_the_plan_of_an_fp16_rung_shows_what_the_preset_came_to(preset: str) -> 
     facts = MachineFacts(cuda_available=True, devices=(Device("T4", (7, 5), 2**34),))
     init, _, backoff, interval = PRESETS[preset]
     (note,) = (note for note in notes(recipe, facts) if "loss scale" in note)
-    assert f"loss scale ({preset}): starts at {init:g}, x2 after {interval} good steps, x{backoff:g}" in note
+    assert (
+        f"loss scale ({preset}): starts at {init:g}, x2 after {interval} good steps, x{backoff:g}"
+        in note
+    )
     assert not any("loss scale" in note for note in notes(load_recipe("bf16"), MachineFacts()))
 
 

@@ -186,7 +186,9 @@ def test_without_the_kernel_everything_is_the_same(monkeypatch: pytest.MonkeyPat
         return grad, stats
 
     fused = run()
-    monkeypatch.setattr("harness.precision.backends.slot_buffers.load", lambda: (None, "switched off"))
+    monkeypatch.setattr(
+        "harness.precision.backends.native_kernel.load", lambda: (None, "switched off")
+    )
     eager = run()
     assert torch.equal(fused[0], eager[0])
     torch.testing.assert_close(fused[1], eager[1], rtol=1e-5, atol=1e-6, equal_nan=True)

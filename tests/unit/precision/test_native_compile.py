@@ -40,15 +40,19 @@ pytestmark = [
 ]
 
 
-WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.slow), "own casts"]
+WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.nightly), "own casts"]
 
 
 @pytest.fixture(autouse=True, params=WAYS)
-def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh_compiler(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     monkeypatch.setattr(native_support, "FP8_UNITS", request.param != "carriers")
     if request.param == "own casts":
         kernel = partial(native_triton.quantize_pair)
-        monkeypatch.setattr(native_triton, "load", lambda device: (kernel, "in the place of the kernel"))
+        monkeypatch.setattr(
+            native_triton, "load", lambda device: (kernel, "in the place of the kernel")
+        )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -57,7 +61,9 @@ def _fresh_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.slow
-def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(bias: bool, dtype: torch.dtype) -> None:
+def test_a_linear_has_the_bits_of_eager_under_the_default_compiler(
+    bias: bool, dtype: torch.dtype
+) -> None:
     compiled, eager = (switched_linear(backend_for, each, bias, dtype) for each in (True, False))
     for mine, theirs in zip(compiled, eager, strict=True):
         assert_same_bits(mine, theirs)
@@ -76,7 +82,9 @@ def test_a_bias_gradient_is_of_rounded_values_under_the_default_compiler() -> No
         return windows(backend, model, lambda: [torch.randn(20, 32)], 2)[-1]
 
     # Their sum may be in another order.
-    torch.testing.assert_close(run(True)["inner.bias"], run(False)["inner.bias"], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        run(True)["inner.bias"], run(False)["inner.bias"], rtol=1e-5, atol=1e-8
+    )
 
 
 def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> None:
@@ -141,7 +149,9 @@ def test_shared_tied_and_frozen_layers_over_micro_batches(roll: str) -> None:
         backend = backend_for(model, roll=roll)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        return windows(backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3)[-1]
+        return windows(backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3)[
+            -1
+        ]
 
     assert_same_bits(run(True), run(False))
 
@@ -165,7 +175,9 @@ def test_scales_that_roll_between_a_forward_and_its_backward() -> None:
         assert grad is not None
         return grad
 
-    assert torch.equal(run(True), run(False)), "x as forward had quantised it, under the scale of then"
+    assert torch.equal(run(True), run(False)), (
+        "x as forward had quantised it, under the scale of then"
+    )
 
 
 def test_evaluation_in_the_middle_of_a_window_leaves_no_trace() -> None:

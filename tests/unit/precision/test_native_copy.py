@@ -25,13 +25,17 @@ def converted() -> tuple[nn.Sequential, NativeBackend, Tensor]:
 def test_a_copy_has_its_own_weights_and_computes_with_live_scales() -> None:
     model, backend, x = converted()
     twin = copy.deepcopy(model)
-    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in model.parameters()}
+    assert not {p.data_ptr() for p in twin.parameters()} & {
+        p.data_ptr() for p in model.parameters()
+    }
     assert list(twin.state_dict()) == list(model.state_dict())
     window(backend, model, 3 * x)
     for demoted in ([], ["00"]):
         backend.switch(demoted, [])
         with torch.no_grad(), backend.context():
-            assert torch.equal(twin(x), model(x)), "scales and demotion of now, not of when the copy was made"
+            assert torch.equal(twin(x), model(x)), (
+                "scales and demotion of now, not of when the copy was made"
+            )
     with torch.no_grad():
         plain = twin(x)
     assert plain.dtype == torch.float32, "outside of a context it is a plain Linear"

@@ -24,10 +24,16 @@ ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfl
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(
-    "scale", [1.0, 0.37, 3.3e-5, 448.0 / 7.1, 2.0**20, 2.0**-20, 1e-38, 3e38, scaling.SMALLEST_SCALE]
+    "scale",
+    [1.0, 0.37, 3.3e-5, 448.0 / 7.1, 2.0**20, 2.0**-20, 1e-38, 3e38, scaling.SMALLEST_SCALE],
 )
 def test_a_straight_cast_has_the_bits_of_the_carriers(fmt: str, scale: float) -> None:
-    for x in (ALL_BF16, ALL_BF16.float() * 1.1, ALL_BF16.float() * 0.9371, ALL_BF16.view(torch.float16)):
+    for x in (
+        ALL_BF16,
+        ALL_BF16.float() * 1.1,
+        ALL_BF16.float() * 0.9371,
+        ALL_BF16.view(torch.float16),
+    ):
         carried = scaling.quantize(x, torch.tensor(scale), fmt)
         straight = scaling.cast(x, torch.tensor([scale]), fmt)
         assert straight.dtype == scaling.FORMATS[fmt].dtype
@@ -95,7 +101,9 @@ def test_windows_are_those_of_the_carriers(tokens: int, bias: bool, dtype: torch
         for name, tensor in mine.items():
             if name == "stats":
                 torch.testing.assert_close(tensor[:3], expected[name][:3], rtol=0, atol=0)
-                torch.testing.assert_close(tensor[3:], expected[name][3:], rtol=1e-5, atol=0, equal_nan=True)
+                torch.testing.assert_close(
+                    tensor[3:], expected[name][3:], rtol=1e-5, atol=0, equal_nan=True
+                )
             elif name in ("history", "scale"):
                 assert torch.equal(tensor, expected[name]), (number, name)
             else:
@@ -136,7 +144,9 @@ def test_backward_keeps_fp8_bytes_and_little_else() -> None:
     with backend.context(), saved(kept):
         model(torch.randn(48, 64))
     assert {tensor.dtype for tensor in kept if tensor.numel() > 1} <= FP8
-    assert sum(tensor.numel() for tensor in kept if tensor.dtype in FP8) == 64 * 48, "x; nobody wants a gradient of it"
+    assert sum(tensor.numel() for tensor in kept if tensor.dtype in FP8) == 64 * 48, (
+        "x; nobody wants a gradient of it"
+    )
     kept.clear()
     with backend.context(), saved(kept):
         model(torch.randn(48, 64, requires_grad=True))
@@ -149,7 +159,9 @@ def counted(backend: NativeBackend, casts: list[tuple[str, tuple[int, ...]]]) ->
     assert isinstance(buffers, Fp8SlotBuffers)
     inner = buffers.cast
 
-    def cast(x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool) -> object:
+    def cast(
+        x: Tensor, scale: Tensor, amax: Tensor | None, fmt: str, through_bf16: bool, transpose: bool
+    ) -> object:
         casts.append((fmt, tuple(x.shape)))
         return inner(x, scale, amax, fmt, through_bf16, transpose)
 
@@ -175,11 +187,15 @@ def test_a_weight_is_cast_once_a_window_and_given_up_by_the_last_backward(told: 
                 loss.backward()
             backend.end_micro_batch(same)
             if told or window in (1, 3):
-                assert len(backend.slot_buffers.weights) == (0 if last else 2), "freed by the last backward, not before"
+                assert len(backend.slot_buffers.weights) == (0 if last else 2), (
+                    "freed by the last backward, not before"
+                )
         backend.end_window(backend.amax(), APPLY, same)
         assert not backend.slot_buffers.weights
         made = sum(shape in weights for _, shape in casts)
-        assert made == (6 if window == 0 and not told else 2), "nobody says how many backwards the first window has"
+        assert made == (6 if window == 0 and not told else 2), (
+            "nobody says how many backwards the first window has"
+        )
         assert len(casts) - made == 2 * 2 * micro_batches, "input and grad_output, once each"
 
 
@@ -192,7 +208,11 @@ def test_a_layer_called_twice_and_recomputed_has_the_same_history() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(2):
-                x = checkpoint(self.cell, x, use_reentrant=False) if self.recompute else self.cell(x)  # type: ignore[assignment]
+                x = (
+                    checkpoint(self.cell, x, use_reentrant=False)
+                    if self.recompute
+                    else self.cell(x)
+                )  # type: ignore[assignment]
             return x
 
     found = []
@@ -210,7 +230,9 @@ def test_a_layer_called_twice_and_recomputed_has_the_same_history() -> None:
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("fp8_units", [False, True])
-def test_a_demoted_layer_is_plain_bf16_and_goes_on_being_measured(sample: bool, fp8_units: bool) -> None:
+def test_a_demoted_layer_is_plain_bf16_and_goes_on_being_measured(
+    sample: bool, fp8_units: bool
+) -> None:
     linear = nn.Linear(32, 32, bias=False)
     model = nn.Sequential(linear)
     backend = backend_for(model, fp8_units=fp8_units)
@@ -223,7 +245,9 @@ def test_a_demoted_layer_is_plain_bf16_and_goes_on_being_measured(sample: bool, 
         out.backward(grad)
     assert torch.equal(out, x.bfloat16() @ linear.weight.detach().bfloat16().t())
     amaxes = [x.bfloat16().abs().max(), linear.weight.detach().abs().max(), grad.abs().max()]
-    assert backend.amax().tolist() == [amax.item() for amax in amaxes], "in every window, sampled or not"
+    assert backend.amax().tolist() == [amax.item() for amax in amaxes], (
+        "in every window, sampled or not"
+    )
     stats = backend.end_window(backend.amax(), APPLY, same)
     assert bool(stats[5].isfinite().all()) is sample
     backend.switch([], ["00"])
@@ -291,7 +315,9 @@ def test_scales_that_roll_between_a_forward_and_its_backward() -> None:
 @pytest.mark.parametrize("fp8_units", [False, True])
 @pytest.mark.parametrize("shape", [(32,), (16, 32), (2, 3, 32)])
 @pytest.mark.parametrize("demoted", [False, True])
-def test_an_output_may_be_changed_in_place(shape: tuple[int, ...], fp8_units: bool, demoted: bool) -> None:
+def test_an_output_may_be_changed_in_place(
+    shape: tuple[int, ...], fp8_units: bool, demoted: bool
+) -> None:
     def run(inplace: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(inplace=inplace), nn.Linear(48, 16))
@@ -305,7 +331,12 @@ def test_an_output_may_be_changed_in_place(shape: tuple[int, ...], fp8_units: bo
         with backend.backward_context():
             scaled.float().sum().backward()
         assert x.grad is not None
-        return [scaled.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None), backend.amax()]
+        return [
+            scaled.detach(),
+            x.grad,
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            backend.amax(),
+        ]
 
     for left, right in zip(run(True), run(False), strict=True):
         assert torch.equal(left, right)

@@ -14,7 +14,9 @@ SCALES = {"x": 90.0, "w": 110.0, "g": 9000.0}
 
 
 def pair(x: Tensor, scale: float, fmt: str) -> Fp8Pair:
-    rows, columns = quantize_pair(x, torch.tensor([scale]), None, fmt, through_bf16=False, transpose=True)
+    rows, columns = quantize_pair(
+        x, torch.tensor([scale]), None, fmt, through_bf16=False, transpose=True
+    )
     return Fp8Pair(rows, columns, 1 / torch.tensor([scale]))
 
 
@@ -37,7 +39,8 @@ def test_both_kinds_of_operand_equal_float64(tokens: int, biased: bool, gradient
     formats = {"x": "e4m3", "w": "e4m3", "g": gradient}
     scales = SCALES if gradient == "e5m2" else {**SCALES, "g": 100.0}
     exact = {
-        name: quantize(value, scales[name], formats[name]).double() * float(1 / torch.tensor(scales[name]))
+        name: quantize(value, scales[name], formats[name]).double()
+        * float(1 / torch.tensor(scales[name]))
         for name, value in tensors.items()
     }
     bias = torch.randn(48) if biased else None
@@ -45,9 +48,13 @@ def test_both_kinds_of_operand_equal_float64(tokens: int, biased: bool, gradient
         operands: dict[str, Operand] = {
             name: make(value, scales[name], formats[name]) for name, value in tensors.items()
         }
-        forward = exact["x"] @ exact["w"].t() + (bias.bfloat16().double() if bias is not None else 0.0)
+        forward = exact["x"] @ exact["w"].t() + (
+            bias.bfloat16().double() if bias is not None else 0.0
+        )
         assert_close(operands["x"].nt(operands["w"], bias), forward)
-        kept = {name: again(*saved) for name in ("x", "w") for saved, again in [operands[name].kept()]}
+        kept = {
+            name: again(*saved) for name in ("x", "w") for saved, again in [operands[name].kept()]
+        }
         assert_close(operands["g"].nn(kept["w"]), exact["g"] @ exact["w"])
         assert_close(operands["g"].tn(kept["x"]), exact["g"].t() @ exact["x"])
 
@@ -61,6 +68,10 @@ def test_scales_whose_product_is_no_float32(scale: float, biased: bool) -> None:
     values = [size * torch.randn(16, 16) for _ in range(2)]
     left, right = (Carrier(quantize(value, 1.0, "e4m3"), 1 / scale) for value in values)
     bias = torch.full((16,), 2.0) if biased else None
-    exact = left.values.double() @ right.values.double().t() / scale / scale + (2.0 if biased else 0.0)
+    exact = left.values.double() @ right.values.double().t() / scale / scale + (
+        2.0 if biased else 0.0
+    )
     torch.testing.assert_close(left.nt(right, bias), exact.bfloat16(), rtol=0, atol=0)
-    torch.testing.assert_close(left.nn(right), (left.values.double() @ right.values.double() / scale**2).bfloat16())
+    torch.testing.assert_close(
+        left.nn(right), (left.values.double() @ right.values.double() / scale**2).bfloat16()
+    )

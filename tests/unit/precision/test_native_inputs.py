@@ -22,7 +22,9 @@ def layer(bias: bool = True, seed: int = 0) -> tuple[NativeBackend, nn.Sequentia
     return backend, model
 
 
-def run(backend: NativeBackend, model: nn.Module, x: Tensor, grad: Tensor | None = None) -> list[Tensor]:
+def run(
+    backend: NativeBackend, model: nn.Module, x: Tensor, grad: Tensor | None = None
+) -> list[Tensor]:
     """Output, gradients of x (if it wants one), weight and bias, and the staged amax of one forward and backward."""
     model.zero_grad()
     backend.begin_window(sample=False)
@@ -31,12 +33,16 @@ def run(backend: NativeBackend, model: nn.Module, x: Tensor, grad: Tensor | None
     out.backward(torch.ones_like(out) if grad is None else grad)
     results = [out.detach(), *([] if x.grad is None else [x.grad])]
     return (
-        results + [parameter.grad for parameter in model.parameters() if parameter.grad is not None] + [backend.amax()]
+        results
+        + [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        + [backend.amax()]
     )
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(32,), (1, 32), (12, 32), (3, 4, 32), (2, 2, 3, 32), (1, 1, 1, 1, 32)])
+@pytest.mark.parametrize(
+    "shape", [(32,), (1, 32), (12, 32), (3, 4, 32), (2, 2, 3, 32), (1, 1, 1, 1, 32)]
+)
 def test_leading_dimensions_are_rows(shape: tuple[int, ...], bias: bool) -> None:
     backend, model = layer(bias)
     values = torch.randn(shape)
@@ -156,7 +162,9 @@ def test_where_autocast_is_off_the_output_has_the_inputs_dtype(dtype: torch.dtyp
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias"), ()])
 @pytest.mark.parametrize("input_wants_grad", [True, False])
-def test_only_gradients_that_somebody_wants(frozen: tuple[str, ...], input_wants_grad: bool) -> None:
+def test_only_gradients_that_somebody_wants(
+    frozen: tuple[str, ...], input_wants_grad: bool
+) -> None:
     backend, model = layer()
     x = torch.randn(12, 32)
     everything = run(backend, model, x.clone().requires_grad_())

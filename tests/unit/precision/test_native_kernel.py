@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from harness.precision import scaling
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 
 
 def run(x: torch.Tensor, scale: float, fmt: str, amax: float = 0.0) -> tuple[torch.Tensor, float]:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     running = torch.tensor([amax])
     return kernel(x, scale, fmt, running.data_ptr(), None), running.item()

@@ -43,13 +43,17 @@ def test_parameters_hooks_and_ties_survive_conversion() -> None:
     assert (stats[0] > 0).all()
     plain = Tied()
     plain.load_state_dict(model.state_dict())
-    assert set(plain.state_dict()) == set(model.state_dict()), "no FP8 state in the model's own state_dict"
+    assert set(plain.state_dict()) == set(model.state_dict()), (
+        "no FP8 state in the model's own state_dict"
+    )
 
 
 def test_tied_weights_have_scales_of_their_own_and_sum_their_gradients() -> None:
     def train(tied: bool) -> tuple[nn.Sequential, NativeBackend]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False))
+        model = nn.Sequential(
+            nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False)
+        )
         weight = model.get_parameter("0.weight")
         model.get_submodule("2").weight = weight if tied else nn.Parameter(weight.detach().clone())
         backend = backend_for(model)
@@ -60,13 +64,17 @@ def test_tied_weights_have_scales_of_their_own_and_sum_their_gradients() -> None
 
     (tied, tied_backend), (apart, backend) = train(True), train(False)
     assert len(list(tied.parameters())) == 1
-    both, first, second = (parameter.grad for parameter in (*tied.parameters(), *apart.parameters()))
+    both, first, second = (
+        parameter.grad for parameter in (*tied.parameters(), *apart.parameters())
+    )
     assert both is not None
     assert first is not None
     assert second is not None
     assert torch.equal(both, first + second)
     assert torch.equal(tied_backend.slot_buffers.history, backend.slot_buffers.history)
-    assert tied_backend.slot_buffers.scale[0] != tied_backend.slot_buffers.scale[3], "inputs of the two layers differ"
+    assert tied_backend.slot_buffers.scale[0] != tied_backend.slot_buffers.scale[3], (
+        "inputs of the two layers differ"
+    )
 
 
 def test_a_linear_called_several_times_sees_the_largest_of_its_tensors() -> None:
@@ -96,7 +104,9 @@ def test_a_linear_called_several_times_sees_the_largest_of_its_tensors() -> None
     assert (backend.slot_buffers.history > 0).sum(0).tolist() == [1, 1, 1], "three calls, one roll"
     bias = model.cell.bias.grad
     assert bias is not None
-    torch.testing.assert_close(bias, torch.stack([grad.float().sum(0) for grad in grads]).sum(0), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        bias, torch.stack([grad.float().sum(0) for grad in grads]).sum(0), rtol=1e-6, atol=1e-5
+    )
 
 
 class Stretch(torch.autograd.Function):
@@ -116,7 +126,11 @@ def test_custom_functions_between_layers() -> None:
         def __init__(self, stretched: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.stretched, self.first, self.second = stretched, nn.Linear(32, 32), nn.Linear(32, 32)
+            self.stretched, self.first, self.second = (
+                stretched,
+                nn.Linear(32, 32),
+                nn.Linear(32, 32),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.first(x)
@@ -125,9 +139,14 @@ def test_custom_functions_between_layers() -> None:
     gradients = {}
     for stretched in (True, False):
         model = Model(stretched)
-        gradients[stretched] = window(backend_for(model), model, torch.ones(16, 32))[0], model.first.bias.grad
+        gradients[stretched] = (
+            window(backend_for(model), model, torch.ones(16, 32))[0],
+            model.first.bias.grad,
+        )
     assert torch.equal(gradients[True][1], 4 * gradients[False][1])
-    assert gradients[True][0][2] == 4 * gradients[False][0][2], "amax of the first layer's grad_output"
+    assert gradients[True][0][2] == 4 * gradients[False][0][2], (
+        "amax of the first layer's grad_output"
+    )
     assert gradients[True][0][5] == gradients[False][0][5]
 
 
@@ -140,7 +159,9 @@ def test_every_kind_of_hook_on_a_linear_fires() -> None:
     layer.register_forward_hook(lambda *_: fired.append("forward"))
     layer.register_full_backward_pre_hook(lambda *_: fired.append("backward pre"))
     layer.register_full_backward_hook(lambda *_: fired.append("backward"))
-    layer.get_parameter("weight").register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    layer.get_parameter("weight").register_post_accumulate_grad_hook(
+        lambda _: fired.append("accumulated")
+    )
     stats = window(backend, model, torch.full((16, 32), 3.0, requires_grad=True))
     assert sorted(fired) == ["accumulated", "backward", "backward pre", "forward", "pre"]
     assert stats[0, 0] == 6.0, "what a pre-hook returns is what is cast"
@@ -155,10 +176,14 @@ def test_a_weight_that_is_computed_in_each_forward_is_cast_each_time() -> None:
     for training in (True, False):
         backend.begin_window(sample=False)
         with torch.set_grad_enabled(training), backend.context():
-            outs[training] = [functional_call(model, {"0.weight": weight * factor}, x) for factor in (1, 2, 3, 4)]
+            outs[training] = [
+                functional_call(model, {"0.weight": weight * factor}, x) for factor in (1, 2, 3, 4)
+            ]
         assert backend.amax()[1] == (4 * weight.abs().max() if training else 0.0)
     for trained, evaluated in zip(outs[True], outs[False], strict=True):
-        assert torch.equal(trained, evaluated), "each weight has the address of the one before, freed by then"
+        assert torch.equal(trained, evaluated), (
+            "each weight has the address of the one before, freed by then"
+        )
 
 
 def test_a_parametrised_linear_keeps_its_weight_and_its_fp8() -> None:
@@ -174,10 +199,16 @@ def test_a_parametrised_linear_keeps_its_weight_and_its_fp8() -> None:
     stats = window(backend, model, torch.randn(16, 32))
     assert stats[0, 1] == 2 * original.detach().abs().max()
     assert original.grad is not None
-    with pytest.raises(RuntimeError, match="parametrized modules is only supported through state_dict"):
+    with pytest.raises(
+        RuntimeError, match="parametrized modules is only supported through state_dict"
+    ):
         pickle.dumps(model)
-    kept_out = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
-    assert backend_for(kept_out).layers == ("1",), "parametrised before: the plan names it, bf16 runs it"
+    kept_out = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32)
+    )
+    assert backend_for(kept_out).layers == ("1",), (
+        "parametrised before: the plan names it, bf16 runs it"
+    )
 
 
 def test_a_pickled_model_is_plain_again() -> None:
@@ -243,7 +274,9 @@ def test_state_round_trip_and_refusal_of_another_models_state() -> None:
     fresh.load_state_dict(tensors, meta)
     assert fresh.demoted == ("01",)
     assert torch.equal(fresh.slot_buffers.scale, backend.slot_buffers.scale)
-    assert fresh.slot_buffers.scales == backend.slot_buffers.scales, "what is derived from the scales is refreshed"
+    assert fresh.slot_buffers.scales == backend.slot_buffers.scales, (
+        "what is derived from the scales is refreshed"
+    )
     with pytest.raises(CheckpointError, match="6 slots"):
         backend_for(nn.Sequential(nn.Linear(32, 32))).load_state_dict(tensors, meta)
 

@@ -7,7 +7,7 @@ import torch
 from native_support import backend_for, window
 from torch import nn
 
-from harness.core.metrics import SLOT_ROWS
+from harness.core.facts import SLOT_ROWS
 
 STAT_ROWS = tuple(SLOT_ROWS)
 SAMPLED = [STAT_ROWS.index(name) for name in ("clipped", "underflow", "sqnr_db")]

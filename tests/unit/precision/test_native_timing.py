@@ -69,7 +69,9 @@ def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 INPUT_PEAKS, GRADIENTS = [0.0, 1e-3, 1.0, 37.0, 4096.0, math.inf], [0.0, 1e-6, 1.0, 9e4]
 MICRO_BATCH = st.tuples(st.sampled_from(INPUT_PEAKS), st.sampled_from(GRADIENTS))
-WINDOW = st.tuples(st.lists(MICRO_BATCH, min_size=1, max_size=3), st.booleans(), st.sampled_from([0.5, 1.0, 8.0]))
+WINDOW = st.tuples(
+    st.lists(MICRO_BATCH, min_size=1, max_size=3), st.booleans(), st.sampled_from([0.5, 1.0, 8.0])
+)
 
 
 @given(
@@ -95,7 +97,9 @@ def test_any_run_matches_the_state_machine(
     model = nn.Sequential(linear)
     keys = {"amax_history_len": length, "margin": margin, "amax_compute_algo": algo}
     backend = backend_for(model, **keys, roll=roll, scrub_inf=scrub, format=fmt)
-    oracle = Oracle(length, margin, algo, roll, scrub, ("e4m3", "e4m3", "e5m2" if fmt == "hybrid" else "e4m3"))
+    oracle = Oracle(
+        length, margin, algo, roll, scrub, ("e4m3", "e4m3", "e5m2" if fmt == "hybrid" else "e4m3")
+    )
     generator = torch.Generator().manual_seed(0)
     for micro_batches, skip, growth in windows:
         before = [list(row) for row in oracle.history], list(oracle.scale)
@@ -113,7 +117,9 @@ def test_any_run_matches_the_state_machine(
             out.backward(grad)
             x_q, w_q, g_q = (
                 dequantized(tensor, scale, kind)
-                for tensor, scale, kind in zip((x, weight, grad), oracle.scale, oracle.formats, strict=True)
+                for tensor, scale, kind in zip(
+                    (x, weight, grad), oracle.scale, oracle.formats, strict=True
+                )
             )
             assert x.grad is not None
             assert linear.weight.grad is not None
@@ -158,7 +164,9 @@ def test_operands_are_cast_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in ("00", "01"):
         assert casts.count((f"{layer}.input", "e4m3", True)) == 2 * 3
         assert casts.count((f"{layer}.grad_output", "e5m2", True)) == 2 * 3
-        assert casts.count((f"{layer}.weight", "e4m3", True)) == 2, "once for all micro-batches of a window"
+        assert casts.count((f"{layer}.weight", "e4m3", True)) == 2, (
+            "once for all micro-batches of a window"
+        )
     assert len(casts) == 2 * (2 * 3 + 2 * 3 + 2)
 
 
@@ -167,7 +175,9 @@ def test_the_bias_gradient_is_of_the_gradient_before_its_cast() -> None:
     model = nn.Sequential(linear)
     backend = backend_for(model)
     grad = torch.full((8, SIZE), 1.125, dtype=torch.bfloat16)
-    assert scaling.quantize(grad, 1.0, "e5m2").unique().tolist() == [1.0], "the cast would lose an eighth"
+    assert scaling.quantize(grad, 1.0, "e5m2").unique().tolist() == [1.0], (
+        "the cast would lose an eighth"
+    )
     with backend.context():
         out = model(torch.randn(8, SIZE))
     out.backward(grad)

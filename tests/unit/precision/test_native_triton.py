@@ -42,9 +42,8 @@ def interpreted(code: str) -> str:
 @pytest.mark.slow
 def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
     """Every bfloat16 value and others, both formats, several scales, odd shapes: what a GPU is asked, too."""
-    code = (
-        "import torch; from harness.precision.backends import native_triton as n; print(n.check(torch.device('cpu')))"
-    )
+    code = "import torch; from harness.precision.backends import native_triton as n; "
+    code += "print(n.check(torch.device('cpu')))"
     assert interpreted(code) == "[]"
 
 
@@ -136,7 +135,9 @@ print(none[0].dtype == torch.float8_e5m2, none[1].shape == (0,))
 def test_the_fake_operator_promises_what_torch_makes(rows: int, transpose: bool) -> None:
     x, scale = torch.randn(rows, 32), torch.ones(1)
     for fmt in FORMATS:
-        real = native_triton.quantize_pair(x, scale, None, fmt, through_bf16=True, transpose=transpose)
+        real = native_triton.quantize_pair(
+            x, scale, None, fmt, through_bf16=True, transpose=transpose
+        )
         with torch._subclasses.FakeTensorMode() as mode:
             fakes = [mode.from_tensor(tensor) for tensor in (x, scale)]
             fake = torch.ops.hopper_harness.fp8_quantize(*fakes, None, fmt, True, transpose)
@@ -161,7 +162,9 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
         return note
 
     if native_triton.triton is not None:
-        monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # there is nothing to allocate on
+        monkeypatch.setattr(
+            torch, "empty", lambda *_, **__: None
+        )  # there is nothing to allocate on
         if not torch.cuda.is_available():
             assert "the fused kernel failed: " in reason()
         monkeypatch.setattr(native_triton, "check", lambda *_, **__: ["bytes of something"])
@@ -178,16 +181,24 @@ def compiled(arch: int, dtype: str, fmt: str, folder: Path) -> tuple[str, int, i
     spec, pointer = scaling.FORMATS[fmt], {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
     names: list[str] = native_triton._kernel.arg_names
     kinds = ["*" + dtype, "*fp32", "*fp32", pointer, pointer, "i32", "i32", "i32"]
-    constants = native_triton.constants(fmt) | {"RECORD": True, "TRANSPOSE": True, "THROUGH_BF16": dtype == "fp32"}
+    constants = native_triton.constants(fmt) | {
+        "RECORD": True,
+        "TRANSPOSE": True,
+        "THROUGH_BF16": dtype == "fp32",
+    }
     signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
     # As the launcher specialises for tensors whose addresses, rows and columns are multiples of 16.
     aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 3, 4, 5, 6, 7)}
     source = ASTSource(native_triton._kernel, signature, constants, aligned)
-    made: Any = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": native_triton.WARPS})
+    made: Any = compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": native_triton.WARPS}
+    )
     cubin = folder / f"{arch}-{dtype}-{spec.name}.cubin"
     cubin.write_bytes(made.asm["cubin"])
     tool = Path(native_triton.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
     registers, local = re.search(r"REG:(\d+)", told), re.search(r"LOCAL:(\d+)", told)
     stack = re.search(r"STACK:(\d+)", told)
     assert registers is not None
@@ -208,7 +219,9 @@ def test_it_compiles_ahead_without_spills(
     assert registers <= REGISTERS
     assert spilled == 0
     starts_from = "f16x2" if arch == 89 else "f32"
-    assert re.search(rf"cvt\.rn\.satfinite\.{fmt}x2\.{starts_from}", ptx), "the FP8 units' own conversion"
+    assert re.search(rf"cvt\.rn\.satfinite\.{fmt}x2\.{starts_from}", ptx), (
+        "the FP8 units' own conversion"
+    )
     assert re.search(r"(atom|red)\.\S*max\.s32", ptx), "amax by integer maximum"
     assert ".ftz" not in ptx, "denormal values are values"
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"

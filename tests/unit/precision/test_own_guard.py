@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import EAGER, adamw, batch, differences, forward_backward, prepared, recipe, train_step
+from api_support import (
+    EAGER,
+    adamw,
+    batch,
+    differences,
+    forward_backward,
+    prepared,
+    recipe,
+    train_step,
+)
 from own_loop_support import SETTINGS, Keeper, Loop, OwnRate
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
@@ -34,7 +43,11 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     now, expected = loop.everything(), again.everything()
     for part in ("model", "optimizer", "scheduler"):
         assert differences(now[part], expected[part]) == [], part
-    fp8 = {key: value for key, value in now["tensors"].items() if key.startswith(("fp8.", "loss_scale."))}
+    fp8 = {
+        key: value
+        for key, value in now["tensors"].items()
+        if key.startswith(("fp8.", "loss_scale."))
+    }
     assert differences(fp8, {key: expected["tensors"][key] for key in fp8}) == []
     assert differences(then["model"], now["model"]), "it is not the snapshot before"
     assert all(parameter.grad is None for parameter in loop.model.parameters())
@@ -62,11 +75,21 @@ def test_a_halt_tells_a_loop_of_ones_own_what_it_can_do_there(
     text = str(caught.value)
     assert told in text
     assert "checkpoint of your own" in text
-    for word in ("--name", "--resume", "runs/<run>", "train.", "journal", "data.bad", "bf16 recipe, or look"):
+    for word in (
+        "--name",
+        "--resume",
+        "runs/<run>",
+        "train.",
+        "journal",
+        "data.bad",
+        "bf16 recipe, or look",
+    ):
         assert word not in text
 
 
-@pytest.mark.parametrize(("after", "taken"), [(8, [2, 4, 6, 8, 10, 20, 30]), (0, list(range(2, 31, 2)))])
+@pytest.mark.parametrize(
+    ("after", "taken"), [(8, [2, 4, 6, 8, 10, 20, 30]), (0, list(range(2, 31, 2)))]
+)
 def test_snapshots_are_taken_seldom_once_a_run_is_old(
     after: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +97,9 @@ def test_snapshots_are_taken_seldom_once_a_run_is_old(
     memory = loop.guard.memory
     assert memory is not None
     take = memory.take
-    monkeypatch.setattr(memory, "take", lambda step, *state: (seen.append(step), take(step, *state)))
+    monkeypatch.setattr(
+        memory, "take", lambda step, *state: (seen.append(step), take(step, *state))
+    )
     loop.steps(31)
     assert seen == taken
 
@@ -121,7 +146,9 @@ def test_without_the_guard_the_same_faults_are_only_skipped() -> None:
 def test_a_bad_batch_leaves_nothing_in_running_means(fused: bool) -> None:
     """BatchNorm writes them in forward, before anybody knows: evaluation would be NaN for good."""
     precision = Precision(recipe("bf16"))
-    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16)))
+    model = precision.prepare(
+        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16))
+    )
     optimizer = adamw(model, fused=fused)
     guard = Guard.for_precision(precision, optimizer, **SETTINGS)
     for step in range(8):
@@ -194,7 +221,11 @@ def test_limits_reach_the_update() -> None:
 
 def test_layers_move_at_the_same_step_with_and_without_a_guard() -> None:
     loop = Loop(recipe(fallback=EAGER))
-    moved = [(loop.guard.step, action.demote) for _ in range(8) if isinstance(action := loop.step(), Switch)]
+    moved = [
+        (loop.guard.step, action.demote)
+        for _ in range(8)
+        if isinstance(action := loop.step(), Switch)
+    ]
     precision, model = prepared(recipe(fallback=EAGER))
     optimizer = adamw(model)
     alone = []
@@ -238,7 +269,9 @@ def test_a_rate_that_rollbacks_lowered_is_not_raised_by_a_resume() -> None:
     loop.steps(4)
     saved = loop.precision.state_dict()
     for other in (prepared(recipe())[0], Loop().precision):
-        with pytest.raises(CheckpointError, match=r"rollback_lr_factor=0.5 would go on at 1\n.*make a Guard with"):
+        with pytest.raises(
+            CheckpointError, match=r"rollback_lr_factor=0.5 would go on at 1\n.*make a Guard with"
+        ):
             other.load_state_dict(saved)
         other.load_state_dict(unbroken)
     again = Loop(rollback_lr_factor=0.5)
@@ -256,7 +289,9 @@ def test_a_state_from_before_a_rollback_does_not_undo_it() -> None:
     assert loop.guard.state.ledger.attempt == 2
     loop.precision.load_state_dict(early)
     assert loop.guard.step == 6
-    assert loop.guard.state.ledger.skipped_windows == [10, 11], "they broke the run, and would again"
+    assert loop.guard.state.ledger.skipped_windows == [10, 11], (
+        "they broke the run, and would again"
+    )
 
 
 def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
@@ -277,7 +312,14 @@ def test_a_loop_that_went_back_by_itself_is_not_rolled_forward() -> None:
 def test_what_is_kept_comes_back_even_where_two_places_are_spelled_alike() -> None:
     def state(factor: float) -> dict[Any, Any]:
         one, two, three, four = (torch.tensor(factor * number) for number in range(1, 5))
-        return {1: one, "1": two, "a": {"b": three}, "a.b": four, "best": math.inf, "at": (None, [factor])}
+        return {
+            1: one,
+            "1": two,
+            "a": {"b": three},
+            "a.b": four,
+            "best": math.inf,
+            "at": (None, [factor]),
+        }
 
     kept = Keeper(state(1.0))
     loop = Loop(poison=(10, 11), keep=[kept])
@@ -319,7 +361,9 @@ class Peculiar(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     precision, model = prepared(recipe("bf16"))
     optimizer = Peculiar(model.parameters(), lr=1e-2)
     guard = Guard.for_precision(precision, optimizer, **SETTINGS)
@@ -328,7 +372,8 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(capsys: 
         guard.end_step()
     assert guard.memory is None
     assert (
-        "snapshot.off: Peculiar keeps a object at odd, which is not copied: nothing to roll" in capsys.readouterr().err
+        "snapshot.off: Peculiar keeps a object at odd, which is not copied: nothing to roll"
+        in capsys.readouterr().err
     )
 
 
@@ -336,7 +381,9 @@ def rolled_back(precision: Precision, model: nn.Module, optimizer: torch.optim.O
     """Two losses in a row are NaN, and the guard goes back to step 8."""
     guard = Guard.for_precision(precision, optimizer, **SETTINGS)
     for forward in range(13):
-        forward_backward(precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0)
+        forward_backward(
+            precision, model, guard.window, poison=math.nan if forward in (10, 11) else 0.0
+        )
         precision.step(optimizer)
         optimizer.zero_grad()
         guard.end_step()
@@ -364,7 +411,9 @@ class Coarse(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            momentum = self.state[parameter].setdefault(
+                "m", torch.zeros_like(parameter, dtype=torch.bfloat16)
+            )
             parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad.bfloat16()), alpha=1e-2)
 
 
@@ -388,7 +437,9 @@ def test_switched_off_it_judges_nothing_and_the_gate_stays() -> None:
 
 
 @pytest.mark.parametrize(("fallback", "told"), [(True, 1), (False, 0)])
-def test_that_it_takes_the_fallback_with_it_is_told(tmp_path: Path, fallback: bool, told: int) -> None:
+def test_that_it_takes_the_fallback_with_it_is_told(
+    tmp_path: Path, fallback: bool, told: int
+) -> None:
     for enabled in (False, True):
         precision, model = prepared(recipe(fallback={"enabled": fallback}))
         folder = tmp_path / str(enabled)
@@ -405,7 +456,9 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     guard = Guard.for_precision(precision, optimizer, rollback_lr_factor=0.5, **SETTINGS)
     told = []
     for forward in range(16):
-        forward_backward(precision, model, guard.window, poison=math.nan if forward in (6, 7) else 0.0)
+        forward_backward(
+            precision, model, guard.window, poison=math.nan if forward in (6, 7) else 0.0
+        )
         precision.step(optimizer)
         told.append(precision.facts().lr)  # type: ignore[union-attr]
         optimizer.zero_grad()

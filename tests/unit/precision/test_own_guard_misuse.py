@@ -136,6 +136,10 @@ def test_settings_are_checked_as_those_of_a_run() -> None:
         Guard.for_precision(precision, adamw(model), max_rollback=2, spike_sigma=-1)
     assert 'unknown key "max_rollback"' in str(raised.value)
     assert "spike_sigma" in str(raised.value)
-    for steps in (-1, 2.5, "many"):  # a snapshot that nothing healthy follows would be as good as any
+    for steps in (
+        -1,
+        2.5,
+        "many",
+    ):  # a snapshot that nothing healthy follows would be as good as any
         with pytest.raises(ConfigError, match="healthy_steps"):
             Guard.for_precision(precision, adamw(model), healthy_steps=steps)  # type: ignore[arg-type]

@@ -35,21 +35,38 @@ def train(
     precision, model = prepared(recipe(fallback=EAGER))
     optimizer = adamw(model)
     settings = {"mlflow": False, "fp8_every": 2, **more}
-    with Telemetry.for_precision(folder, precision, steps=steps, params={"lr": 1e-2}, **settings) as telemetry:
+    with Telemetry.for_precision(
+        folder, precision, steps=steps, params={"lr": 1e-2}, **settings
+    ) as telemetry:
         guard = Guard.for_precision(
-            precision, optimizer, telemetry=telemetry, max_consecutive_skips=2, snapshot_every=4, healthy_steps=2
+            precision,
+            optimizer,
+            telemetry=telemetry,
+            max_consecutive_skips=2,
+            snapshot_every=4,
+            healthy_steps=2,
         )
         if saved:
-            for part, owner in (("model", model), ("optimizer", optimizer), ("precision", precision)):
+            for part, owner in (
+                ("model", model),
+                ("optimizer", optimizer),
+                ("precision", precision),
+            ):
                 owner.load_state_dict(saved[part])
         forwards = 0
         while guard.step < steps:
-            forward_backward(precision, model, guard.window, poison=math.nan if forwards in poison else 0.0)
+            forward_backward(
+                precision, model, guard.window, poison=math.nan if forwards in poison else 0.0
+            )
             forwards += 1
             precision.step(optimizer, max_grad_norm=1.0, tokens=16)
             optimizer.zero_grad()
             guard.end_step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "precision": precision.state_dict()}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "precision": precision.state_dict(),
+    }
 
 
 def harness(*arguments: str) -> str:
@@ -58,14 +75,20 @@ def harness(*arguments: str) -> str:
     return done.output
 
 
-def test_a_run_of_ones_own_can_be_read_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_ones_own_can_be_read_like_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "mine"
     train(folder, poison=(10, 11))
     history = RunHistory.read(folder)
     assert sorted(history.series["train/loss"]) == list(range(1, STEPS + 1))
     assert len(history.slots()) == 6
     assert [(each.to_step, each.passed_over) for each in history.rollbacks] == [(8, (10, 11))]
-    assert {event["code"] for event in history.events} >= {"precision.switched", "nonfinite.skip", "guard.rollback"}
+    assert {event["code"] for event in history.events} >= {
+        "precision.switched",
+        "nonfinite.skip",
+        "guard.rollback",
+    }
     assert history.outcome["status"] == "done"
     assert history.run["params"] == {"lr": 0.01, "steps": STEPS}
     assert history.run["tags"]["precision.resolved"] == "native:fp8"
@@ -96,9 +119,13 @@ def test_a_loop_that_goes_on_writes_no_row_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("poison", "status", "code"), [((1, 2), "halted", 3), ((), "failed", 1)], ids=["halted", "failed"]
+    ("poison", "status", "code"),
+    [((1, 2), "halted", 3), ((), "failed", 1)],
+    ids=["halted", "failed"],
 )
-def test_how_a_loop_ended_is_written(tmp_path: Path, poison: tuple[int, ...], status: str, code: int) -> None:
+def test_how_a_loop_ended_is_written(
+    tmp_path: Path, poison: tuple[int, ...], status: str, code: int
+) -> None:
     folder = tmp_path / "mine"
     if status == "halted":
         with pytest.raises(HaltedError):
@@ -116,10 +143,14 @@ def test_how_a_loop_ended_is_written(tmp_path: Path, poison: tuple[int, ...], st
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
 
-def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_guard_steps_are_recorded_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
-    with Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, fp8_every=1) as telemetry:
+    with Telemetry.for_precision(
+        tmp_path / "mine", precision, mlflow=False, fp8_every=1
+    ) as telemetry:
         for step in range(3):
             forward_backward(precision, model, step)
             precision.step(optimizer)
@@ -129,13 +160,19 @@ def test_without_a_guard_steps_are_recorded_by_hand(tmp_path: Path, capsys: pyte
     assert "validation after step 3: 0.5\n" in capsys.readouterr().out
     history = RunHistory.read(tmp_path / "mine")
     assert sorted(history.series["train/loss"]) == [1, 2, 3]
-    assert [row.step for row in history.rows if "train/loss" in row.values] == [1, 2, 3], "each once"
-    assert "not measured" in harness("inspect", str(tmp_path / "mine")), "nobody said how many tokens there were"
+    assert [row.step for row in history.rows if "train/loss" in row.values] == [1, 2, 3], (
+        "each once"
+    )
+    assert "not measured" in harness("inspect", str(tmp_path / "mine")), (
+        "nobody said how many tokens there were"
+    )
     assert history.last("val/loss") == 0.5
     assert len(history.series["fp8_amax/00.weight"]) == 3
 
 
-def test_without_pyarrow_the_run_ends_as_well_as_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_run_ends_as_well_as_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     folder = tmp_path / "mine"
     train(folder, steps=4)
@@ -181,7 +218,10 @@ def test_what_counts_is_what_was_trained_last(tmp_path: Path, resumed: str) -> N
     history = RunHistory.read(folder)
     assert sorted(history.series["train/loss"]) == list(range(1, 21))
     newest = {row.step: row.values["train/loss"] for row in history.rows}
-    assert {step: history.series["train/loss"][step] for step in (12, 20)} == {12: newest[12], 20: newest[20]}
+    assert {step: history.series["train/loss"][step] for step in (12, 20)} == {
+        12: newest[12],
+        20: newest[20],
+    }
 
 
 def test_a_shorter_run_in_the_folder_of_a_longer_one_is_told_alone(tmp_path: Path) -> None:
@@ -196,7 +236,9 @@ def test_steps_that_would_be_told_nowhere_are_refused(tmp_path: Path) -> None:
     precision, model = prepared(recipe())
     other, _ = prepared(recipe())
     optimizer = adamw(model)
-    with Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, report=False) as telemetry:
+    with Telemetry.for_precision(
+        tmp_path / "mine", precision, mlflow=False, report=False
+    ) as telemetry:
         with pytest.raises(MisuseError, match="the model's Telemetry is not given"):
             Guard.for_precision(precision, optimizer)
         with pytest.raises(MisuseError, match="this Telemetry is another model's"):
@@ -216,11 +258,15 @@ def test_steps_that_would_be_told_nowhere_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    first = Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False)
+    first = Telemetry.for_precision(
+        tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False
+    )
     with pytest.raises(CheckpointError, match="another Telemetry writes this run"):
         Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False)
     first.close()
-    Telemetry.for_precision(tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False).close()
+    Telemetry.for_precision(
+        tmp_path / "mine", prepared(recipe())[0], mlflow=False, report=False
+    ).close()
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "n" * 300, "a\0b"])
@@ -264,7 +310,9 @@ def test_leaving_by_exit_zero_is_no_failure(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "outcome.json").read_text())["status"] == "done"
 
 
-def test_amaxes_of_a_loop_of_ones_own_arrive_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amaxes_of_a_loop_of_ones_own_arrive_in_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
     folder = tmp_path / "mine"
@@ -275,7 +323,11 @@ def test_amaxes_of_a_loop_of_ones_own_arrive_in_mlflow(tmp_path: Path, monkeypat
         ).fetchall()
         experiments = {name for (name,) in database.execute("select name from experiments")}
         tags = dict(database.execute("select key, value from tags").fetchall())
-    told = [(row["step"], row["metrics"]["fp8_amax/00.weight"]) for row in rows_of(folder) if row["step"] % 2 == 0]
+    told = [
+        (row["step"], row["metrics"]["fp8_amax/00.weight"])
+        for row in rows_of(folder)
+        if row["step"] % 2 == 0
+    ]
     assert amax == told
     assert len(amax) == STEPS // 2
     assert "own" in experiments

@@ -51,7 +51,11 @@ def test_every_linear_is_converted_or_named_with_its_reason() -> None:
     )
     model["tied"].weight = model["embed"].weight
     plan = plan_for(
-        model, include=["[!n]*", "named_out"], exclude=["named*"], exclude_if_present=["lm_head"], min_features=64
+        model,
+        include=["[!n]*", "named_out"],
+        exclude=["named*"],
+        exclude_if_present=["lm_head"],
+        min_features=64,
     )
     why = reasons(plan)
     assert "100 are not multiples of 16" in why["odd_size"][1]
@@ -68,7 +72,11 @@ def test_every_linear_is_converted_or_named_with_its_reason() -> None:
 
 def test_patterns_that_match_nothing_are_errors_with_a_near_match() -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_for(build(dim=64, layers=1, heads=2, ffn=176), include=["blocks.0.mlp.donw", "*"], exclude=["nothing.*"])
+        plan_for(
+            build(dim=64, layers=1, heads=2, ffn=176),
+            include=["blocks.0.mlp.donw", "*"],
+            exclude=["nothing.*"],
+        )
     text = str(caught.value)
     assert 'pattern "blocks.0.mlp.donw" matches no Linear' in text
     assert 'did you mean "blocks.0.mlp.down"?' in text
@@ -83,7 +91,9 @@ def test_a_model_without_an_fp8_layer_is_an_error_that_says_why() -> None:
 
 def test_requested_and_resolved_by_card() -> None:
     cpu = probe()
-    smi_free = replace(cpu, cuda_available=True, arch_list=("sm_70", "sm_75", "sm_80", "sm_90"), torch_cuda="13.0")
+    smi_free = replace(
+        cpu, cuda_available=True, arch_list=("sm_70", "sm_75", "sm_80", "sm_90"), torch_cuda="13.0"
+    )
     taken = {}
     for card, capability in (("V100", (7, 0)), ("T4", (7, 5)), ("A100", (8, 0)), ("H100", (9, 0))):
         facts = replace(smi_free, devices=(Device(card, capability, 2**34),))
@@ -92,14 +102,23 @@ def test_requested_and_resolved_by_card() -> None:
         assert sum(verdict.taken for verdict in verdicts) == 1
         assert all(verdict.reason for verdict in verdicts)
         taken[card] = rung.name
-    assert taken == {"V100": "autocast:fp16", "T4": "autocast:fp16", "A100": "autocast:bf16", "H100": "native:fp8"}
+    assert taken == {
+        "V100": "autocast:fp16",
+        "T4": "autocast:fp16",
+        "A100": "autocast:bf16",
+        "H100": "native:fp8",
+    }
 
 
 def test_the_plan_of_the_quickstart_model() -> None:
     plan = plan_for(build())
     assert len(plan.fp8_layers()) == 16
     saved = plan.as_dict()
-    assert (saved["requested"], saved["resolved"], saved["effective"]) == ("fp8_hybrid", "native:fp8", None)
+    assert (saved["requested"], saved["resolved"], saved["effective"]) == (
+        "fp8_hybrid",
+        "native:fp8",
+        None,
+    )
     shapes = {layer["module"]: tuple(layer["shape"]) for layer in saved["layers"]}
     assert shapes["blocks.3.mlp.down"] == (256, 688)
 
@@ -109,8 +128,16 @@ def test_the_plan_of_the_quickstart_model() -> None:
     [
         ("fp8_hybrid", (9, 0), "float32 matmul precision: high (TF32)"),
         ("bf16", (8, 0), "float32 matmul precision: high (TF32)"),
-        ("bf16", (7, 5), "float32 matmul precision: high (would allow TF32, which this tier has not)"),
-        ("bf16", None, "float32 matmul precision: high (would allow TF32, which this tier has not)"),
+        (
+            "bf16",
+            (7, 5),
+            "float32 matmul precision: high (would allow TF32, which this tier has not)",
+        ),
+        (
+            "bf16",
+            None,
+            "float32 matmul precision: high (would allow TF32, which this tier has not)",
+        ),
         ("fp32", (9, 0), "float32 matmul precision: highest (no TF32)"),
     ],
 )
@@ -122,20 +149,30 @@ def test_the_plan_says_whether_float32_products_are_tf32(
     policy = load_recipe(recipe)
     rung, verdicts = resolve(policy, facts)
     assert rung is not None
-    assert expected in make_plan(policy, facts, rung, verdicts, build(dim=64, layers=1, heads=2)).as_dict()["notes"]
+    assert (
+        expected
+        in make_plan(policy, facts, rung, verdicts, build(dim=64, layers=1, heads=2)).as_dict()[
+            "notes"
+        ]
+    )
 
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_float32_matmul_is_set_from_the_recipe_and_in_one_place() -> None:
     for wanted in ("highest", "high"):
-        recipe = Recipe.model_validate({**load_recipe("bf16").model_dump(), "float32_matmul": wanted})
+        recipe = Recipe.model_validate(
+            {**load_recipe("bf16").model_dump(), "float32_matmul": wanted}
+        )
         Precision(recipe).prepare(nn.Sequential(nn.Linear(16, 16)))
         assert torch.get_float32_matmul_precision() == wanted
     package = Path(harness.__file__).parent
     setters = re.compile(r"[. ]set_float32_matmul_precision\(|\.(allow_tf32|fp32_precision) *=[^=]")
     found = [path for path in package.rglob("*.py") if setters.search(path.read_text())]
     # `harness eval` computes in fp32 beside the run's precision, and puts it back.
-    assert sorted(found) == [package / "precision" / "convert.py", package / "tools" / "restored.py"]
+    assert sorted(found) == [
+        package / "precision" / "convert.py",
+        package / "tools" / "restored.py",
+    ]
 
 
 def test_what_an_engine_with_half_precision_weights_cannot_do_is_named() -> None:
@@ -143,7 +180,9 @@ def test_what_an_engine_with_half_precision_weights_cannot_do_is_named() -> None
     plain, preset = load_recipe("fp16_scaler"), load_recipe("fp16_underflow")
     kept = Recipe.model_validate({**preset.model_dump(), "layers": {"keep_fp32": ["loss"]}})
     assert check_half_weights(plain, fp16) == check_half_weights(kept, bf16) == []
-    assert [problem.where for problem in check_half_weights(preset, fp16)] == ["recipe fp16_underflow: loss_scale"]
+    assert [problem.where for problem in check_half_weights(preset, fp16)] == [
+        "recipe fp16_underflow: loss_scale"
+    ]
     assert len(check_half_weights(kept, fp16)) == 2
 
 

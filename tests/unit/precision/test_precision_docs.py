@@ -39,7 +39,10 @@ def kind(field: FieldInfo) -> str:
     # `Annotated[float, Field(gt=1)] | None`: the bounds hang on the inner type
     optional = NoneType in get_args(inner)
     inner = next(part for part in get_args(inner) if part is not NoneType) if optional else inner
-    bounds = [*field.metadata, *(item for info in get_args(inner)[1:] for item in getattr(info, "metadata", ()))]
+    bounds = [
+        *field.metadata,
+        *(item for info in get_args(inner)[1:] for item in getattr(info, "metadata", ())),
+    ]
     inner = get_args(inner)[0] if get_origin(inner) is Annotated else inner
     choices = ", ".join(f"`{value}`" for value in get_args(inner))
     text = choices if get_origin(inner) is Literal else NAMES[inner]
@@ -49,7 +52,9 @@ def kind(field: FieldInfo) -> str:
         for key, words in LIMITS.items()
         if getattr(item, key, None) is not None
     ]
-    return ", ".join([f"list of {text}" if listed else text, *limits, *(["or null"] if optional else [])])
+    return ", ".join(
+        [f"list of {text}" if listed else text, *limits, *(["or null"] if optional else [])]
+    )
 
 
 def default(field: FieldInfo) -> str:
@@ -72,9 +77,13 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def test_the_table_of_keys_is_the_schema() -> None:
     expected = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows(Recipe)])
-    written = re.search(r"<!-- keys: .*? -->\n(.*?)\n?<!-- /keys -->", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    written = re.search(
+        r"<!-- keys: .*? -->\n(.*?)\n?<!-- /keys -->", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert written is not None
-    assert written.group(1) == expected, f"put this table between the marks of {PAGE.name}:\n{expected}"
+    assert written.group(1) == expected, (
+        f"put this table between the marks of {PAGE.name}:\n{expected}"
+    )
 
 
 def code(language: str) -> list[str]:
@@ -88,7 +97,9 @@ def test_the_recipe_validates() -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_loop_runs(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     path = tmp_path / "state.pt"
     before = model.get_parameter("1.weight").detach().clone()
@@ -112,7 +123,9 @@ def test_the_loop_runs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_standard_loop_runs() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     names: dict[str, Any] = {
         "model": model,
@@ -131,7 +144,9 @@ def test_the_standard_loop_runs() -> None:
 
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_loop_of_two_networks_runs() -> None:
-    generator, critic = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2))
+    generator, critic = (
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2)
+    )
     names: dict[str, Any] = {
         "generator": generator,
         "critic": critic,
@@ -149,7 +164,9 @@ def test_the_loop_of_two_networks_runs() -> None:
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+    )
     optimizer = adamw(model)
     names: dict[str, Any] = {
         "model": model,

@@ -27,7 +27,9 @@ class Operands(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in PRODUCTS:
-            self.found |= {NAMES[leaf.dtype] for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+            self.found |= {
+                NAMES[leaf.dtype] for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
+            }
         return func(*args, **(kwargs or {}))
 
 
@@ -66,8 +68,12 @@ class Own(nn.Conv1d):
         return super().forward(input.double())
 
 
-@pytest.mark.parametrize("layer", [nn.Embedding(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.PReLU(), Own(8, 8, 3)])
-def test_a_layer_without_products_or_with_a_forward_of_its_own_is_not_measured(layer: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "layer", [nn.Embedding(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.PReLU(), Own(8, 8, 3)]
+)
+def test_a_layer_without_products_or_with_a_forward_of_its_own_is_not_measured(
+    layer: nn.Module,
+) -> None:
     assert products_in(layer, torch.bfloat16) == ""
 
 
@@ -116,7 +122,9 @@ class OwnAttention(nn.MultiheadAttention):
         lambda: OwnAttention(16, 2),
     ],
 )
-def test_modules_of_ones_own_run_in_what_the_plan_says(make: Callable[[], nn.Module], recipe: str) -> None:
+def test_modules_of_ones_own_run_in_what_the_plan_says(
+    make: Callable[[], nn.Module], recipe: str
+) -> None:
     precision = Precision.from_recipe(recipe)
     model = precision.prepare(nn.ModuleDict({"wide": nn.Linear(256, 256), "own": make()}))
     ran = Operands()

@@ -67,7 +67,9 @@ def test_every_problem_is_reported_at_once_with_its_near_match(tmp_path: Path) -
         ("\xff", "cannot be read"),
     ],
 )
-def test_hostile_yaml_is_refused(tmp_path: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_yaml_is_refused(
+    tmp_path: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "bad.yaml"
     path.write_bytes(text.encode("latin-1"))
@@ -80,6 +82,8 @@ def test_the_hash_depends_on_the_policy_and_not_on_how_it_is_written(tmp_path: P
     plain = tmp_path / "a.yaml"
     plain.write_text("name: x\nladder: [{backend: autocast, precision: bf16, tiers: [CPU]}]\n")
     spelled = tmp_path / "b.yaml"
-    spelled.write_text("# same\nladder:\n- tiers: [CPU]\n  backend: autocast\n  precision: bf16\nname: 'x'\n")
+    spelled.write_text(
+        "# same\nladder:\n- tiers: [CPU]\n  backend: autocast\n  precision: bf16\nname: 'x'\n"
+    )
     other = Recipe.model_validate({**load_recipe(str(plain)).model_dump(), "fp8": {"margin": 1}})
     assert load_recipe(str(plain)).sha256() == load_recipe(str(spelled)).sha256() != other.sha256()

@@ -15,7 +15,9 @@ FAINT = 2.0**-18
 STEPS = 100
 
 
-def demoted_at(model: nn.Sequential, precision: Precision, faint: set[int], by: float = FAINT) -> int:
+def demoted_at(
+    model: nn.Sequential, precision: Precision, faint: set[int], by: float = FAINT
+) -> int:
     """The first step of which the second layer ran in BF16, its input being faint in the steps of `faint`; 0: none."""
     step = 0
 
@@ -59,7 +61,9 @@ HOT = 2.0**24
 
 @pytest.mark.parametrize("at", [1, 24])
 @pytest.mark.parametrize("hot", [{"0"}, {"2"}, {"0", "2"}])
-def test_every_carrier_of_a_constant_fault_leaves_within_eight_steps(hot: set[str], at: int) -> None:
+def test_every_carrier_of_a_constant_fault_leaves_within_eight_steps(
+    hot: set[str], at: int
+) -> None:
     """A channel that is far too large, in the input of one layer, or of both: the second is dead behind the first."""
     torch.manual_seed(0)
     precision = Precision(recipe(fallback={"max_demoted_share": 1.0}))

@@ -38,10 +38,14 @@ def test_a_given_scale_is_used(fmt: str, scale: float) -> None:
     x = hot()
     clipped, underflow, decibels = measured(fmt, x, torch.tensor(scale))
     quantized = torch.from_numpy(quantize(x.numpy(), scale, fmt)).double()
-    assert clipped == pytest.approx((x * scale).abs().gt(scaling.FORMATS[fmt].max).double().mean().item())
+    assert clipped == pytest.approx(
+        (x * scale).abs().gt(scaling.FORMATS[fmt].max).double().mean().item()
+    )
     assert underflow == pytest.approx((quantized == 0).double().mean().item())
     noise = (quantized / scale - x.double()).square().sum()
-    assert decibels == pytest.approx(10 * torch.log10(x.double().square().sum() / noise).item(), rel=1e-5)
+    assert decibels == pytest.approx(
+        10 * torch.log10(x.double().square().sum() / noise).item(), rel=1e-5
+    )
 
 
 def test_a_dynamic_scale_is_the_tensors_own_or_the_rows() -> None:

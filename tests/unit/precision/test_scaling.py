@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.precision import scaling
-from harness.precision.backends import slot_buffers
+from harness.precision.backends import native_kernel
 
 FORMATS = ("e4m3", "e5m2")
 FLT_MAX = torch.finfo(torch.float32).max
@@ -29,11 +29,17 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_every_code_survives_a_round_trip(fmt: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     x = torch.tensor([decode(code, fmt) for code in range(256)], dtype=torch.float32)
-    assert torch.equal(x.nan_to_num(1.5), codes.view(scaling.FORMATS[fmt].dtype).float().nan_to_num(1.5)), "as torch's"
+    assert torch.equal(
+        x.nan_to_num(1.5), codes.view(scaling.FORMATS[fmt].dtype).float().nan_to_num(1.5)
+    ), "as torch's"
     assert (x.isnan().sum().item(), x.isinf().sum().item()) == {"e4m3": (2, 0), "e5m2": (6, 2)}[fmt]
     q = scaling.quantize(x, 1.0, fmt)
-    assert same_bits(q, x.clamp(-GRID[fmt][-1], GRID[fmt][-1]).to(torch.bfloat16)), "only Inf is no value of its own"
-    assert torch.equal(torch.signbit(q[~x.isnan()]), torch.signbit(x[~x.isnan()])), "the sign of zero is kept"
+    assert same_bits(q, x.clamp(-GRID[fmt][-1], GRID[fmt][-1]).to(torch.bfloat16)), (
+        "only Inf is no value of its own"
+    )
+    assert torch.equal(torch.signbit(q[~x.isnan()]), torch.signbit(x[~x.isnan()])), (
+        "the sign of zero is kept"
+    )
     raw = q[x.isfinite()].to(scaling.FORMATS[fmt].dtype).view(torch.uint8)
     assert torch.equal(raw, codes[x.isfinite()]), "the bytes that a GPU multiplies"
 
@@ -46,16 +52,24 @@ def test_all_bf16_values_match_the_oracle(fmt: str, scale: float) -> None:
     assert same_bits(scaling.quantize(ALL_BF16, torch.tensor(scale), fmt), expected)
 
 
-FLOAT32 = st.one_of(st.floats(width=32), st.floats(-500.0, 500.0, width=32), st.floats(-6e4, 6e4, width=32))
+FLOAT32 = st.one_of(
+    st.floats(width=32), st.floats(-500.0, 500.0, width=32), st.floats(-6e4, 6e4, width=32)
+)
 
 
-@given(st.lists(FLOAT32, min_size=1, max_size=40), st.floats(2.0**-126, FLT_MAX, width=32), st.sampled_from(FORMATS))
+@given(
+    st.lists(FLOAT32, min_size=1, max_size=40),
+    st.floats(2.0**-126, FLT_MAX, width=32),
+    st.sampled_from(FORMATS),
+)
 @settings(max_examples=300, deadline=None)
-def test_any_float32_at_any_scale_matches_the_oracle(values: list[float], scale: float, fmt: str) -> None:
+def test_any_float32_at_any_scale_matches_the_oracle(
+    values: list[float], scale: float, fmt: str
+) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     expected = torch.from_numpy(quantize(x.numpy(), scale, fmt)).to(torch.bfloat16)
     assert same_bits(scaling.quantize(x, scale, fmt), expected)
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     amax = torch.zeros(1)
     assert same_bits(kernel(x, scale, fmt, amax.data_ptr(), None), expected)
@@ -73,7 +87,9 @@ def test_all_float16_values_match_the_oracle(fmt: str) -> None:
 def test_ties_go_to_even_and_neighbours_do_not(fmt: str) -> None:
     grid = GRID[fmt]
     middles = np.array([(a + b) / 2 for a, b in pairwise(grid)], dtype=np.float32)
-    near = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
+    near = np.concatenate(
+        [middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))]
+    )
     expected = torch.from_numpy(quantize(near, 1.0, fmt)).to(torch.bfloat16)
     assert same_bits(scaling.quantize(torch.from_numpy(near), 1.0, fmt), expected)
 
@@ -86,7 +102,7 @@ def test_saturates_and_keeps_nan() -> None:
 
 
 def test_the_fused_kernel_is_in_use_here_and_agrees() -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 5001, generator=generator) * torch.logspace(-6, 6, 5001)
@@ -100,7 +116,7 @@ def test_the_fused_kernel_is_in_use_here_and_agrees() -> None:
 
 
 def test_kernel_statistics_match_the_reference() -> None:
-    kernel, note = slot_buffers.load()
+    kernel, note = native_kernel.load()
     assert kernel is not None, note
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 30
     x[:5] = torch.tensor([0.0, math.nan, math.inf, 1e-9, -0.0])
@@ -148,15 +164,21 @@ def test_update_matches_the_oracle_on_any_sequence(
     row = st.lists(AMAXES, min_size=slots, max_size=slots)
     fp8_max = data.draw(st.lists(st.sampled_from([448.0, 57344.0]), min_size=slots, max_size=slots))
     h = torch.tensor([data.draw(row) for _ in range(rows)])
-    s = torch.tensor(data.draw(st.lists(st.floats(2.0**-30, 2.0**30, width=32), min_size=slots, max_size=slots)))
+    s = torch.tensor(
+        data.draw(st.lists(st.floats(2.0**-30, 2.0**30, width=32), min_size=slots, max_size=slots))
+    )
     for newest in data.draw(st.lists(row, min_size=1, max_size=9)):
         h[0] = torch.tensor(newest)
         before = h.clone(), s.clone()
-        expected = [torch.tensor(part) for part in update(h.tolist(), s.tolist(), fp8_max, margin, algo)]
+        expected = [
+            torch.tensor(part) for part in update(h.tolist(), s.tolist(), fp8_max, margin, algo)
+        ]
         result = scaling.update(h, s, torch.tensor(fp8_max), margin, algo)
         for mine, right, given_, kept in zip(result, expected, (h, s), before, strict=True):
             assert torch.equal(mine.view(torch.int32), right.view(torch.int32)), (mine, right)
-            assert torch.equal(given_.view(torch.int32), kept.view(torch.int32)), "pure: inputs are left alone"
+            assert torch.equal(given_.view(torch.int32), kept.view(torch.int32)), (
+                "pure: inputs are left alone"
+            )
         h, s = result
 
 

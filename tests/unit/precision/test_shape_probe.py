@@ -18,11 +18,21 @@ from harness.capability.probe import Device, LibraryFacts, MachineFacts
 from harness.core.errors import ConfigError
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
-from harness.precision.shape_probe import cache_file, contestants, keep_out, measure, probe_layers, slower, times_of
+from harness.precision.shape_probe import (
+    cache_file,
+    contestants,
+    keep_out,
+    measure,
+    probe_layers,
+    slower,
+    times_of,
+)
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 CPU = torch.device("cpu")
-H100 = MachineFacts(torch_version="2.13.0", cuda_available=True, devices=(Device("NVIDIA H100", (9, 0), 80 << 30),))
+H100 = MachineFacts(
+    torch_version="2.13.0", cuda_available=True, devices=(Device("NVIDIA H100", (9, 0), 80 << 30),)
+)
 TOKENS = 128
 
 
@@ -39,7 +49,13 @@ def recipe(**layers: object) -> Recipe:
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Linear(32, 32),
+        nn.Linear(32, 64),
+        nn.Linear(64, 32),
+        nn.Linear(32, 32),
+        nn.Linear(32, 10),
+    )
 
 
 def plan_on(facts: MachineFacts, policy: Recipe) -> Plan:
@@ -88,7 +104,11 @@ def test_the_plan_names_what_was_moved_and_leaves_the_rest() -> None:
 
 def test_times_in_the_cache_decide() -> None:
     policy = recipe()
-    names = {"32x32, 128 tokens": (2e-5, 3e-5), "64x32, 128 tokens": (4e-5, 3e-5), "32x64, 128 tokens": (4e-5, 4.1e-5)}
+    names = {
+        "32x32, 128 tokens": (2e-5, 3e-5),
+        "64x32, 128 tokens": (4e-5, 3e-5),
+        "32x64, 128 tokens": (4e-5, 4.1e-5),
+    }
     path = remember(policy, H100, names)
     plan = probe_layers(plan_on(H100, policy), policy, H100, CPU)
     assert plan.fp8_layers() == ("1",)
@@ -116,7 +136,10 @@ def test_without_the_key_or_a_gpu_nothing_is_timed(cache: Path) -> None:
     assert plan.fp8_layers() == ("0", "1", "2", "3")
     assert "layers.probe does nothing here: it times GPU kernels" in plan.notes[-1]
     a100 = replace(H100, devices=(Device("A100", (8, 0), 80 << 30),))
-    assert "does nothing here: this rung has no FP8" in probe_layers(plan_on(a100, on), on, a100, CPU).notes[-1]
+    assert (
+        "does nothing here: this rung has no FP8"
+        in probe_layers(plan_on(a100, on), on, a100, CPU).notes[-1]
+    )
     assert not cache.exists()
 
 
@@ -132,7 +155,9 @@ def test_a_resumed_run_keeps_the_choice_of_its_beginning() -> None:
     assert resumed.layers == began.layers
     assert "as chosen when this run began" in resumed.notes[-1]
     other_rung = {**earlier, "resolved": "transformer_engine:fp8"}
-    assert probe_layers(plan_on(H100, policy), policy, H100, CPU, earlier=other_rung).fp8_layers() == (
+    assert probe_layers(
+        plan_on(H100, policy), policy, H100, CPU, earlier=other_rung
+    ).fp8_layers() == (
         "0",
         "1",
         "2",
@@ -166,10 +191,14 @@ def test_the_fp8_bench_really_runs_fp8_and_the_other_does_not() -> None:
         assert stop > start
         assert all(parameter.grad is not None for parameter in bench.model.parameters())
     assert fp8.backend.layers == ("0", "1", "2", "3")
-    assert (fp8.backend.state_dict()[0]["history"].amax(0) > 0).all(), "input, weight and gradient of each were cast"
+    assert (fp8.backend.state_dict()[0]["history"].amax(0) > 0).all(), (
+        "input, weight and gradient of each were cast"
+    )
     assert bf16.backend.layers == ()
     assert bf16.backend.note == "torch.autocast"
-    assert fp8.seconds([(0.0, 8.0), (1.0, 5.0), (2.0, 99.0)]) == 2.0, "median of 8, 4 and 97 over four layers"
+    assert fp8.seconds([(0.0, 8.0), (1.0, 5.0), (2.0, 99.0)]) == 2.0, (
+        "median of 8, 4 and 97 over four layers"
+    )
 
 
 def test_measured_times_are_of_one_layer_and_grow_with_its_size() -> None:
@@ -180,7 +209,9 @@ def test_measured_times_are_of_one_layer_and_grow_with_its_size() -> None:
     assert 0 < small.fp8 < large.fp8
 
 
-def test_sizes_are_timed_in_another_process_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_timed_in_another_process_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU as if it were the card: with a damaged cache, with a good one, and without a Python to start."""
     policy = recipe()
     native = policy.ladder[1]
@@ -195,7 +226,9 @@ def test_sizes_are_timed_in_another_process_once(cache: Path, monkeypatch: pytes
     assert "2 sizes timed, 0 from" in note
     assert f"ignored the damaged {path}" in note
     assert set(json.loads(path.read_text())) == {"32x32, 128 tokens", "64x32, 128 tokens"}
-    assert [name for name in os.listdir(cache) if not name.startswith("native_kernel")] == [path.name]
+    assert [name for name in os.listdir(cache) if not name.startswith("native_kernel")] == [
+        path.name
+    ]
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     again, note = times_of([(32, 32)], TOKENS, policy, native, H100, CPU)
     assert again == {(32, 32): times[32, 32]}
@@ -206,7 +239,9 @@ def test_sizes_are_timed_in_another_process_once(cache: Path, monkeypatch: pytes
     assert "/no/such/python" in note
 
 
-@pytest.mark.parametrize("text", ["[]", '{"32x32": [1.0]}', '{"32x32": ["a", 1.0]}', '{"32x32": [1.0, 0.0]}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"32x32": [1.0]}', '{"32x32": ["a", 1.0]}', '{"32x32": [1.0, 0.0]}', "\xff"]
+)
 def test_a_damaged_cache_is_ignored_and_said(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = recipe()
     path = cache_file(policy, policy.ladder[1], H100, CPU)
@@ -221,7 +256,10 @@ def test_a_bench_that_fails_says_why_in_the_plan() -> None:
     policy = recipe()
     te = policy.model_copy(update={"ladder": policy.ladder[:1]})
     facts = replace(
-        H100, libraries={"transformer_engine": LibraryFacts("2.20.2", True, "it is not, but the plan thinks so")}
+        H100,
+        libraries={
+            "transformer_engine": LibraryFacts("2.20.2", True, "it is not, but the plan thinks so")
+        },
     )
     plan = probe_layers(plan_on(facts, te), te, facts, CPU)
     assert plan.fp8_layers() == ("0", "1", "2", "3")

@@ -8,7 +8,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, mlp, prepared, recipe, scaled, snapshot, standard_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    mlp,
+    prepared,
+    recipe,
+    scaled,
+    snapshot,
+    standard_step,
+)
 from torch import Tensor, nn
 
 from harness import Precision
@@ -103,10 +113,14 @@ WAYS = [wrapper, in_place, its_forward, the_loss, the_step, wrapper_and_optimize
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_bits_of_eager(name: str, way: Callable[[nn.Sequential, WrappedOptimizer, Graphs], Step]) -> None:
+def test_the_bits_of_eager(
+    name: str, way: Callable[[nn.Sequential, WrappedOptimizer, Graphs], Step]
+) -> None:
     """And the model's forward is one graph."""
 
-    def run(way: Callable[[nn.Sequential, WrappedOptimizer, Graphs], Step]) -> tuple[dict[str, Any], Graphs]:
+    def run(
+        way: Callable[[nn.Sequential, WrappedOptimizer, Graphs], Step],
+    ) -> tuple[dict[str, Any], Graphs]:
         precision, model = made(name)
         wrapped, graphs = precision.wrap(adamw(model), max_grad_norm=1.0), Graphs()
         step = way(model, wrapped, graphs)
@@ -186,7 +200,10 @@ def test_a_model_wrapped_in_compile_before_is_refused(name: str, whole: bool) ->
     compiled = cast(nn.Module, torch.compile(mlp(), backend=Graphs()))
     model = compiled if whole else nn.Sequential(nn.Linear(16, 16), compiled)
     told = "the model" if whole else "1"
-    with pytest.raises(MisuseError, match=rf"prepare\(\): {told} is wrapped in torch\.compile[\s\S]*bare model first"):
+    with pytest.raises(
+        MisuseError,
+        match=rf"prepare\(\): {told} is wrapped in torch\.compile[\s\S]*bare model first",
+    ):
         Precision(recipe(name)).prepare(model)
 
 
@@ -194,7 +211,10 @@ def test_one_graph_for_everything_is_refused() -> None:
     precision, model = prepared(recipe("bf16"))
     precision.wrap(adamw(model))
     compiled = torch.compile(model, backend=Graphs(), fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"enters its precision before its forward[\s\S]*leave out fullgraph=True"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"enters its precision before its forward[\s\S]*leave out fullgraph=True",
+    ):
         compiled(batch(0)[0])
 
 
@@ -208,10 +228,14 @@ def exported(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("name", ["fp16_scaler", "bf16"])
 @pytest.mark.parametrize("graph_of", [traced, exported])
-def test_a_graph_that_goes_past_the_hooks_is_refused(graph_of: Callable[[nn.Module], Any], name: str) -> None:
+def test_a_graph_that_goes_past_the_hooks_is_refused(
+    graph_of: Callable[[nn.Module], Any], name: str
+) -> None:
     precision, model = prepared(recipe(name))
     precision.wrap(adamw(model))
     graph = graph_of(model)
     precision.drop_window()
-    with pytest.raises(MisuseError, match=r"traced, scripted or exported[\s\S]*call the prepared model itself"):
+    with pytest.raises(
+        MisuseError, match=r"traced, scripted or exported[\s\S]*call the prepared model itself"
+    ):
         graph(batch(0)[0]).mean().backward()

@@ -70,7 +70,11 @@ def test_the_standard_loop_is_the_explicit_one(name: str, micro_batches: int, fu
     optimizer = adamw(model, fused)
     explicit, ours = [], []
     for step in range(8):
-        explicit.append(forward_backward(precision, model, step, micro_batches, poison=math.nan if step == 3 else 0.0))
+        explicit.append(
+            forward_backward(
+                precision, model, step, micro_batches, poison=math.nan if step == 3 else 0.0
+            )
+        )
         precision.step(optimizer, max_grad_norm=0.1)
         optimizer.zero_grad()
     twin, other = prepared(recipe(name))
@@ -119,7 +123,10 @@ def test_150_steps_of_an_mlp_learn(name: str) -> None:
 @pytest.mark.parametrize("inner", [True, False])
 def test_schedulers_of_either_optimizer(kind: str, inner: bool) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        made = {"StepLR": lambda: StepLR(optimizer, 2, 0.5), "OneCycleLR": lambda: OneCycleLR(optimizer, 1e-2, 20)}
+        made = {
+            "StepLR": lambda: StepLR(optimizer, 2, 0.5),
+            "OneCycleLR": lambda: OneCycleLR(optimizer, 1e-2, 20),
+        }
         return made.get(kind, lambda: LinearLR(optimizer, 1.0, 0.1, 6))()
 
     rates = []
@@ -136,7 +143,9 @@ def test_schedulers_of_either_optimizer(kind: str, inner: bool) -> None:
             else:
                 standard_step(model, wrapped, step)
             scheduler.step()
-            rates[-1].append((optimizer.param_groups[0]["lr"], model.get_parameter("0.weight").sum().item()))
+            rates[-1].append(
+                (optimizer.param_groups[0]["lr"], model.get_parameter("0.weight").sum().item())
+            )
     assert rates[0] == rates[1]
 
 
@@ -215,7 +224,11 @@ def true_gradients(**changes: Any) -> dict[str, Tensor]:
     """Of fp32: what those of fp16 should be, but for rounding."""
     precision, model = prepared(recipe("fp32"))
     forward_backward(precision, model, 0)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_gradients_of_fp16_are_true_between_backward_and_step() -> None:
@@ -225,7 +238,9 @@ def test_gradients_of_fp16_are_true_between_backward_and_step() -> None:
     seen: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(p.grad.clone()))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen[name].append(p.grad.clone())
+        )
     x, y = batch(0)
     for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
         (nn.functional.mse_loss(model(inputs), targets) / 2).backward()
@@ -260,7 +275,11 @@ def test_hooks_of_the_users_own_come_after_ours(name: str, before: bool) -> None
         standard_step(model, wrapped, 0)
         clamp()
     nn.functional.mse_loss(model(batch(1)[0]), batch(1)[1]).backward()
-    largest = [parameter.grad.abs().max().item() for parameter in model.parameters() if parameter.grad is not None]
+    largest = [
+        parameter.grad.abs().max().item()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     assert largest == [pytest.approx(limit)] * 4
 
 
@@ -278,12 +297,19 @@ def test_clipping_does_not_hide_an_overflow(hide: str) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.nan_to_num_(0.0, 1.0, -1.0)
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
     wrapped.step()
     assert wrapped.outcome is not None
     assert not wrapped.outcome.was_applied
     after = snapshot(precision, model, wrapped.optimizers[0])
-    assert differences(before["model"], after["model"]) == differences(before["optimizer"], after["optimizer"]) == []
+    assert (
+        differences(before["model"], after["model"])
+        == differences(before["optimizer"], after["optimizer"])
+        == []
+    )
     assert after["tensors"]["loss_scale.value"].item() == 512
     wrapped.zero_grad()
     standard_step(model, wrapped, 2)
@@ -437,7 +463,9 @@ def test_a_checkpoint_that_the_loop_makes_runs_the_same_again(name: str, reentra
         for step in range(4):
             x, y = batch(step)
             first = model[0](x)
-            hidden = checkpoint(model[2], first, use_reentrant=reentrant) if use else model[2](first)
+            hidden = (
+                checkpoint(model[2], first, use_reentrant=reentrant) if use else model[2](first)
+            )
             assert isinstance(hidden, Tensor)
             nn.functional.mse_loss(hidden, y).backward()
             wrapped.step()

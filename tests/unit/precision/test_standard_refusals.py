@@ -52,7 +52,9 @@ def test_a_loss_of_two_prepared_models_needs_to_be_told_whose_it_is() -> None:
     wrapped = first.wrap(adamw(generator)), second.wrap(adamw(critic))
     for step in range(3):
         x, y = batch(step)
-        with pytest.raises(MisuseError, match=r"reaches 2 prepared models[\s\S]*requires_grad_\(False\)"):
+        with pytest.raises(
+            MisuseError, match=r"reaches 2 prepared models[\s\S]*requires_grad_\(False\)"
+        ):
             nn.functional.mse_loss(critic(generator(x)), y).backward()
         critic.requires_grad_(False)
         nn.functional.mse_loss(critic(generator(x)), y).backward()
@@ -68,7 +70,10 @@ def test_fp8_layers_of_another_precision_are_refused() -> None:
     precision, model = prepared(recipe())
     around = nn.Sequential(model, nn.Linear(16, 16))
     for anew in (model, copy.deepcopy(model), around):
-        with pytest.raises(MisuseError, match=r"prepare\(\)[\s\S]*2 FP8 layers of another Precision, such as (0\.)?0"):
+        with pytest.raises(
+            MisuseError,
+            match=r"prepare\(\)[\s\S]*2 FP8 layers of another Precision, such as (0\.)?0",
+        ):
             Precision(recipe()).prepare(anew)
     standard_step(model, precision.wrap(adamw(model)), 0)
 
@@ -118,7 +123,13 @@ def test_what_cannot_be_wrapped_is_named_at_once() -> None:
     with pytest.raises(MisuseError) as caught:
         precision.wrap(wrong, max_grad_norm=0.0)  # pyright: ignore[reportArgumentType]
     text = str(caught.value)
-    for expected in ("LBFGS", "no parameter of the prepared", "str is no torch", "wrapped already", "Holder holds"):
+    for expected in (
+        "LBFGS",
+        "no parameter of the prepared",
+        "str is no torch",
+        "wrapped already",
+        "Holder holds",
+    ):
         assert expected in text
     with pytest.raises(MisuseError, match="max_grad_norm is -1"):
         precision.wrap(optimizer, max_grad_norm=-1.0)
@@ -225,7 +236,9 @@ def test_an_evaluation_leaves_no_trace(wrap: bool) -> None:
         train_step(precision, model, optimizer, 0)
     stats = precision.stats()
     assert stats is not None
-    assert stats.amax[0] == batch(0)[0].to(torch.bfloat16).abs().max().item(), "of the training's batch alone"
+    assert stats.amax[0] == batch(0)[0].to(torch.bfloat16).abs().max().item(), (
+        "of the training's batch alone"
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic", "bf16"])
@@ -262,11 +275,19 @@ def test_a_guard_takes_the_wrapped_optimizer() -> None:
     wrapped = precision.wrap(adamw(model), max_grad_norm=1.0)
     scheduler = StepLR(wrapped, 3, 0.9)
     guard = Guard.for_precision(
-        precision, wrapped, keep=[scheduler], max_consecutive_skips=2, snapshot_every=4, healthy_steps=2, streams=True
+        precision,
+        wrapped,
+        keep=[scheduler],
+        max_consecutive_skips=2,
+        snapshot_every=4,
+        healthy_steps=2,
+        streams=True,
     )
     actions = []
     for forward in range(16):
-        assert guard.window == forward, "what it calls a window is the loop's batch, after a rollback too"
+        assert guard.window == forward, (
+            "what it calls a window is the loop's batch, after a rollback too"
+        )
         standard_step(model, wrapped, forward, poison=math.nan if forward in (5, 9, 10) else 0.0)
         scheduler.step()
         actions.append(type(guard.end_step()).__name__)

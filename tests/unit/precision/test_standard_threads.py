@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import adamw, batch, differences, mlp, prepared, recipe, scaled, snapshot, standard_step
+from api_support import (
+    adamw,
+    batch,
+    differences,
+    mlp,
+    prepared,
+    recipe,
+    scaled,
+    snapshot,
+    standard_step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,7 +72,9 @@ def during(part: str, model: nn.Module, call: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["fp16_scaler", "fp8_hybrid", "fp8_dynamic", "bf16"])
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_a_model_trains_while_another_thread_is_in_a_forward_or_backward(name: str, part: str) -> None:
+def test_a_model_trains_while_another_thread_is_in_a_forward_or_backward(
+    name: str, part: str
+) -> None:
     alone = steps(*made(name))
     precision, model, wrapped = made(name)
     other, slow, theirs = made("bf16")
@@ -107,7 +119,9 @@ def test_checkpoints_in_checkpoints_go_on_in_other_threads() -> None:
 
         for step in range(2):
             x, y = batch(step)
-            nn.functional.mse_loss(model[2](nested(70 if deep else 1, x.requires_grad_())), y).backward()
+            nn.functional.mse_loss(
+                model[2](nested(70 if deep else 1, x.requires_grad_())), y
+            ).backward()
             wrapped.step()
             wrapped.zero_grad()
         return snapshot(precision, model, wrapped)
@@ -187,7 +201,9 @@ def test_a_backward_within_a_backward_of_the_same_model_is_refused() -> None:
 def test_a_reentrant_checkpoint_around_the_whole_model_is_refused() -> None:
     _, model, _ = made("fp16_scaler")
     out: Any = checkpoint(model, batch(0)[0].requires_grad_(), use_reentrant=True)
-    with pytest.raises(MisuseError, match=r"around all of the prepared model[\s\S]*use_reentrant=False"):
+    with pytest.raises(
+        MisuseError, match=r"around all of the prepared model[\s\S]*use_reentrant=False"
+    ):
         out.mean().backward()
 
 
@@ -227,7 +243,9 @@ def test_models_are_prepared_while_others_step() -> None:
 def test_gradients_of_autograd_grad_are_not_stepped_with() -> None:
     _, model, wrapped = made("fp16_scaler")
     parameters = list(model.parameters())
-    for parameter, grad in zip(parameters, torch.autograd.grad(model(batch(0)[0]).mean(), parameters), strict=True):
+    for parameter, grad in zip(
+        parameters, torch.autograd.grad(model(batch(0)[0]).mean(), parameters), strict=True
+    ):
         parameter.grad = grad
     with pytest.raises(MisuseError, match=r"no backward\(\) since the last step"):
         wrapped.step()

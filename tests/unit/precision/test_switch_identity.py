@@ -47,7 +47,9 @@ def test_twelve_switches_leave_parameters_moments_ties_and_hooks_alone(name: str
         train_step(precision, model, optimizer, switch + 1)
     assert moved >= 12
     after = dict(model.named_parameters(remove_duplicate=False))
-    assert {key: id(value) for key, value in after.items()} == {key: id(value) for key, value in before.items()}
+    assert {key: id(value) for key, value in after.items()} == {
+        key: id(value) for key, value in before.items()
+    }
     assert model.first.weight is model.second.weight
     assert {id(p): optimizer.state[p]["exp_avg"].data_ptr() for p in model.parameters()} == moments
     assert set(fired.values()) == {13}

@@ -19,11 +19,15 @@ from harness.precision.plan import make_plan
 from harness.precision.recipe import Recipe, Rung
 
 
-@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
 @pytest.mark.parametrize("scaling", ["delayed", "current", "block"])
 def test_without_transformer_engine_the_error_says_what_to_do(scaling: str) -> None:
     rung = Rung(backend="transformer_engine", precision="fp8", tiers=["HOPPER"])
-    recipe = Recipe.model_validate({"name": "te", "ladder": [rung.model_dump()], "fp8": {"scaling": scaling}})
+    recipe = Recipe.model_validate(
+        {"name": "te", "ladder": [rung.model_dump()], "fp8": {"scaling": scaling}}
+    )
     model = nn.Sequential(nn.Linear(128, 128))
     plan = make_plan(recipe, probe(), rung, [], model)
     with pytest.raises(MachineError) as caught:
@@ -38,7 +42,9 @@ def test_without_transformer_engine_the_error_says_what_to_do(scaling: str) -> N
     assert type(model[0]) is nn.Linear, "the model is left as it was"
 
 
-def test_environment_variables_that_change_the_numbers_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_change_the_numbers_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0")
@@ -91,7 +97,9 @@ def test_rows_are_filled_up_without_a_trace(shape: tuple[int, ...], multiple: in
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     for actual, wanted in zip(
-        torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(expected, (x, weight), grad), strict=True
+        torch.autograd.grad(out, (x, weight), grad),
+        torch.autograd.grad(expected, (x, weight), grad),
+        strict=True,
     ):
         torch.testing.assert_close(actual, wanted)
 

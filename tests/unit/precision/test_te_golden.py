@@ -44,7 +44,9 @@ def synthetic_sequence(case: dict[str, Any]) -> dict[str, Any]:
     amaxes = [[float(np.float32(value)) for value in row] for row in AMAXES]
     for row in amaxes:
         history = [list(row), *history[1:]]
-        history, scale = oracle.update(history, scale, fp8_max, case["margin"], case["amax_compute_algo"])
+        history, scale = oracle.update(
+            history, scale, fp8_max, case["margin"], case["amax_compute_algo"]
+        )
         scales.append(scale)
         histories.append(history)
     parts = {"amax": amaxes, "scale": scales, "history": histories}
@@ -57,15 +59,25 @@ def synthetic_cast(fmt: str, scale: float) -> dict[str, Any]:
     codes = {value: code for code in range(128) if math.isfinite(value := oracle.decode(code, fmt))}
     quantized = [float(value) for value in oracle.quantize(values, scale, fmt)]
     found = [
-        (codes[abs(value)] | (0x80 if math.copysign(1, value) < 0 else 0)) if math.isfinite(value) else 0x7F
+        (codes[abs(value)] | (0x80 if math.copysign(1, value) < 0 else 0))
+        if math.isfinite(value)
+        else 0x7F
         for value in quantized
     ]
-    return {"format": fmt, "scale": scale, "runs": te_golden.to_runs(np.array(found, dtype=np.uint8))}
+    return {
+        "format": fmt,
+        "scale": scale,
+        "runs": te_golden.to_runs(np.array(found, dtype=np.uint8)),
+    }
 
 
 @cache
 def made_by_the_oracle() -> dict[str, Any]:
-    casts = [synthetic_cast(fmt, scale) for fmt in ("e4m3", "e5m2") for scale in (1.0, 0.0137, te_golden.SCALES[-1])]
+    casts = [
+        synthetic_cast(fmt, scale)
+        for fmt in ("e4m3", "e5m2")
+        for scale in (1.0, 0.0137, te_golden.SCALES[-1])
+    ]
     return {"sequences": [synthetic_sequence(case) for case in CASES], "casts": casts}
 
 
@@ -133,7 +145,9 @@ def test_a_machine_that_cannot_record_says_so(tmp_path: Path) -> None:
     """In a process of its own, whose only machine is this one without its cards."""
     command = [sys.executable, "-m", "benchmarks.te_golden", "--out", str(tmp_path / "none")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 4, done.stderr
     assert "compute capability 8.9" in done.stderr
     assert not (tmp_path / "none").exists()

@@ -25,7 +25,9 @@ def recipe(ladder: list[dict[str, object]], **fp8: object) -> Recipe:
 
 @pytest.mark.parametrize("scaling", ["current", "block"])
 def test_a_ladder_that_would_compute_something_else_is_an_error(scaling: str) -> None:
-    with pytest.raises(ConfigError, match=f"native rungs compute delayed scaling only, fp8.scaling is {scaling}"):
+    with pytest.raises(
+        ConfigError, match=f"native rungs compute delayed scaling only, fp8.scaling is {scaling}"
+    ):
         recipe([TE, NATIVE], scaling=scaling)
     with pytest.raises(ConfigError, match="needs a transformer_engine rung"):
         recipe([TORCHAO], scaling=scaling)
@@ -35,10 +37,17 @@ def test_a_ladder_that_would_compute_something_else_is_an_error(scaling: str) ->
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("margin", 1), ("amax_history_len", 32), ("amax_compute_algo", "most_recent"), ("roll", "micro_batch")],
+    [
+        ("margin", 1),
+        ("amax_history_len", 32),
+        ("amax_compute_algo", "most_recent"),
+        ("roll", "micro_batch"),
+    ],
 )
 def test_a_key_without_effect_is_an_error_that_names_it(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{key} would have no effect: scaling current has no amax history"):
+    with pytest.raises(
+        ConfigError, match=f"{key} would have no effect: scaling current has no amax history"
+    ):
         recipe([TE], scaling="current", **{key: value})
     assert getattr(recipe([TE], **{key: value}).fp8, key) == value
 
@@ -103,5 +112,8 @@ def test_blocks_of_128_keep_odd_sizes_out_under_transformer_engine_only() -> Non
     facts = machine((9, 0), "13.0")
     rung, verdicts = resolve(policy, facts)
     assert rung is not None
-    reasons = {layer.module: layer.reason for layer in make_plan(policy, facts, rung, verdicts, model).layers}
+    reasons = {
+        layer.module: layer.reason
+        for layer in make_plan(policy, facts, rung, verdicts, model).layers
+    }
     assert "176x128 are not multiples of 128" in reasons["1"]

@@ -104,7 +104,8 @@ def test_quantizers_are_views_of_one_state() -> None:
             assert state.scale[-1] == 1
     assert torch.equal(layers[1].fp8_meta["scaling_bwd"].amax_history[:, 0], history[:, 5])
     assert all(
-        torch.equal(tensor, {"history": history, "scale": scale}[name]) for name, tensor in scales.tensors().items()
+        torch.equal(tensor, {"history": history, "scale": scale}[name])
+        for name, tensor in scales.tensors().items()
     )
 
 
@@ -152,7 +153,9 @@ def test_micro_batches_show_the_largest_saturation_under_its_own_scale() -> None
     scales, layers = make()
     stats = window(scales, layers, *([[amax] * 3] * LAYERS for amax in (4.0, 16.0, 1.0)))
     assert stats[0].tolist() == [16.0] * 9
-    assert stats[2, 0].item() == pytest.approx(16 * (448 / 4) / 448), "the second, under the first one's scale"
+    assert stats[2, 0].item() == pytest.approx(16 * (448 / 4) / 448), (
+        "the second, under the first one's scale"
+    )
 
 
 def test_what_was_staged_without_a_backward_ends_with_its_window() -> None:
@@ -184,7 +187,9 @@ def test_infinite_amaxes_are_dropped_and_counted_unless_told_otherwise(scrub: bo
     assert bool(scales.tensors()["history"].isfinite().all()) is scrub
     window(scales, layers, [[4.0, 1.0, 1.0]] * LAYERS)
     assert scales.scrubbed.item() == 0, "counted from window to window"
-    assert scales.tensors()["scale"][0].item() == (112.0 if scrub else 448.0), "not scrubbed, the scale is frozen"
+    assert scales.tensors()["scale"][0].item() == (112.0 if scrub else 448.0), (
+        "not scrubbed, the scale is frozen"
+    )
 
 
 @pytest.mark.parametrize("change", ["columns", "length", "dtype", "missing"])
@@ -236,7 +241,9 @@ def test_the_last_amaxes_are_the_state() -> None:
 def test_block_scaling_demotes_for_an_infinite_amax_and_promotes_again() -> None:
     """NaN for the scale says nothing; NaN for the saturation would keep a layer out of FP8 for good."""
     names = ("a.input", "a.weight", "a.grad_output", "b.input", "b.weight", "b.grad_output")
-    policy = FallbackConfig(**{"hits": 1, "window": 2, "dwell_steps": 2, "warmup_steps": 1, "max_demoted_share": 1.0})
+    policy = FallbackConfig(
+        **{"hits": 1, "window": 2, "dwell_steps": 2, "warmup_steps": 1, "max_demoted_share": 1.0}
+    )
     controller = FallbackController(policy, ["a", "b"])
     amax = torch.ones(6)
     scales = TensorScales(FP8_MAX[:6], amax, blocks=True)
@@ -247,7 +254,9 @@ def test_block_scaling_demotes_for_an_infinite_amax_and_promotes_again() -> None
         rows = scales.finish(amax, APPLY).numpy()
         unknown = np.full(6, np.nan, dtype=np.float32)
         stats = SlotStats(names, rows[0], rows[1], rows[2], unknown, unknown, unknown)
-        facts = StepFacts(step, step, 1.0, 1.0, 1e-3, 1.0, True, step, 1, 1.0, demoted=demoted, slots=stats)
+        facts = StepFacts(
+            step, step, 1.0, 1.0, 1e-3, 1.0, True, step, 1, 1.0, demoted=demoted, slots=stats
+        )
         proposal = controller.observe(facts).proposal
         if isinstance(proposal, Switch):
             moves.append((proposal.demote, proposal.promote))

@@ -56,7 +56,9 @@ def backend_for(model: nn.Module, recipe: Recipe) -> PrecisionBackend:
     return build_backend(make_plan(recipe, facts, rung, verdicts, model), recipe, model, CPU)
 
 
-def step(backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def step(
+    backend: PrecisionBackend, model: nn.Module, x: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
     backend.begin_window(sample=True)
     with backend.context():
         loss = F.mse_loss(model(x).float(), target)
@@ -92,7 +94,9 @@ def test_it_trains(recipe: Recipe, dynamic: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
     assert (stats[0] > 0).all(), "every slot saw values: FP8 really ran"
     torch.testing.assert_close(stats[2], torch.ones(6), rtol=1e-6, atol=0.0)
-    assert (stats[3:5] < 1e-2).all(), "dynamic scales clip and lose next to nothing of healthy tensors"
+    assert (stats[3:5] < 1e-2).all(), (
+        "dynamic scales clip and lose next to nothing of healthy tensors"
+    )
     assert (stats[5] > 20).all()
 
 
@@ -105,13 +109,19 @@ def test_what_the_casts_lose_is_what_torchaos_own_casts_lose(recipe: Recipe) -> 
     x = torch.randn(64, 32)
     x[:, 3] = 2.0**20
     step(backend, model, x, torch.zeros(64, 32))
-    clipped, underflow, decibels, *_ = backend.end_window(backend.amax(), APPLY, same)[3:, 0].tolist()
+    clipped, underflow, decibels, *_ = backend.end_window(backend.amax(), APPLY, same)[
+        3:, 0
+    ].tolist()
     rounded = x.bfloat16()
-    theirs = hp_tensor_to_float8_dynamic(rounded, torch.float8_e4m3fn, LinearMMConfig()).to_original_precision()
+    theirs = hp_tensor_to_float8_dynamic(
+        rounded, torch.float8_e4m3fn, LinearMMConfig()
+    ).to_original_precision()
     assert clipped == 0.0
     assert underflow == ((theirs == 0) & (rounded != 0)).float().mean().item() > 0.5
     noise = (theirs.double() - rounded.double()).square().sum()
-    assert decibels == pytest.approx(10 * torch.log10(rounded.double().square().sum() / noise).item(), abs=0.1)
+    assert decibels == pytest.approx(
+        10 * torch.log10(rounded.double().square().sum() / noise).item(), abs=0.1
+    )
 
 
 def test_fp8_really_ran(recipe: Recipe) -> None:

@@ -53,7 +53,9 @@ def _fresh_compiler() -> Iterator[None]:
 
 def recipe(dynamic: str = "tensorwise") -> Recipe:
     base = load_recipe("fp8_dynamic").model_dump()
-    return Recipe.model_validate({**base, "fp8": {"dynamic": dynamic}, "layers": {"min_features": 16}})
+    return Recipe.model_validate(
+        {**base, "fp8": {"dynamic": dynamic}, "layers": {"min_features": 16}}
+    )
 
 
 def backend_for(model: nn.Module, dynamic: str = "tensorwise") -> TorchaoBackend:
@@ -85,10 +87,14 @@ def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> No
 def test_a_linear_has_the_amaxes_of_eager_under_the_default_compiler() -> None:
     """All the bits while switching; else but the weight's gradient, which the compiler leaves in float32."""
 
-    compiled, eager = (switched_linear(backend_for, each, False, torch.bfloat16) for each in (True, False))
+    compiled, eager = (
+        switched_linear(backend_for, each, False, torch.bfloat16) for each in (True, False)
+    )
     for number, (mine, theirs) in enumerate(zip(compiled, eager, strict=True)):
         if number in (0, 3):
-            torch.testing.assert_close(mine.pop("0.weight"), theirs.pop("0.weight"), rtol=2**-8, atol=0)
+            torch.testing.assert_close(
+                mine.pop("0.weight"), theirs.pop("0.weight"), rtol=2**-8, atol=0
+            )
         assert_same_bits(mine, theirs)
 
 
@@ -101,8 +107,14 @@ def test_recomputed_activations(reentrant: bool) -> None:
         if compiled:
             block.compile(backend="aot_eager", fullgraph=True)
         model = Recomputing(block, reentrant)
-        states = windows(backend, model, lambda: [torch.randn(16, 32, requires_grad=True)], 3, sampled=(1,))
-        return {f"{number} {name}": t for number, state in enumerate(states) for name, t in state.items()}
+        states = windows(
+            backend, model, lambda: [torch.randn(16, 32, requires_grad=True)], 3, sampled=(1,)
+        )
+        return {
+            f"{number} {name}": t
+            for number, state in enumerate(states)
+            for name, t in state.items()
+        }
 
     assert_same_bits(run(True), run(False))
 
@@ -126,7 +138,9 @@ def test_shared_tied_and_frozen_layers_over_micro_batches() -> None:
         backend = backend_for(model)
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
-        return windows(backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3, sampled=(1,))[-1]
+        return windows(
+            backend, model, lambda: [torch.randn(16, 32), 3 * torch.randn(16, 32)], 3, sampled=(1,)
+        )[-1]
 
     assert_same_bits(run(True), run(False))
 
@@ -160,7 +174,10 @@ def test_a_gradients_amax_is_noted_whatever_is_trained(trained: str) -> None:
         out = model(x)
     with backend.backward_context():
         out.backward(seed)
-    expected = [t.abs().max().float() for t in (x.bfloat16(), model.get_parameter("0.weight").detach(), seed)]
+    expected = [
+        t.abs().max().float()
+        for t in (x.bfloat16(), model.get_parameter("0.weight").detach(), seed)
+    ]
     # The compiler may keep a bfloat16 value in float32: one rounding.
     torch.testing.assert_close(backend.amax(), torch.stack(expected), rtol=2**-8, atol=0)
 
@@ -181,7 +198,11 @@ def test_evaluation_in_the_middle_of_a_window_leaves_no_trace() -> None:
                 assert torch.equal(first, second)
                 model.train()
             states.append(state_after(backend, model))
-        return {f"{number} {name}": t for number, state in enumerate(states) for name, t in state.items()}
+        return {
+            f"{number} {name}": t
+            for number, state in enumerate(states)
+            for name, t in state.items()
+        }
 
     assert_same_bits(run(True), run(False))
 

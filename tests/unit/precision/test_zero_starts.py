@@ -89,7 +89,9 @@ def test_no_layer_leaves_for_beginning_at_zero(part: str, rate: float, warmup: i
     torch.manual_seed(1)
     precision = Precision(load_recipe("fp8_hybrid"))
     model = precision.prepare(network(PARTS[part]))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=rate, fused=True
+    )
     for step in range(1, STEPS + 1):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, step / warmup)
         x = torch.randn(128, DIM, generator=torch.Generator().manual_seed(step))

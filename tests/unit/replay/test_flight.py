@@ -54,11 +54,21 @@ def test_a_record_says_what_a_re_run_needs(tmp_path: Path) -> None:
     assert run.keep(25)
     (record,) = read_records(tmp_path)
     assert (record.step, record.base, record.window, record.samples) == (25, 20, 26, (5, 9))
-    assert (record.loss, record.grad_norm, record.loss_scale, record.bad_data) == ("nan", "inf", 2.0, 2)
+    assert (record.loss, record.grad_norm, record.loss_scale, record.bad_data) == (
+        "nan",
+        "inf",
+        2.0,
+        2,
+    )
     assert record.limits_then == Limits(norm=3.5)
     assert (record.codes, record.demoted, record.applied) == (("nonfinite.skip",), ("a.b",), False)
     assert record.incidents == RunLedger(1, [3])
-    assert (record.world_size, record.engine, record.recipe, record.device) == (2, "ddp", "fp8_hybrid", "cpu")
+    assert (record.world_size, record.engine, record.recipe, record.device) == (
+        2,
+        "ddp",
+        "fp8_hybrid",
+        "cpu",
+    )
     assert (record.threads, record.torch_version) == (torch.get_num_threads(), torch.__version__)
 
 
@@ -77,7 +87,9 @@ def test_the_base_costs_no_space_and_outlives_retention(tmp_path: Path) -> None:
     assert tensors["model"]["w"].tolist() == [20.0] * 8
 
 
-def test_without_hard_links_the_base_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_the_base_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError("not supported")
 
@@ -106,13 +118,20 @@ def test_the_newest_records_are_kept(tmp_path: Path) -> None:
     run.keep(35, attempt=2)
     assert run.recorded() == [35, 50, 60], "newest means in time, also after a rollback"
     assert len(run.recorded()) == KEEP
-    assert sorted(os.listdir(tmp_path / "flight")) == ["step-00000035", "step-00000050", "step-00000060"]
+    assert sorted(os.listdir(tmp_path / "flight")) == [
+        "step-00000035",
+        "step-00000050",
+        "step-00000060",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("steps", "step", "base"), [([], 7, 0), ([10], 10, 0), ([10], 11, 10), ([5, 10], 11, 5), ([5, 10], 12, 10)]
+    ("steps", "step", "base"),
+    [([], 7, 0), ([10], 10, 0), ([10], 11, 10), ([5, 10], 11, 5), ([5, 10], 12, 10)],
 )
-def test_the_base_leaves_a_step_before_the_bad_one_if_it_can(steps: list[int], step: int, base: int) -> None:
+def test_the_base_leaves_a_step_before_the_bad_one_if_it_can(
+    steps: list[int], step: int, base: int
+) -> None:
     assert nearest(steps, step) == base
 
 

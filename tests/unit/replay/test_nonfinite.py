@@ -56,7 +56,12 @@ class Parent(nn.Module):
 
 def test_a_parent_is_named_for_what_it_computes_its_child_as_receiver() -> None:
     found = named(run(nn.Sequential(nn.Linear(4, 4), Parent())))
-    assert (found.module, found.kind, found.direction, found.tensor) == ("1", "Parent", "forward", "output")
+    assert (found.module, found.kind, found.direction, found.tensor) == (
+        "1",
+        "Parent",
+        "forward",
+        "output",
+    )
     assert found.into == "1.second"
     model = nn.Sequential(nn.Identity(), Apply(torch.log))
     found = named(run(model))
@@ -71,7 +76,8 @@ def test_the_operation_and_the_line_are_found_in_forward_and_backward() -> None:
         model(X)
     assert first.operation == "torch.Tensor.log"
     assert re.search(
-        r"test_nonfinite\.py:\d+, in forward: return self\.second\(self\.first\(x\)\.log\(\)\)", first.where
+        r"test_nonfinite\.py:\d+, in forward: return self\.second\(self\.first\(x\)\.log\(\)\)",
+        first.where,
     )
     guilty = nn.Sequential(nn.Linear(4, 4), Siblings())
     with watch(guilty, lines=True) as origin:
@@ -83,12 +89,21 @@ def test_the_operation_and_the_line_are_found_in_forward_and_backward() -> None:
 @pytest.mark.parametrize(
     ("function", "operation"),
     [
-        (lambda x: (torch.full_like(x, math.inf) > 0) * x.masked_fill(x < 0, -math.inf).softmax(-1) / 0.0, "div"),
+        (
+            lambda x: (
+                (torch.full_like(x, math.inf) > 0)
+                * x.masked_fill(x < 0, -math.inf).softmax(-1)
+                / 0.0
+            ),
+            "div",
+        ),
         (lambda x: (x * 0.0).log() - 1.0, "log"),
         (lambda x: x.sub_(math.inf).neg_().exp_(), "sub_"),
     ],
 )
-def test_masks_and_constants_are_not_taken_for_the_operation(function: Callable[..., Any], operation: str) -> None:
+def test_masks_and_constants_are_not_taken_for_the_operation(
+    function: Callable[..., Any], operation: str
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Apply(function))
     x = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     with torch.no_grad():
@@ -113,10 +128,14 @@ def test_in_backward_too_a_parent_is_named_for_what_it_computes_itself() -> None
 
 def test_a_model_that_is_well_has_no_origin_and_the_same_bits_with_hooks() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    )
     loss = model(X).square().sum()
     loss.backward()
-    plain = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    plain = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     model.zero_grad()
     with watch(model) as origin:
         watched = model(X).square().sum()
@@ -130,7 +149,11 @@ def test_a_model_that_is_well_has_no_origin_and_the_same_bits_with_hooks() -> No
         assert norm == pytest.approx(float(parameter.grad.norm()), rel=1e-6)  # type: ignore[union-attr]
         assert largest == float(parameter.grad.abs().max())  # type: ignore[union-attr]
         assert bad == 0
-    hooks = [each for module in model.modules() for each in (module._forward_hooks, module._forward_pre_hooks)]
+    hooks = [
+        each
+        for module in model.modules()
+        for each in (module._forward_hooks, module._forward_pre_hooks)
+    ]
     assert not any(hooks), "none is left behind"
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())  # type: ignore[attr-defined]
 
@@ -162,7 +185,9 @@ def test_a_mask_is_no_origin() -> None:
     assert {"mask:output:inf", "softmax:input.1.bias:inf"} <= well.usual
     backward = Masked(lambda x: torch.where(x > 9, x.sqrt(), x))
     found = named(run(backward, X - 0.0))
-    assert (found.module, found.direction) == ("last", "backward"), "a mask that did no harm gives way"
+    assert (found.module, found.direction) == ("last", "backward"), (
+        "a mask that did no harm gives way"
+    )
     found = named(run(Masked(lambda x: x * math.nan), X - 1.2, known=well.usual))
     assert (found.module, found.direction, found.nan) == ("last", "forward", 12)
 
@@ -187,7 +212,11 @@ class Siblings(nn.Module):
 
 def test_of_siblings_with_one_input_the_guilty_one_is_named_in_backward() -> None:
     found = named(run(nn.Sequential(nn.Linear(4, 4), Siblings())))
-    assert (found.module, found.direction, found.operation) == ("1.middle", "backward", "SqrtBackward0")
+    assert (found.module, found.direction, found.operation) == (
+        "1.middle",
+        "backward",
+        "SqrtBackward0",
+    )
     assert found.tensor == "gradient of its input"
     assert found.inf + found.nan == 12
 
@@ -203,7 +232,11 @@ def test_a_parameters_gradient_is_named() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Scaled())
     found = named(run(model, X.abs() + 1))
-    assert (found.module, found.direction, found.tensor) == ("1", "backward", "gradient of a parameter")
+    assert (found.module, found.direction, found.tensor) == (
+        "1",
+        "backward",
+        "gradient of a parameter",
+    )
     assert found.parameters == ("1.scale",)
     hook = model.get_parameter("0.weight").register_hook(lambda gradient: gradient * math.inf)
     with torch.no_grad():
@@ -284,11 +317,14 @@ def test_recomputed_blocks_are_looked_into(reentrant: bool, direction: str) -> N
 def test_in_place_modules_after_the_guilty_one_hide_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x / 0.0), nn.Hardtanh(inplace=True))
     found = named(run(model))
-    assert (found.module, found.direction) == ("1", "forward"), "clamped afterwards, so the output is finite"
+    assert (found.module, found.direction) == ("1", "forward"), (
+        "clamped afterwards, so the output is finite"
+    )
 
 
 def test_fp8_tensors_and_integers_are_no_trouble() -> None:
     model = nn.Sequential(
-        Apply(lambda x: (x.to(torch.float8_e4m3fn), torch.arange(3), x)), Apply(lambda parts: F.relu(parts[2]) / 0.0)
+        Apply(lambda x: (x.to(torch.float8_e4m3fn), torch.arange(3), x)),
+        Apply(lambda parts: F.relu(parts[2]) / 0.0),
     )
     assert named(run(model)).module == "1"

@@ -21,7 +21,9 @@ WELL = StepFacts(
 )  # fmt: skip
 BROKEN = replace(WELL, loss=math.nan, grad_norm=math.nan, applied=False)
 OVER = replace(WELL, grad_norm=50.0, limits=Limits(norm=5.0), applied=False)
-FINDING = Finding("blocks.1.mlp", "FeedForward", "forward", "output", (2, 3), "float16", 0, 6, 6, (0, 1))
+FINDING = Finding(
+    "blocks.1.mlp", "FeedForward", "forward", "output", (2, 3), "float16", 0, 6, 6, (0, 1)
+)
 OTHER = Difference(7, "train/loss", 2.0, 2.5)
 
 
@@ -54,7 +56,10 @@ SPIKE = {"codes": ["loss.spike"], "journal_loss": 40.0}
         ("not reproducible", answer(BROKEN, difference=OTHER)),
         ("numerics", answer(BROKEN, difference=OTHER, setup_differences=["the run had 2 ranks"])),
         ("numerics", answer(BROKEN, again=None)),
-        ("model or data", answer(replace(WELL, loss=40.0), in_float32=replace(WELL, loss=39.0), **SPIKE)),
+        (
+            "model or data",
+            answer(replace(WELL, loss=40.0), in_float32=replace(WELL, loss=39.0), **SPIKE),
+        ),
         ("numerics", answer(replace(WELL, loss=40.0), **SPIKE)),
         ("not reproducible", answer(WELL, **SPIKE)),
     ],
@@ -72,9 +77,16 @@ def sample(number: int, loss: float) -> Sample:
 
 
 def test_what_is_shown_names_module_tensor_and_samples() -> None:
-    text = "\n".join(lines(answer(BROKEN, finding=FINDING, samples=[sample(3, math.nan), sample(4, 2.0)])))
-    assert "forward, module blocks.1.mlp (FeedForward), output: 0 NaN and 6 Inf of 6 elements (2x3, float16)" in text
-    assert "1 of 4 are bad alone:\n  sample 3 (rank 0, micro-batch 1, training token 192 on)" in text
+    text = "\n".join(
+        lines(answer(BROKEN, finding=FINDING, samples=[sample(3, math.nan), sample(4, 2.0)]))
+    )
+    assert (
+        "forward, module blocks.1.mlp (FeedForward), output: 0 NaN and 6 Inf of 6 elements (2x3, float16)"
+        in text
+    )
+    assert (
+        "1 of 4 are bad alone:\n  sample 3 (rank 0, micro-batch 1, training token 192 on)" in text
+    )
     assert "sample 4" not in text
     assert "layers.keep_fp32" in text
     spike = answer(replace(WELL, loss=40.0), samples=[sample(3, 2.0), sample(4, 90.0)], **SPIKE)

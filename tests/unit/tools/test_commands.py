@@ -32,12 +32,16 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_help_lists_every_command_and_loads_none() -> None:
     shown = CliRunner().invoke(app, ["--help"], prog_name="harness")
     assert shown.exit_code == 0
-    rows = [line.split() for line in shown.stdout.partition("Commands:")[2].splitlines() if line.strip()]
+    rows = [
+        line.split() for line in shown.stdout.partition("Commands:")[2].splitlines() if line.strip()
+    ]
     assert [row[0] for row in rows] == list(COMMANDS)
     for row, (_, text) in zip(rows, COMMANDS.values(), strict=True):
         assert text.startswith(" ".join(row[1:4]).removesuffix("..."))
     found = loaded_by("--help")
-    assert {name for name in found if name.startswith(("harness.tools", "torch", "pydantic"))} == set()
+    assert {
+        name for name in found if name.startswith(("harness.tools", "torch", "pydantic"))
+    } == set()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

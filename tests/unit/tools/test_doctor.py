@@ -68,7 +68,9 @@ def test_the_rung_follows_the_card_and_its_libraries() -> None:
 
 
 def test_a_card_that_torch_cannot_use_is_exit_4_with_the_fix() -> None:
-    facts = MachineFacts(torch_version="2.13.0+cpu", nvidia_smi=NvidiaSmi(True, "580.65", ("NVIDIA H100",)))
+    facts = MachineFacts(
+        torch_version="2.13.0+cpu", nvidia_smi=NvidiaSmi(True, "580.65", ("NVIDIA H100",))
+    )
     code, text = report(facts)
     assert code == 4
     assert "CPU-only build" in text
@@ -76,7 +78,9 @@ def test_a_card_that_torch_cannot_use_is_exit_4_with_the_fix() -> None:
 
 
 def test_without_compiler_or_ninja_the_command_is_another() -> None:
-    bare = MachineFacts(torch_version="2.13.0+cpu", libraries={"deepspeed": OK}, disk_free_bytes=2**30)
+    bare = MachineFacts(
+        torch_version="2.13.0+cpu", libraries={"deepspeed": OK}, disk_free_bytes=2**30
+    )
     code, text = report(bare)
     assert code == 0
     assert "no C++ compiler" in text

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXT = '''
 ranking = [["b.two", "no", "bad"], ["a.one", "yes", "fine"]]
 page = {}
+said = {}
 [codes."a.one, a.other"]
 What = """
 the first thing. More of it."""
@@ -171,14 +172,18 @@ def test_what_people_type_finds_what_they_mean(typed: str) -> None:
     assert f"explain {TYPED[typed]}\n" in printed(typed)
 
 
-@pytest.mark.parametrize("typed", ["pink elephants", "the", "qwertz uiop", "?!", "how do I bake bread"])
+@pytest.mark.parametrize(
+    "typed", ["pink elephants", "the", "qwertz uiop", "?!", "how do I bake bread"]
+)
 def test_what_nothing_here_is_about_is_refused(typed: str) -> None:
     with pytest.raises(ConfigError, match="no code or symptom"):
         explain(typed, Screen(file=io.StringIO()))
 
 
 def test_words_are_of_entries_that_there_are() -> None:
-    assert {name for entry in catalogue().entries for name in entry.names} >= catalogue().said.keys()
+    assert {
+        name for entry in catalogue().entries for name in entry.names
+    } >= catalogue().said.keys()
     assert all(phrase for phrases in catalogue().said.values() for phrase in phrases)
 
 
@@ -189,11 +194,23 @@ def test_a_question_needs_no_quotes() -> None:
 
 
 def test_code_keeps_its_lines_and_prose_loses_them() -> None:
-    text = "one\ntwo `three`\n- item\n  goes on\n- another\n\n```python\nx = 1\ny = [2](3)\n```\nlast"
-    assert plain(text) == ["One two three", "- item goes on", "- another", "", "    x = 1", "    y = [2](3)", "last"]
+    text = (
+        "one\ntwo `three`\n- item\n  goes on\n- another\n\n```python\nx = 1\ny = [2](3)\n```\nlast"
+    )
+    assert plain(text) == [
+        "One two three",
+        "- item goes on",
+        "- another",
+        "",
+        "    x = 1",
+        "    y = [2](3)",
+        "last",
+    ]
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("los.spike", "loss.spike"), ("nan-after-hour", "nan-after-hours")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("los.spike", "loss.spike"), ("nan-after-hour", "nan-after-hours")]
+)
 def test_a_near_miss_is_told(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
         explain(typed, Screen(file=io.StringIO()))
@@ -218,7 +235,9 @@ def make_run(run_dir: Path, status: str, learned: bool = True) -> Path:
             journal.metrics(2, {"train/step_applied": 1.0})
         journal.event(3, "gradient.growth", text="gradient norm 40")
         for step in (5, 6, 7):
-            journal.event(step, "nonfinite.skip", text=f"update skipped: window {step}", window=step)
+            journal.event(
+                step, "nonfinite.skip", text=f"update skipped: window {step}", window=step
+            )
         journal.event(7, "guard.rollback", reason="3 in a row", to_step=4, passed_over=[4, 5])
         journal.attempt = 2
         journal.event(6, "precision.switched", demote=["blocks.0.up"], promote=[], lowered="")
@@ -236,7 +255,9 @@ def with_checkpoints(run_dir: Path, *steps: int) -> None:
         add_mark(run_dir / "checkpoints", step)
 
 
-def test_a_run_is_told_in_order_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_told_in_order_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs" / "r", "done")
     text = printed("runs/r")
@@ -250,8 +271,12 @@ def test_a_run_is_told_in_order_with_what_to_do(tmp_path: Path, monkeypatch: pyt
         "step 8: loss.spike: loss 9 against 2, window 9",
     ]
     worst_first = [line for line in lines if line.startswith("What to do about")]
-    assert worst_first == [f"What to do about {code}" for code in ("nonfinite.skip", "loss.spike", "gradient.growth")]
-    assert lines[-1].endswith("harness explain loss.spike"), "of the last attempt: what was cured before is no cause"
+    assert worst_first == [
+        f"What to do about {code}" for code in ("nonfinite.skip", "loss.spike", "gradient.growth")
+    ]
+    assert lines[-1].endswith("harness explain loss.spike"), (
+        "of the last attempt: what was cured before is no cause"
+    )
     assert "Post-mortem" not in text
 
 
@@ -273,7 +298,10 @@ def test_streaks_join_neighbours_and_distinct_names_each_once(tmp_path: Path) ->
 def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    run_dir = make_run(tmp_path / "runs" / "a-run-with-a-name-that-is-longer-than-a-line-of-eighty-columns", "halted")
+    run_dir = make_run(
+        tmp_path / "runs" / "a-run-with-a-name-that-is-longer-than-a-line-of-eighty-columns",
+        "halted",
+    )
     with_checkpoints(run_dir, 4, 6)
     for step in (5, 8):
         (run_dir / "flight" / f"step-{step:08d}").mkdir(parents=True)
@@ -285,7 +313,11 @@ def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.M
     assert "halted at step 9: the loss spiked" in text
     many = replace(distinct(RunHistory.read(run_dir).events)[1], count=20, windows=tuple(range(20)))
     assert many.times.endswith("(windows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more)")
-    assert text.index("nonfinite.skip x 3") < text.index("guard.rollback") < text.index("loss.spike: loss 9")
+    assert (
+        text.index("nonfinite.skip x 3")
+        < text.index("guard.rollback")
+        < text.index("loss.spike: loss 9")
+    )
     commands = [line.strip() for line in text.splitlines() if "harness " in line]
     assert commands[0].endswith(
         f"harness train --config runs/{name}/config.yaml --name {name}-2 "
@@ -300,7 +332,9 @@ def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.M
     assert "Post-mortem" in printed(str(run_dir))
 
 
-def test_without_a_good_checkpoint_the_run_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_good_checkpoint_the_run_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     run_dir = make_run(tmp_path / "runs" / "r", "halted")
@@ -320,7 +354,9 @@ def test_a_run_that_never_learned_anything_is_tried_in_fp32(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_bad_data_is_no_reason_to_change_learning_rate_or_recipe(tmp_path: Path, learned: bool) -> None:
+def test_bad_data_is_no_reason_to_change_learning_rate_or_recipe(
+    tmp_path: Path, learned: bool
+) -> None:
     run_dir = make_run(tmp_path / "r", "halted", learned=learned)
     with Journal(run_dir / "journal.jsonl", attempt=2) as journal:
         journal.event(9, "data.label", text="window 8: label 900")
@@ -330,8 +366,12 @@ def test_bad_data_is_no_reason_to_change_learning_rate_or_recipe(tmp_path: Path,
     assert "--recipe" not in go_on(record)
 
 
-@pytest.mark.parametrize(("bits", "steps", "poor"), [(3.9, 60, True), (3.7, 60, False), (3.9, 40, False)])
-def test_a_calm_run_that_learned_nothing_is_told(tmp_path: Path, bits: float, steps: int, poor: bool) -> None:
+@pytest.mark.parametrize(
+    ("bits", "steps", "poor"), [(3.9, 60, True), (3.7, 60, False), (3.9, 40, False)]
+)
+def test_a_calm_run_that_learned_nothing_is_told(
+    tmp_path: Path, bits: float, steps: int, poor: bool
+) -> None:
     with Journal(tmp_path / "r" / "journal.jsonl") as journal:
         journal.note("run", tags={}, params={}, data={"unigram_bits_per_byte": 4.0})
         for step in range(1, steps + 1):

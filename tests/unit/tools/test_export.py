@@ -27,7 +27,15 @@ name: leaves
 ladder: [{backend: native, precision: fp8, tiers: [CPU, ADA, HOPPER, BLACKWELL]}]
 fallback: {amax_over: 3.0, hits: 1}
 """
-ARGS: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 96, "tied": True, "rope_base": 5e5}
+ARGS: dict[str, Any] = {
+    "dim": 64,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn": 96,
+    "tied": True,
+    "rope_base": 5e5,
+}
 FOREIGN = """
 from torch import nn
 class Tied(nn.Module):
@@ -50,10 +58,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "foreign_model.py").write_text(FOREIGN)
     saved = ["train.steps=8", "checkpoint.every=4", "train.eval_every=4"]
     args = json.dumps(ARGS)
-    done = train(folder, "--recipe", str(folder / "leaves.yaml"), "--name", "gpt", *saved, f"model.args={args}")
+    done = train(
+        folder,
+        "--recipe",
+        str(folder / "leaves.yaml"),
+        "--name",
+        "gpt",
+        *saved,
+        f"model.args={args}",
+    )
     assert done.returncode == 0, done.stdout
     model = ["model.target=foreign_model:build", "model.args={}"]
-    done = train(folder, "--recipe", "fp32", "--name", "foreign", *saved, *model, PYTHONPATH=str(folder))
+    done = train(
+        folder, "--recipe", "fp32", "--name", "foreign", *saved, *model, PYTHONPATH=str(folder)
+    )
     assert done.returncode == 0, done.stdout
     return folder / "runs"
 
@@ -71,7 +89,11 @@ def test_names_and_shapes_are_llamas(folder: Path, tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 1, 32)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (
+        2,
+        1,
+        32,
+    )
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
     assert config["tie_word_embeddings"] is True
     made, own = load_file(tmp_path / "out" / "model.safetensors"), weights(folder / "gpt", 8)
@@ -80,9 +102,13 @@ def test_names_and_shapes_are_llamas(folder: Path, tmp_path: Path) -> None:
     q, k, v = own["blocks.1.attn.qkv.weight"].split([64, 32, 32])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         assert torch.equal(made[f"model.layers.1.self_attn.{name}_proj.weight"], tensor)
-    assert torch.equal(made["model.layers.0.mlp.up_proj.weight"], own["blocks.0.mlp.gate_up.weight"][96:])
+    assert torch.equal(
+        made["model.layers.0.mlp.up_proj.weight"], own["blocks.0.mlp.gate_up.weight"][96:]
+    )
     assert len(made) == 2 + 2 * 9
-    assert stat.S_IMODE((tmp_path / "out" / "model.safetensors").stat().st_mode) & 0o044, "others can read it"
+    assert stat.S_IMODE((tmp_path / "out" / "model.safetensors").stat().st_mode) & 0o044, (
+        "others can read it"
+    )
 
 
 def test_what_is_exported_computes_as_the_run_did(folder: Path, tmp_path: Path) -> None:
@@ -119,24 +145,48 @@ def test_the_card_tells_what_ran_and_which_layers_left(folder: Path, tmp_path: P
     for module, precision in plan["effective_layers"].items():
         line = next(line for line in card.splitlines() if line.startswith(f"| `{module}` |"))
         assert line.split("|")[3].strip() == precision, module
-    assert "bf16" in {plan["effective_layers"][row["module"]] for row in plan["layers"] if row["precision"] == "fp8"}
+    assert "bf16" in {
+        plan["effective_layers"][row["module"]]
+        for row in plan["layers"]
+        if row["precision"] == "fp8"
+    }
     for switch in switches:
         assert f"- before step {switch['step']}: to BF16: {', '.join(switch['demote'])}" in card
-    data = next(row["data"] for row in read_rows(run / "journal.jsonl") if row["kind"] == "run" and row["data"])
-    for fact in (plan["recipe_sha256"], data["sha256"], "native:fp8 on CPU", "8 of 8", torch.__version__):
+    data = next(
+        row["data"]
+        for row in read_rows(run / "journal.jsonl")
+        if row["kind"] == "run" and row["data"]
+    )
+    for fact in (
+        plan["recipe_sha256"],
+        data["sha256"],
+        "native:fp8 on CPU",
+        "8 of 8",
+        torch.__version__,
+    ):
         assert fact in card, fact
     assert str(tmp_path.parent) not in card, "nobody else is told where things lie on this machine"
 
 
-def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(folder: Path, tmp_path: Path) -> None:
-    later = [event["step"] for event in events(folder / "gpt", "precision.switched") if event["step"] > 4]
+def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(
+    folder: Path, tmp_path: Path
+) -> None:
+    later = [
+        event["step"] for event in events(folder / "gpt", "precision.switched") if event["step"] > 4
+    ]
     assert export(folder / "gpt", tmp_path / "out", "--step", "4").exit_code == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "after step 8" not in card
     for step in later:
         assert f"before step {step}" not in card
-    state = json.loads((folder / "gpt" / "checkpoints" / "step-00000004" / "state.json").read_text())
-    ran = [line for line in card.splitlines() if line.startswith("| `blocks.") and "| fp8 | bf16 |" in line]
+    state = json.loads(
+        (folder / "gpt" / "checkpoints" / "step-00000004" / "state.json").read_text()
+    )
+    ran = [
+        line
+        for line in card.splitlines()
+        if line.startswith("| `blocks.") and "| fp8 | bf16 |" in line
+    ]
     assert len(ran) == len(state["parts"]["fp8"]["demoted"])
 
 
@@ -166,10 +216,14 @@ def test_the_card_names_the_recipe_of_every_stretch(folder: Path, tmp_path: Path
     assert all("not known: the plan is of another recipe" in line for line in layers)
 
 
-def test_layers_that_another_run_took_out_of_fp8_are_on_the_card(folder: Path, tmp_path: Path) -> None:
+def test_layers_that_another_run_took_out_of_fp8_are_on_the_card(
+    folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "begun"
     shutil.copytree(folder / "gpt", run)
-    kept = [row for row in read_rows(run / "journal.jsonl") if row.get("code") != "precision.switched"]
+    kept = [
+        row for row in read_rows(run / "journal.jsonl") if row.get("code") != "precision.switched"
+    ]
     (run / "journal.jsonl").write_bytes(b"".join(map(encode, kept)))
     (run / "started_from.json").write_text(
         json.dumps({"path": str(folder / "first" / "checkpoints" / "step-00000003")})
@@ -179,17 +233,23 @@ def test_layers_that_another_run_took_out_of_fp8_are_on_the_card(folder: Path, t
     assert "No layer had left FP8" not in card
     state = json.loads((run / "checkpoints" / "step-00000008" / "state.json").read_text())
     for layer in state["parts"]["fp8"]["demoted"]:
-        assert layer in next(line for line in card.splitlines() if line.startswith("- in BF16 at this step"))
+        assert layer in next(
+            line for line in card.splitlines() if line.startswith("- in BF16 at this step")
+        )
     assert "| trained under | steps up to 00000003: another run, first |" in card
 
 
 @pytest.mark.parametrize("name", ["gpt", "foreign"])
-def test_own_names_load_strictly_and_ties_are_whole(folder: Path, tmp_path: Path, name: str) -> None:
+def test_own_names_load_strictly_and_ties_are_whole(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     out = tmp_path / "out"
     told = export(folder / name, out, "--format", "safetensors")
     assert told.exit_code == 0, told.output
     made = load_file(out / "model.safetensors")
-    alias, first = ("lm_head.weight", "embed.weight") if name == "gpt" else ("head.weight", "embed.weight")
+    alias, first = (
+        ("lm_head.weight", "embed.weight") if name == "gpt" else ("head.weight", "embed.weight")
+    )
     assert torch.equal(made[alias], made[first])
     own = weights(folder / name, 8)
     assert made.keys() == own.keys() | {alias}
@@ -217,7 +277,9 @@ def test_a_folder_in_use_is_left_alone(folder: Path, tmp_path: Path) -> None:
     assert "no folder" in export(folder / "gpt", tmp_path / "file").output
     (tmp_path / "empty").mkdir()
     assert export(folder / "gpt", tmp_path / "empty").exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "file", "empty"}, "nothing half done lies about"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "file", "empty"}, (
+        "nothing half done lies about"
+    )
 
 
 @pytest.fixture
@@ -241,13 +303,16 @@ def test_damaged_weights_are_never_exported(damaged: Path, tmp_path: Path) -> No
     assert told.exit_code == 0
     assert "do not verify: steps 8" in told.output
     assert torch.equal(
-        load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], weights(damaged, 4)["norm.weight"]
+        load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"],
+        weights(damaged, 4)["norm.weight"],
     )
     (damaged / "checkpoints" / "step-00000004" / "state.json").unlink()
     assert export(damaged, tmp_path / "none").exit_code == 2
 
 
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(folder: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(
+    folder: Path, tmp_path: Path
+) -> None:
     told = export(folder / "gpt", tmp_path / "out", "--step", "5")
     assert told.exit_code == 2
     assert "no checkpoint of step 5" in told.output
@@ -262,7 +327,9 @@ def test_a_config_of_another_model_is_noticed(folder: Path, tmp_path: Path) -> N
     for change in ("dim: 32", "layers: 3", "layers: 1", "qk_norm: true"):
         key = change.partition(":")[0]
         found = re.sub(rf"(?m)^(    ){key}: .*$", rf"\g<1>{change}", text)
-        path.write_text(found if found != text else text.replace("    dim: 64", f"    dim: 64\n    {change}"))
+        path.write_text(
+            found if found != text else text.replace("    dim: 64", f"    dim: 64\n    {change}")
+        )
         told = export(run, tmp_path / "out")
         assert told.exit_code == 2, change
         assert "not those of the model that config.yaml describes" in told.output, change

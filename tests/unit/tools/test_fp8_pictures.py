@@ -11,7 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from harness.core.facts import ROLES, SlotStats
-from harness.report.fp8_pictures import LOWEST, MAX_COLUMNS, RANKS, _look_past_the_start, gather, pictures
+from harness.report.fp8_pictures import (
+    LOWEST,
+    MAX_COLUMNS,
+    RANKS,
+    _look_past_the_start,
+    gather,
+    pictures,
+)
 from harness.report.page import write
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Journal
@@ -35,9 +42,19 @@ def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = Fals
             amax = amaxes(step)
             unknown = np.full(len(names), np.nan, np.float32)
             scales = np.full(len(names), 64, np.float32)
-            file.add(1, step, SlotStats(names, amax, scales, (amax / 4).astype(np.float32), unknown, unknown, unknown))
+            file.add(
+                1,
+                step,
+                SlotStats(
+                    names, amax, scales, (amax / 4).astype(np.float32), unknown, unknown, unknown
+                ),
+            )
             scale = scale / 2 if step == overflow_at else scale
-            values = {"train/loss": 1.0, "train/loss_scale": scale, "train/step_applied": float(step != overflow_at)}
+            values = {
+                "train/loss": 1.0,
+                "train/loss_scale": scale,
+                "train/step_applied": float(step != overflow_at),
+            }
             journal.metrics(step, values)
         journal.note("end", status="done")
     file.close()
@@ -109,7 +126,9 @@ def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
         made = pictures(RunHistory.read(run), run / "plots")
         picture = np.asarray(imread(made[-1]))[:, :, :3]
         assert math.isclose(float(picture.max()), 1.0)
-        return int(((picture[:, :, 0] > 0.6) & (picture[:, :, 1] < 0.3) & (picture[:, :, 2] < 0.3)).sum())
+        return int(
+            ((picture[:, :, 0] > 0.6) & (picture[:, :, 1] < 0.3) & (picture[:, :, 2] < 0.3)).sum()
+        )
 
     assert red(tmp_path / "none", 0) == 0
     assert red(tmp_path / "one", 9) > 0

@@ -19,7 +19,9 @@ from harness.report.inspect import inspect, sparkline
 from harness.tracking.journal import Journal
 
 REPO = Path(__file__).resolve().parents[3]
-SLOTS = [f"blocks.{i:02d}.up.{role}" for i in (0, 10) for role in ("input", "weight", "grad_output")]
+SLOTS = [
+    f"blocks.{i:02d}.up.{role}" for i in (0, 10) for role in ("input", "weight", "grad_output")
+]
 
 
 @pytest.fixture
@@ -34,7 +36,13 @@ def run_dir(tmp_path: Path) -> Path:
                 row |= {f"fp8_underflow/{slot}": 0.0025 for slot in SLOTS}
             row |= {f"fp8_sqnr_db/{slot}": 31.6 if step == 2 else math.nan for slot in SLOTS}
             journal.metrics(step, row)
-        journal.event(2, "precision.demote", text="blocks.10.up to BF16 (input saturation 2.1)", demote={}, promote={})
+        journal.event(
+            2,
+            "precision.demote",
+            text="blocks.10.up to BF16 (input saturation 2.1)",
+            demote={},
+            promote={},
+        )
         journal.event(3, "precision.switched", demote=["blocks.10.up"], promote=["blocks.00.up"])
     return folder
 
@@ -50,8 +58,13 @@ def shown(run_dir: Path, encoding: str = "utf-8") -> list[str]:
 def save_checkpoint(run_dir: Path, step: int, history: np.ndarray, names: list[str]) -> Path:
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    save_file({"history": history, "scale": np.ones(history.shape[1], np.float32)}, folder / "fp8.safetensors")
-    (folder / "state.json").write_text(json.dumps({"step": step, "parts": {"fp8": {"slots": names}}}))
+    save_file(
+        {"history": history, "scale": np.ones(history.shape[1], np.float32)},
+        folder / "fp8.safetensors",
+    )
+    (folder / "state.json").write_text(
+        json.dumps({"step": step, "parts": {"fp8": {"slots": names}}})
+    )
     return folder
 
 
@@ -59,7 +72,9 @@ def test_every_slot_has_its_last_measured_figures(run_dir: Path) -> None:
     lines = shown(run_dir)
     rows = [line.split() for line in lines if line.startswith("blocks.")]
     assert [row[0] for row in rows] == SLOTS
-    assert rows[0][1:6] == ["3", "149.3", "0.875", "0.25%", "31.6"], "underflow and SQNR: the last step that had them"
+    assert rows[0][1:6] == ["3", "149.3", "0.875", "0.25%", "31.6"], (
+        "underflow and SQNR: the last step that had them"
+    )
     assert rows[0][6] == "▁▅█"
     assert "step 2: blocks.10.up to BF16 (input saturation 2.1)" in lines
     assert "step 3: blocks.10.up now in BF16; blocks.00.up back in FP8" in lines
@@ -96,7 +111,13 @@ def test_no_run_names_the_near_match(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([], ""), ([1.0, 2.0, 3.0], "▁▅█"), ([2.0, 2.0], "▄▄"), ([0.0, math.inf, 7.0], "▁ █"), ([math.nan], "")],
+    [
+        ([], ""),
+        ([1.0, 2.0, 3.0], "▁▅█"),
+        ([2.0, 2.0], "▄▄"),
+        ([0.0, math.inf, 7.0], "▁ █"),
+        ([math.nan], ""),
+    ],
 )
 def test_sparkline(values: list[float], expected: str) -> None:
     assert sparkline(values) == expected
@@ -108,5 +129,7 @@ def test_it_starts_without_torch(run_dir: Path) -> None:
         "inspect(pathlib.Path(sys.argv[1]), rich.console.Console());"
         "print('torch' in sys.modules, 'mlflow' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir)], cwd=REPO, capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1] == "False False", done.stderr

@@ -56,16 +56,24 @@ def make_run(
     with Journal(run_dir / "journal.jsonl") as journal:
         journal.note("run", tags={"tier": "CPU"}, params={}, data={"unigram_bits_per_byte": 4.8})
         for step in range(1, steps + 1):
-            journal.metrics(step, {"train/loss": 5.0 / step, "train/step_applied": float(step != 7)})
+            journal.metrics(
+                step, {"train/loss": 5.0 / step, "train/step_applied": float(step != 7)}
+            )
             if step % 5 == 0 and fp8:
-                slots = [f"blocks.{i:02d}.up.{role}" for i in reversed(range(layers)) for role in reversed(ROLES)]
+                slots = [
+                    f"blocks.{i:02d}.up.{role}"
+                    for i in reversed(range(layers))
+                    for role in reversed(ROLES)
+                ]
                 row = {f"fp8_saturation/{slot}": saturation(slot, step) for slot in slots}
                 row |= {f"fp8_amax/{slot}": 2.0 * saturation(slot, step) for slot in slots}
                 journal.metrics(step, row | {f"fp8_scale/{slot}": 224.0 for slot in slots})
         journal.metrics(steps, {"val/loss": 1.5})
         journal.event(7, "nonfinite.skip", text="<script>alert(1)</script>", value=math.nan)
         journal.note("end", status="done")
-    (run_dir / "outcome.json").write_text(json.dumps({"status": "done", "reason": "30 steps", "step": steps}))
+    (run_dir / "outcome.json").write_text(
+        json.dumps({"status": "done", "reason": "30 steps", "step": steps})
+    )
     return run_dir
 
 
@@ -111,13 +119,23 @@ def test_files_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "address"),
     [
-        ("http://tracking:5000", "http://tracking:5000/#/experiments/3/runs/abc?workflowType=machine_learning"),
-        ("sqlite:////data/mlflow.db", "http://127.0.0.1:5000/#/experiments/3/runs/abc?workflowType=machine_learning"),
+        (
+            "http://tracking:5000",
+            "http://tracking:5000/#/experiments/3/runs/abc?workflowType=machine_learning",
+        ),
+        (
+            "sqlite:////data/mlflow.db",
+            "http://127.0.0.1:5000/#/experiments/3/runs/abc?workflowType=machine_learning",
+        ),
     ],
 )
-def test_the_page_has_plan_config_and_a_link_to_mlflow(tmp_path: Path, uri: str, address: str) -> None:
+def test_the_page_has_plan_config_and_a_link_to_mlflow(
+    tmp_path: Path, uri: str, address: str
+) -> None:
     run_dir = make_run(tmp_path / "r")
-    (run_dir / "config.yaml").write_text("train:\n  steps: 30\ndata: {path: 'http://me:s3cr3t@host/<x>'}\n")
+    (run_dir / "config.yaml").write_text(
+        "train:\n  steps: 30\ndata: {path: 'http://me:s3cr3t@host/<x>'}\n"
+    )
     assert "MLflow" not in report.write(run_dir)[-1].read_text(), "it was delivered nowhere"
     Store(uri).save(run_dir)
     Position("abc", 0, "key", "3").save(run_dir)
@@ -144,7 +162,9 @@ def test_clipped_slots_stand_out_in_red(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [1, 170])
 def test_pictures_of_any_size(tmp_path: Path, layers: int) -> None:
     odd: dict[int, float] = {5: 0.0, 10: math.inf, 15: math.nan}
-    run_dir = make_run(tmp_path / "r", layers=layers, steps=20, saturation=lambda slot, step: odd.get(step, 1.0))
+    run_dir = make_run(
+        tmp_path / "r", layers=layers, steps=20, saturation=lambda slot, step: odd.get(step, 1.0)
+    )
     report.write(run_dir)
     height, width, _ = imread(run_dir / "plots" / "fp8_saturation.png").shape
     assert 300 < height < 2200
@@ -163,7 +183,9 @@ def test_all_losses_non_finite_is_still_a_report(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     with Journal(tmp_path / "r" / "journal.jsonl") as journal:
         for step in range(5):
-            journal.metrics(step, {"train/loss": math.nan, "val/loss": math.inf, "train/step_applied": 0.0})
+            journal.metrics(
+                step, {"train/loss": math.nan, "val/loss": math.inf, "train/step_applied": 0.0}
+            )
     assert len(report.write(tmp_path / "r")) == 2
 
 
@@ -193,7 +215,11 @@ def test_a_rollback_splits_what_counts_from_what_was_thrown_away(tmp_path: Path)
     record = RunHistory.read(tmp_path)
     assert record.series["train/loss"] == {step: 1.0 if step < 5 else 2.0 for step in range(1, 12)}
     assert record.abandoned["train/loss"] == dict.fromkeys(range(5, 9), 1.0)
-    assert record.demotions() == [("blocks.0.up", 3, None), ("blocks.1.up", 3, 9), ("blocks.1.up", 10, None)]
+    assert record.demotions() == [
+        ("blocks.0.up", 3, None),
+        ("blocks.1.up", 3, 9),
+        ("blocks.1.up", 10, None),
+    ]
     assert record.last("train/loss") == 2.0
     assert record.last("val/loss") is None
 
@@ -208,7 +234,8 @@ def test_slots_follow_the_plan_and_the_roles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("blocks.03.up", "blocks.3.up"), ("0.00.w10", "0.0.w10"), ("l01.x", "l01.x")]
+    ("name", "expected"),
+    [("blocks.03.up", "blocks.3.up"), ("0.00.w10", "0.0.w10"), ("l01.x", "l01.x")],
 )
 def test_bare_names(name: str, expected: Any) -> None:
     assert bare(name) == expected

@@ -30,14 +30,20 @@ def run_of(folder: Path, *sources: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("sources", [(ROWS,), (ROWS, ROWS), ({"separator": "\n"},)])
-def test_text_without_a_tokenizer_is_bytes(tmp_path: Path, sources: tuple[dict[str, Any], ...]) -> None:
+def test_text_without_a_tokenizer_is_bytes(
+    tmp_path: Path, sources: tuple[dict[str, Any], ...]
+) -> None:
     codec, end = codec_of(run_of(tmp_path, *sources), None)
     assert isinstance(codec, Bytes)
     assert end is None
     assert of_bytes(run_of(tmp_path, *sources))
 
 
-@pytest.mark.parametrize("sources", [(IDS,), (IDS, IDS), (ROWS, IDS), (ROWS | {"tokenizer": "ab"},)])
-def test_ids_of_which_nobody_said_whose_are_not_bytes(tmp_path: Path, sources: tuple[dict[str, Any], ...]) -> None:
+@pytest.mark.parametrize(
+    "sources", [(IDS,), (IDS, IDS), (ROWS, IDS), (ROWS | {"tokenizer": "ab"},)]
+)
+def test_ids_of_which_nobody_said_whose_are_not_bytes(
+    tmp_path: Path, sources: tuple[dict[str, Any], ...]
+) -> None:
     with pytest.raises(ConfigError, match="nobody said what they mean"):
         codec_of(run_of(tmp_path, *sources), None)

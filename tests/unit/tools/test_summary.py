@@ -22,7 +22,14 @@ SLOTS = [f"blocks.0{i}.up.{role}" for i in (0, 1) for role in ("input", "weight"
 
 def plan(backend: str = "native") -> dict[str, Any]:
     layers = [
-        {"module": name, "kind": "Linear", "precision": "fp8", "backend": backend, "reason": "", "shape": [32, 32]}
+        {
+            "module": name,
+            "kind": "Linear",
+            "precision": "fp8",
+            "backend": backend,
+            "reason": "",
+            "shape": [32, 32],
+        }
         for name in LAYERS
     ]
     return {
@@ -37,22 +44,33 @@ def plan(backend: str = "native") -> dict[str, Any]:
     }
 
 
-def make_run(run_dir: Path, slots: list[str], silent: tuple[str, ...] = (), backend: str = "native") -> Path:
+def make_run(
+    run_dir: Path, slots: list[str], silent: tuple[str, ...] = (), backend: str = "native"
+) -> Path:
     with Journal(run_dir / "journal.jsonl") as journal:
         journal.note("run", tags={}, params={}, data={"unigram_bits_per_byte": 4.0})
         for step in range(1, 11):
             rate = 1000.0 * step
             applied = float(step not in (4, 5))
             journal.metrics(
-                step, {"train/step_applied": applied, "train/tokens_per_second": rate, "guard/rollbacks": 1.0}
+                step,
+                {
+                    "train/step_applied": applied,
+                    "train/tokens_per_second": rate,
+                    "guard/rollbacks": 1.0,
+                },
             )
-            journal.metrics(step, {f"fp8_amax/{slot}": 0.0 if slot in silent else 1.0 for slot in slots})
+            journal.metrics(
+                step, {f"fp8_amax/{slot}": 0.0 if slot in silent else 1.0 for slot in slots}
+            )
         journal.event(4, "nonfinite.skip")
         journal.event(5, "nonfinite.skip")
         journal.event(8, "precision.switched", demote=["blocks.01.up"], promote=[])
         journal.metrics(10, {"val/loss": 3.0 * math.log(2)})
     (run_dir / "plan.json").write_text(json.dumps(plan(backend)))
-    (run_dir / "outcome.json").write_text(json.dumps({"status": "done", "reason": "10 steps", "step": 10}))
+    (run_dir / "outcome.json").write_text(
+        json.dumps({"status": "done", "reason": "10 steps", "step": 10})
+    )
     return run_dir
 
 
@@ -80,21 +98,28 @@ def test_memory_and_mfu_stand_beside_the_speed(tmp_path: Path) -> None:
     with Journal(run / "journal.jsonl") as journal:
         for step, size, mfu in ((11, 1.5, 0.30), (12, 2.25, 0.42), (13, 2.25, 0.40)):
             journal.metrics(step, {"train/peak_memory_gib": size, "train/mfu": mfu})
-    expected = "5,500 tokens/s (median), MFU 40.0% (median), peak memory 2.25 GiB (of the whole process)"
+    expected = (
+        "5,500 tokens/s (median), MFU 40.0% (median), peak memory 2.25 GiB (of the whole process)"
+    )
     assert told(run)["speed"] == expected
     (run / "plan.json").write_text(json.dumps(plan("native") | {"tier": "HOPPER"}))
     assert told(run)["speed"].endswith("peak memory 2.25 GiB")
 
 
 def test_the_proof_counts_planned_slots_and_names_the_silent(tmp_path: Path) -> None:
-    assert told(make_run(tmp_path / "a", SLOTS))["FP8 proof"] == "6 of 6 FP8 slots saw a nonzero amax"
+    assert (
+        told(make_run(tmp_path / "a", SLOTS))["FP8 proof"] == "6 of 6 FP8 slots saw a nonzero amax"
+    )
     silent = told(make_run(tmp_path / "b", SLOTS, silent=("blocks.01.up.weight",)))["FP8 proof"]
     assert silent == "5 of 6 FP8 slots saw a nonzero amax; none seen by: blocks.01.up.weight"
     missing = told(make_run(tmp_path / "c", SLOTS[:4]))["FP8 proof"]
     assert missing.startswith(
         "4 of 6 FP8 slots saw a nonzero amax; none seen by: blocks.1.up.grad_output, blocks.1.up.w"
     )
-    assert told(make_run(tmp_path / "d", [], backend="torchao"))["FP8 proof"] == "none: dynamic scaling keeps no amax"
+    assert (
+        told(make_run(tmp_path / "d", [], backend="torchao"))["FP8 proof"]
+        == "none: dynamic scaling keeps no amax"
+    )
 
 
 def test_delivery_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +130,9 @@ def test_delivery_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (run_dir / "shipper.log").touch()
     assert told(run_dir)["MLflow"].endswith("sync runs/r")
     Position("id", (run_dir / "journal.jsonl").stat().st_size, "key").save(run_dir)
-    assert told(run_dir)["MLflow"].endswith(f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db")
+    assert told(run_dir)["MLflow"].endswith(
+        f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
     assert told(run_dir)["MLflow"] == "delivered to http://tracker:5000"
     assert told(run_dir)["FP8 slots"].endswith("harness inspect runs/r")
@@ -125,7 +152,9 @@ def test_a_run_with_next_to_nothing_in_it(tmp_path: Path) -> None:
     assert "FP8 proof" not in lines
 
 
-def test_commands_work_from_a_shell_without_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_work_from_a_shell_without_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
@@ -153,7 +182,10 @@ def token_run(run_dir: Path, data: dict[str, Any], loss: float) -> str:
 
 def test_what_is_trained_on_files_tokens_epochs_and_what_was_left_out(tmp_path: Path) -> None:
     text = token_run(tmp_path / "r", TOKENS, 3.0)
-    assert "train.bin (tokens): 2 files, 64,001 tokens to train on, 5,000 to validate on, 64 token ids" in text
+    assert (
+        "train.bin (tokens): 2 files, 64,001 tokens to train on, 5,000 to validate on, 64 token ids"
+        in text
+    )
     assert "500 steps are 2 epochs" in text
     assert "left out 10: file0 (not a .bin), " in text
     assert "and 2 more" in text
@@ -161,7 +193,10 @@ def test_what_is_trained_on_files_tokens_epochs_and_what_was_left_out(tmp_path: 
 
 def test_losses_per_token_stand_beside_the_unigram_entropy_not_in_bits(tmp_path: Path) -> None:
     text = token_run(tmp_path / "r", TOKENS, 3.0)
-    assert "validation 3.0000 nats per token; unigram entropy of the corpus 4.0000, ratio 0.750" in text
+    assert (
+        "validation 3.0000 nats per token; unigram entropy of the corpus 4.0000, ratio 0.750"
+        in text
+    )
     assert "bits" not in text
 
 
@@ -170,7 +205,9 @@ def test_each_source_of_a_mixture_has_its_share_and_epochs(tmp_path: Path) -> No
         {"source": name, "share": share, "train_tokens": tokens, "train_samples": tokens // 64}
         for name, share, tokens in (("web", 0.75, 96_000), ("code", 0.25, 6400))
     ]
-    text = token_run(tmp_path / "r", {**TOKENS, "kind": "mixture", "mixture": parts, "skipped": []}, 3.0)
+    text = token_run(
+        tmp_path / "r", {**TOKENS, "kind": "mixture", "mixture": parts, "skipped": []}, 3.0
+    )
     assert "75.0% of web: 96,000 tokens, 1 epochs" in text
     assert "25.0% of code: 6,400 tokens, 5 epochs" in text
     assert "left out" not in text

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    from harness.tracking.mlflow import CheckpointModels
+    from harness.tracking.mlflow_models import CheckpointModels
     from harness.tracking.retry import Retry
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,11 +31,19 @@ def row(step: int, state: str, attempt: int = 1, **fields: Any) -> Mapping[str, 
 
 
 def saved(step: int, loss: float, attempt: int = 1) -> Mapping[str, Any]:
-    return row(step, "saved", attempt, path=f"/runs/r/checkpoints/step-{step:08d}", metrics={"val_loss": loss})
+    return row(
+        step,
+        "saved",
+        attempt,
+        path=f"/runs/r/checkpoints/step-{step:08d}",
+        metrics={"val_loss": loss},
+    )
 
 
 def names(client: MlflowClient, experiment: str, query: str) -> list[str]:
-    return sorted(model.name for model in client.search_logged_models([experiment], filter_string=query))
+    return sorted(
+        model.name for model in client.search_logged_models([experiment], filter_string=query)
+    )
 
 
 def send(client: MlflowClient, experiment: str, rows: list[Mapping[str, Any]]) -> None:
@@ -57,11 +65,16 @@ def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
         row(5, "deleted"),
     ]
     send(client, experiment, rows)
-    assert names(client, experiment, "metrics.`checkpoint/val_loss` < 2.7") == ["step-00000010", "step-00000015"]
+    assert names(client, experiment, "metrics.`checkpoint/val_loss` < 2.7") == [
+        "step-00000010",
+        "step-00000015",
+    ]
     assert names(client, experiment, "tags.good = 'true'") == ["step-00000010"]
     assert names(client, experiment, "tags.state = 'rolled back'") == ["step-00000015"]
     (best,) = client.search_logged_models(
-        [experiment], filter_string="tags.state = 'saved'", order_by=[{"field_name": "metrics.checkpoint/val_loss"}]
+        [experiment],
+        filter_string="tags.state = 'saved'",
+        order_by=[{"field_name": "metrics.checkpoint/val_loss"}],
     )
     assert best.tags["path"] == "/runs/r/checkpoints/step-00000010"
     assert best.model_type == "checkpoint"
@@ -87,7 +100,9 @@ def test_the_run_names_its_checkpoints_each_once(client: MlflowClient) -> None:
     (run,) = client.search_runs([experiment])
     outputs = client.get_run(run.info.run_id).outputs
     assert outputs is not None
-    linked = [(client.get_logged_model(each.model_id).name, each.step) for each in outputs.model_outputs]
+    linked = [
+        (client.get_logged_model(each.model_id).name, each.step) for each in outputs.model_outputs
+    ]
     assert sorted(linked) == [("step-00000005", 5), ("step-00000010", 10), ("step-00000015", 15)]
 
 
@@ -97,7 +112,9 @@ def test_news_of_a_checkpoint_that_was_never_told_is_passed_over(client: MlflowC
     assert names(client, experiment, "") == []
 
 
-@pytest.mark.parametrize(("code", "raises"), [("ENDPOINT_NOT_FOUND", False), ("TEMPORARILY_UNAVAILABLE", True)])
+@pytest.mark.parametrize(
+    ("code", "raises"), [("ENDPOINT_NOT_FOUND", False), ("TEMPORARILY_UNAVAILABLE", True)]
+)
 def test_an_old_server_does_not_hold_back_the_rest(
     client: MlflowClient, monkeypatch: pytest.MonkeyPatch, code: str, raises: bool
 ) -> None:

@@ -37,7 +37,12 @@ def facts(step: int, seconds: float = 0.5) -> StepFacts:
     return StepFacts(step, step - 1, 2.3412, 0.4149, 1.9e-3, 1.0, True, step, 4096, seconds)
 
 
-def layer(module: str, precision: str = "fp8", reason: str = "emulation", shape: tuple[int, ...] = (256, 688)) -> dict:
+def layer(
+    module: str,
+    precision: str = "fp8",
+    reason: str = "emulation",
+    shape: tuple[int, ...] = (256, 688),
+) -> dict:
     backend = "native" if precision == "fp8" else "autocast"
     return {
         "module": module,
@@ -85,7 +90,9 @@ def test_plain_lines_first_last_and_thirty_between() -> None:
 
 def test_memory_and_mfu_are_shown_where_they_are_known() -> None:
     stream = io.StringIO()
-    Console(10, stream=stream).step(replace(facts(1), peak_memory=61.27, ideal_seconds=0.2), 0, 0, 0, 0)
+    Console(10, stream=stream).step(
+        replace(facts(1), peak_memory=61.27, ideal_seconds=0.2), 0, 0, 0, 0
+    )
     assert "8.2k tok/s  MFU 40%  61.3 GiB  fp8 0/0" in stream.getvalue()
 
 
@@ -123,7 +130,12 @@ def test_events_text_and_validation_always_come_out(stream: io.StringIO) -> None
     console.close()
     console.say("after the end")
     text = stream.getvalue()
-    for expected in ("blocks.03.up to BF16 [input 2.1]", "plain [words]", "[256, 688]", "after the end"):
+    for expected in (
+        "blocks.03.up to BF16 [input 2.1]",
+        "plain [words]",
+        "[256, 688]",
+        "after the end",
+    ):
         assert expected in text
     assert "validation after step 50: 1.3863 nats = 2.0000 bits per byte" in text
 
@@ -131,7 +143,12 @@ def test_events_text_and_validation_always_come_out(stream: io.StringIO) -> None
 def test_the_first_alert_of_each_code_says_how_to_learn_more() -> None:
     stream = io.StringIO()
     console = Console(100, stream=stream)
-    told = ["step 3: loss.spike: loss 9", "step 4: loss.spike: loss 8", "step 4: fp8.dead: x", "rolled back: to step 3"]
+    told = [
+        "step 3: loss.spike: loss 9",
+        "step 4: loss.spike: loss 8",
+        "step 4: fp8.dead: x",
+        "rolled back: to step 3",
+    ]
     for text in told:
         console.event(text)
     first, second, other, plain = stream.getvalue().splitlines()
@@ -174,7 +191,9 @@ def test_layers_that_differ_in_the_block_number_alone_are_folded() -> None:
     output = io.StringIO()
     RichConsole(file=output, width=140).print(plan_table(PLAN))
     lines = [line.split() for line in output.getvalue().splitlines() if line.strip()]
-    assert output.getvalue().startswith("recipe fp8_hybrid on CPU: requested fp8, resolved native:fp8\n")
+    assert output.getvalue().startswith(
+        "recipe fp8_hybrid on CPU: requested fp8, resolved native:fp8\n"
+    )
     rows = {line[0]: line[1:3] for line in lines}
     assert rows["blocks.00-03.mlp.down"] == ["fp8", "native"]
     assert rows["blocks.00-01,03,05.attn.q"] == ["fp8", "native"]
@@ -186,17 +205,25 @@ def test_layers_that_differ_in_the_block_number_alone_are_folded() -> None:
     assert "excluded by [rule]" in text
 
 
-@pytest.mark.parametrize(("value", "text"), [(950.0, "950 tok/s"), (9800.0, "9.8k tok/s"), (2.5e6, "2.5M tok/s")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(950.0, "950 tok/s"), (9800.0, "9.8k tok/s"), (2.5e6, "2.5M tok/s")]
+)
 def test_rate(value: float, text: str) -> None:
     assert rate(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(41.2, "0:41"), (7509, "2:05:09"), (-3, "0:00"), (float("nan"), "-")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(41.2, "0:41"), (7509, "2:05:09"), (-3, "0:00"), (float("nan"), "-")]
+)
 def test_clock(value: float, text: str) -> None:
     assert clock(value) == text
 
 
 def test_the_console_starts_without_torch() -> None:
-    code = "import sys, harness.tracking.console, harness.report.page; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ, capture_output=True, text=True)
+    code = (
+        "import sys, harness.tracking.console, harness.report.page; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, env=os.environ, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -22,12 +22,19 @@ REPO = Path(__file__).resolve().parents[3]
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], stdout=subprocess.PIPE, text=True, cwd=REPO
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
     )
 
 
 def metrics_of(path: Path) -> list[tuple[int, int, dict[str, float]]]:
-    return [(row["attempt"], row["step"], row["metrics"]) for row in read_rows(path) if row["kind"] == "metrics"]
+    return [
+        (row["attempt"], row["step"], row["metrics"])
+        for row in read_rows(path)
+        if row["kind"] == "metrics"
+    ]
 
 
 def codes_of(path: Path) -> list[str]:
@@ -35,7 +42,16 @@ def codes_of(path: Path) -> list[str]:
 
 
 def test_values_come_back_bit_for_bit(tmp_path: Path) -> None:
-    awkward = [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3, float(np.float32(0.1)), math.inf, -math.inf]
+    awkward = [
+        0.1,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        1 / 3,
+        float(np.float32(0.1)),
+        math.inf,
+        -math.inf,
+    ]
     with Journal(tmp_path / "j") as journal:
         journal.metrics(3, {f"m{i}": value for i, value in enumerate(awkward)} | {"nan": math.nan})
         journal.metrics(np.int64(4), {"loss": np.float32(2.5)})  # type: ignore[arg-type]
@@ -49,7 +65,9 @@ def test_values_come_back_bit_for_bit(tmp_path: Path) -> None:
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     with Journal(tmp_path / "j") as journal:
         journal.metrics(0, {"a": math.nan, "b": math.inf})
-        journal.event(0, "guard.test", figures={"x": [math.nan, 1.0]}, path=Path("a/b"), array=np.arange(2))
+        journal.event(
+            0, "guard.test", figures={"x": [math.nan, 1.0]}, path=Path("a/b"), array=np.arange(2)
+        )
         journal.note("run", tags={"tier": "CPU"}, params={"train.lr": 1e-3}, data={"bytes": 7})
 
     def refuse(constant: str) -> float:
@@ -97,7 +115,10 @@ def test_a_row_torn_at_the_very_start_leaves_an_empty_journal(tmp_path: Path) ->
 def write_steps(journal: Journal, steps: range, change: dict[int, float] | None = None) -> None:
     for step in steps:
         loss = (change or {}).get(step, 1.0 / (step + 1))
-        journal.metrics(step, {"train/loss": loss, "train/tokens_per_second": float(np.random.rand()), "n": math.nan})
+        journal.metrics(
+            step,
+            {"train/loss": loss, "train/tokens_per_second": float(np.random.rand()), "n": math.nan},
+        )
         if step % 2 == 0:
             journal.metrics(step, {"val/loss": 2.0 * step})
         if step % 3 == 0:
@@ -116,7 +137,10 @@ def test_replayed_rows_stand_once(tmp_path: Path) -> None:
         write_steps(journal, range(10))
 
     def plain(rows: list[tuple[int, int, dict[str, float]]]) -> list[str]:
-        return [repr((a, s, {k: v for k, v in m.items() if k != "train/tokens_per_second"})) for a, s, m in rows]
+        return [
+            repr((a, s, {k: v for k, v in m.items() if k != "train/tokens_per_second"}))
+            for a, s, m in rows
+        ]
 
     assert plain(metrics_of(path)) == plain(metrics_of(tmp_path / "undisturbed"))
     assert codes_of(path) == codes_of(tmp_path / "undisturbed")
@@ -136,7 +160,9 @@ def test_a_replay_that_differs_is_written_and_named(tmp_path: Path, changed: flo
     assert mismatch["metric"] == "train/loss"
     assert mismatch["before"] == 0.2
     assert repr(mismatch["now"]) == repr(float(changed))
-    assert len([row for row in rows if row["kind"] == "metrics" and row["step"] == 6]) == 2, "train and val, once each"
+    assert len([row for row in rows if row["kind"] == "metrics" and row["step"] == 6]) == 2, (
+        "train and val, once each"
+    )
 
 
 def test_events_of_a_process_stand_each_time_those_of_a_step_once(tmp_path: Path) -> None:
@@ -224,7 +250,9 @@ def test_a_full_disk_drops_rows_counts_them_and_recovers(tmp_path: Path) -> None
     dropped = int(output)
     assert 0 < dropped < 20
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["step"] for row in rows if row["kind"] == "metrics"] == list(range(23)), "they waited in memory"
+    assert [row["step"] for row in rows if row["kind"] == "metrics"] == list(range(23)), (
+        "they waited in memory"
+    )
     (event,) = [row for row in rows if row["kind"] == "event"]
     assert (event["code"], event["rows"], event["late"]) == ("journal.late", 0, dropped)
 
@@ -252,7 +280,9 @@ def test_the_journal_starts_without_torch_and_mlflow() -> None:
     assert python(code).communicate()[0].strip() == "[]"
 
 
-def test_a_row_without_an_end_is_read_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_an_end_is_read_in_bounded_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_rows, "MAX_ROW", 4096)
     with Journal(tmp_path / "j") as journal:
         journal.event(1, "guard.test", text="x" * 3000)

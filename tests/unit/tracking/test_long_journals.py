@@ -36,16 +36,6 @@ from harness.tracking import shipper
 from harness.tracking.journal import JOURNAL, Journal
 from harness.tracking.slot_file import SlotSteps
 
-class Counts:
-    # Takes the place of MLflow, which is not imported.
-    def __init__(self):
-        self.rows = 0
-    def deliver(self, rows):
-        self.rows += len(rows)
-        yield len(rows)
-    def rest(self):
-        pass
-
 def inspected(folder, rows):
     inspect(folder, Screen(file=open(folder / "told.txt", "w")))
 
@@ -54,10 +44,22 @@ def resumed(folder, rows):
         assert journal.standing_attempt == 1
 
 def followed(folder, rows):
-    follower, counts = shipper._Follower(folder, "e", None, 0, 60.0), Counts()
-    follower._connect = lambda position: counts
+    from harness.tracking.mlflow import Sink
+
+    class Counts(Sink):
+        # Without a store: what it would send is counted.
+        def __init__(self, position):
+            self._run_dir, self._position, self.rows = folder, position, 0
+        def deliver(self, rows):
+            self.rows += len(rows)
+            yield len(rows)
+        def rest(self):
+            pass
+
+    follower, made = shipper._Follower(folder, "e", None, 0, 60.0), []
+    follower._connect = lambda position: made.append(Counts(position)) or made[-1]
     assert follower.run() == 0
-    assert counts.rows == rows + 1
+    assert made[-1].rows == rows + 1
 
 def slots(folder, rows):
     found = SlotSteps(folder / "fp8_telemetry.bin", before=(1, rows + 1))
@@ -87,12 +89,16 @@ def growth(what: str, *folders: tuple[Path, int]) -> tuple[float, float]:
     """MiB by which the last folder's peak is over the first's, and seconds of CPU that the last one took."""
     words = [str(word) for pair in folders for word in pair]
     command = [sys.executable, "-c", MEASURED, what, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000, env={**os.environ})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=3000, env={**os.environ}
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     (before, _), (peak, seconds) = found[0], found[-1]
     rows = folders[-1][1]
-    print(f"{what} {rows:,}: peak {peak:.0f} MiB, {peak - before:.0f} more than the first; CPU {seconds:.1f} s")
+    print(
+        f"{what} {rows:,}: peak {peak:.0f} MiB, {peak - before:.0f} more than the first; CPU {seconds:.1f} s"
+    )
     return peak - before, seconds
 
 
@@ -110,7 +116,9 @@ def write(folder: Path, rows: int) -> tuple[Path, int]:
     with (folder / "journal.jsonl").open("w") as journal:
         journal.write(json.dumps(run) + "\n")
         for step in range(1, rows + 1):
-            figures = f'{{"train/loss": {1 + step / rows}, "train/step_applied": 1.0, "train/lr": 0.001}}'
+            figures = (
+                f'{{"train/loss": {1 + step / rows}, "train/step_applied": 1.0, "train/lr": 0.001}}'
+            )
             head = f'{{"kind": "metrics", "step": {step}, "attempt": 1, "time": {1e9 + step}, "metrics": '
             journal.write(f"{head}{figures}}}\n")
     return folder, rows
@@ -174,7 +182,9 @@ class Tracking(BaseHTTPRequestHandler):
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         for metric in content.get("metrics", ()):
             key, step = metric["key"], int(metric.get("step", 0))
-            assert step == self.latest.get(key, 0) + 1, f"{key}: {step} after {self.latest.get(key)}"
+            assert step == self.latest.get(key, 0) + 1, (
+                f"{key}: {step} after {self.latest.get(key)}"
+            )
             self.counts[key] += 1
             self.latest[key] = step
         if self.path.endswith("runs/create"):
@@ -204,9 +214,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tracking]]:
     web.server_close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_a_million_rows_take_bounded_memory_and_minutes(tmp_path: Path, server: type[Tracking]) -> None:
+def test_a_million_rows_take_bounded_memory_and_minutes(
+    tmp_path: Path, server: type[Tracking]
+) -> None:
     few, many = write(tmp_path / "few", 10), write(tmp_path / "many", MANY)
     write_slots(few[0], 10)
     write_slots(many[0], MANY)
@@ -222,7 +234,9 @@ def test_a_million_rows_take_bounded_memory_and_minutes(tmp_path: Path, server: 
     assert memory < 160, "40 bytes a step"
     memory, _ = growth("synced", few, many)
     assert memory < 32, "delivered as it is read"
-    assert server.counts == dict.fromkeys(("train/loss", "train/step_applied", "train/lr"), MANY), "each once, in order"
+    assert server.counts == dict.fromkeys(("train/loss", "train/step_applied", "train/lr"), MANY), (
+        "each once, in order"
+    )
     assert "of the journal delivered" in (many[0] / "told.txt").read_text(), "it says how far it is"
 
 
@@ -235,7 +249,9 @@ def test_attempts_cost_by_their_number() -> None:
     adding = time.process_time() - begin
     begin = time.process_time()
     assert figures.begins() == dict.fromkeys(attempts, 9)
-    kept = figures.points("a", lambda attempt: 9 if attempt < len(attempts) else math.inf, replaced=False)
+    kept = figures.points(
+        "a", lambda attempt: 9 if attempt < len(attempts) else math.inf, replaced=False
+    )
     assert dict(kept) == {9: float(len(attempts))}
     assert time.process_time() - begin < 2 * adding
 
@@ -244,7 +260,10 @@ def test_figures_are_those_of_the_rows_one_by_one(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         for step in range(1, 8):
-            journal.metrics(step, {"train/loss": step / 7} | ({"val/loss": float("nan")} if step % 3 == 0 else {}))
+            journal.metrics(
+                step,
+                {"train/loss": step / 7} | ({"val/loss": float("nan")} if step % 3 == 0 else {}),
+            )
     with Journal(path, attempt=2) as journal:
         for step in (4, 5):
             journal.metrics(step, {"train/loss": -1.0 * step})
@@ -259,7 +278,11 @@ def test_figures_are_those_of_the_rows_one_by_one(tmp_path: Path) -> None:
     for row in rows:  # attempt 2 does steps 4 and later again
         branch = thrown if row["attempt"] == 1 and row["step"] >= 4 else kept
         branch[row["step"]] = row["metrics"]["train/loss"]
-    assert dict(history.series["train/loss"]) == kept == {1: 1 / 7, 2: 2 / 7, 3: 3 / 7, 4: -4.0, 5: -50.0}
+    assert (
+        dict(history.series["train/loss"])
+        == kept
+        == {1: 1 / 7, 2: 2 / 7, 3: 3 / 7, 4: -4.0, 5: -50.0}
+    )
     assert dict(history.abandoned["train/loss"]) == thrown
     assert list(history.series) == ["train/loss", "val/loss"]
     assert list(history.series["val/loss"]) == [3]
@@ -283,7 +306,9 @@ def test_a_head_is_read_alone_only_of_rows_as_the_writer_puts_them(tmp_path: Pat
             journal.metrics(step, {"train/loss": 1.0})
         journal.event(1, "precision.demote")
     lines = path.read_bytes().splitlines(keepends=True)
-    foreign = json.dumps({"kind": "metrics", "attempt": 1, "step": 1, "time": 5.0, "metrics": {"a": 1.0}}).encode()
+    foreign = json.dumps(
+        {"kind": "metrics", "attempt": 1, "step": 1, "time": 5.0, "metrics": {"a": 1.0}}
+    ).encode()
     late = lines[0].replace(b'"time": ', b'"time": 9999999')
     path.write_bytes(b"".join([*lines, foreign + b"\n", late, lines[0][:-9] + b"\n"]))
     rows = list(read_rows(path, since=3))

@@ -15,7 +15,12 @@ from harness.tracking import shipper
 from harness.tracking.journal import JOURNAL, Journal, Position, delivered, run_page
 
 DATA = {"source": "/data/texts", "files": 3, "train_bytes": 1000, "sha256": "a" * 64}
-TAGS = {"precision.requested": "fp8_hybrid", "precision.resolved": "native:fp8", "tier": "CPU", "ranks": "1"}
+TAGS = {
+    "precision.requested": "fp8_hybrid",
+    "precision.resolved": "native:fp8",
+    "tier": "CPU",
+    "ranks": "1",
+}
 
 
 @pytest.fixture
@@ -29,14 +34,17 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"rung": "native:fp8", "taken": True, "reason": "ok"},
     ]
     write_json(
-        folder / "plan.json", {"requested": "fp8_hybrid", "resolved": "native:fp8", "layers": [], "rungs": rungs}
+        folder / "plan.json",
+        {"requested": "fp8_hybrid", "resolved": "native:fp8", "layers": [], "rungs": rungs},
     )
     return folder
 
 
 def begun(run_dir: Path) -> Journal:
     journal = Journal(run_dir / JOURNAL)
-    journal.note("run", tags=TAGS, params={"a": 1}, data=DATA, where={"host": "box", "folder": str(run_dir)})
+    journal.note(
+        "run", tags=TAGS, params={"a": 1}, data=DATA, where={"host": "box", "folder": str(run_dir)}
+    )
     journal.metrics(1, {"train/loss": 2.0})
     return journal
 
@@ -68,17 +76,25 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     view = json.loads(found["mlflow.sharedViewState.harness"])
     names = [section["name"] for section in view["compareRunSections"]]
     assert names[:6] == ["train", "val", "guard", "fp8/input", "fp8/weight", "fp8/grad_output"]
-    logarithmic = [chart["metricKey"] for chart in view["compareRunCharts"] if chart.get("scaleType") == "log"]
+    logarithmic = [
+        chart["metricKey"] for chart in view["compareRunCharts"] if chart.get("scaleType") == "log"
+    ]
     assert logarithmic == [f"fp8/{role}/amax_max" for role in ("input", "weight", "grad_output")]
     assert len(found["mlflow.sharedViewState.harness"]) < 5000, "a tag's limit"
     page = run_page(run_dir)
-    assert page == f"/#/experiments/1/runs/{Position.load(run_dir).run_id}?workflowType=machine_learning"
+    assert (
+        page
+        == f"/#/experiments/1/runs/{Position.load(run_dir).run_id}?workflowType=machine_learning"
+    )
 
 
 def test_a_kind_and_a_description_that_somebody_chose_stand(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")
-    query(run_dir, "update experiment_tags set value = 'finetuning' where key = 'mlflow.experimentKind'")
+    query(
+        run_dir,
+        "update experiment_tags set value = 'finetuning' where key = 'mlflow.experimentKind'",
+    )
     query(run_dir, "update tags set value = 'my own words' where key = 'mlflow.note.content'")
     journal.event(2, "nonfinite.skip")
     journal.close()
@@ -104,9 +120,13 @@ def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: 
     ):
         assert part in text, text
     assert text.startswith("**fp8_hybrid** on CPU: ran as **native:fp8**"), "what ran comes first"
-    assert text.index("native:fp8 taken: ok") < text.index("te:fp8 not taken: not"), "then what was not taken"
+    assert text.index("native:fp8 taken: ok") < text.index("te:fp8 not taken: not"), (
+        "then what was not taken"
+    )
     assert "log axis" in text
-    assert f"source_run_id = '{Position.load(run_dir).run_id}'" in text, "which models are its checkpoints"
+    assert f"source_run_id = '{Position.load(run_dir).run_id}'" in text, (
+        "which models are its checkpoints"
+    )
     assert "nonfinite.skip x 39" in text
     assert "| 39 | nonfinite.skip | loss &lt;b> of \\| 39 |" in text, "the newest first"
     assert "| 20 | nonfinite" not in text
@@ -127,10 +147,14 @@ def test_the_data_are_an_input_of_the_run_once(run_dir: Path) -> None:
     journal.note("run", tags=TAGS, params={}, data=DATA)
     journal.close()
     assert shipper.sync(run_dir, "mine")
-    ((name, digest, profile),) = query(run_dir, "select name, digest, dataset_profile from datasets")
+    ((name, digest, profile),) = query(
+        run_dir, "select name, digest, dataset_profile from datasets"
+    )
     assert (name, digest, json.loads(profile)["train_bytes"]) == ("texts", "a" * 36, 1000)
     assert query(run_dir, "select count(*) from inputs where source_type = 'DATASET'") == [(1,)]
-    assert query(run_dir, "select name, value from input_tags") == [("mlflow.data.context", "training")]
+    assert query(run_dir, "select name, value from input_tags") == [
+        ("mlflow.data.context", "training")
+    ]
 
 
 def test_the_machine_is_watched_while_the_trainer_trains(run_dir: Path) -> None:

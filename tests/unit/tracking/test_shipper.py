@@ -18,7 +18,16 @@ import pytest
 
 from harness.core.errors import ConfigError
 from harness.tracking import shipper
-from harness.tracking.journal import JOURNAL, POSITION, Journal, Position, delivered, read_rows, tracking_uri
+from harness.tracking.journal import (
+    JOURNAL,
+    POSITION,
+    SET_ASIDE,
+    Journal,
+    Position,
+    delivered,
+    read_rows,
+    tracking_uri,
+)
 from harness.tracking.store import choose_for_sync
 
 REPO = Path(__file__).resolve().parents[3]
@@ -42,7 +51,9 @@ def query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
 
 def series_in_store(folder: Path, run_id: str | None = None) -> list[tuple[Any, ...]]:
     chosen = f"where run_uuid = '{run_id}'" if run_id else ""
-    return query(folder, f"select key, step, timestamp, is_nan, value from metrics {chosen} order by 1, 3, 2")
+    return query(
+        folder, f"select key, step, timestamp, is_nan, value from metrics {chosen} order by 1, 3, 2"
+    )
 
 
 def series_in_journal(run_dir: Path) -> list[tuple[Any, ...]]:
@@ -59,7 +70,9 @@ def series_in_journal(run_dir: Path) -> list[tuple[Any, ...]]:
 
 def wide_rows(journal: Journal, steps: range) -> None:
     for step in steps:
-        journal.metrics(step, {f"fp8_amax/blocks.{i:03d}.up.input": step + i / 3 for i in range(400)})
+        journal.metrics(
+            step, {f"fp8_amax/blocks.{i:03d}.up.input": step + i / 3 for i in range(400)}
+        )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
@@ -80,7 +93,11 @@ def test_a_whole_run_arrives(folder: Path) -> None:
         handle = shipper.start(run_dir, "my-experiment")
         for step in range(20):
             journal.metrics(
-                step, {"train/loss": 1 / (step + 1), "train/grad_norm": float("nan" if step == 3 else step)}
+                step,
+                {
+                    "train/loss": 1 / (step + 1),
+                    "train/grad_norm": float("nan" if step == 3 else step),
+                },
             )
             time.sleep(0.001)
         journal.metrics(20, {"train/loss": float("inf")})
@@ -94,21 +111,30 @@ def test_a_whole_run_arrives(folder: Path) -> None:
     assert handle.process.wait(300) == 0
     assert delivered(run_dir)
     assert series_in_store(folder) == series_in_journal(run_dir)
-    ((run_id, name, status, artifacts),) = query(folder, "select run_uuid, name, status, artifact_uri from runs")
+    ((run_id, name, status, artifacts),) = query(
+        folder, "select run_uuid, name, status, artifact_uri from runs"
+    )
     assert (name, status, run_id) == ("r1", "FINISHED", Position.load(run_dir).run_id)
-    assert query(folder, "select name from experiments where experiment_id > 0") == [("my-experiment",)]
+    assert query(folder, "select name from experiments where experiment_id > 0") == [
+        ("my-experiment",)
+    ]
     tags = dict(query(folder, "select key, value from tags"))
     assert tags["tier"] == "CPU"
     assert tags["precision.requested"] == "fp8"
     assert tags["events.count"] == '{"nonfinite.skip": 2, "precision.demote": 1}'
-    assert tags["events.last"].splitlines()[1] == 'step 9 precision.demote {"layers": ["blocks.00.up"]}'
+    assert (
+        tags["events.last"].splitlines()[1]
+        == 'step 9 precision.demote {"layers": ["blocks.00.up"]}'
+    )
     assert dict(query(folder, "select key, value from params")) == {
         "train.steps": "20",
         "long": "x" * 6000,
         "odd_0_": "None",
     }
     stored = Path(artifacts.removeprefix("file://"))
-    assert sorted(str(path.relative_to(stored)) for path in stored.rglob("*") if path.is_file()) == [
+    assert sorted(
+        str(path.relative_to(stored)) for path in stored.rglob("*") if path.is_file()
+    ) == [
         "plan.json",
         "plots/loss.png",
     ]
@@ -150,7 +176,14 @@ class _Delivery:
 
     def __init__(self, run_dir: Path, shares: list[float]) -> None:
         self._run_dir, self._shares = run_dir, shares
-        self._ends = [0, *(at + 1 for at, byte in enumerate((run_dir / JOURNAL).read_bytes()) if byte == ord("\n"))]
+        self._ends = [
+            0,
+            *(
+                at + 1
+                for at, byte in enumerate((run_dir / JOURNAL).read_bytes())
+                if byte == ord("\n")
+            ),
+        ]
 
     def wait(self, timeout: float) -> int:
         """0 at the end."""
@@ -171,11 +204,15 @@ def test_a_sync_says_how_far_it_is_whenever_more_was_delivered(folder: Path) -> 
     process = _Delivery(run_dir, [0.0, 0.0, 0.25, 0.25, 0.5, 0.0, 1.0])
     assert shipper._wait(process, run_dir, said.append) == 0  # pyright: ignore[reportArgumentType]
     percent = [line.partition("%")[0] for line in said]
-    assert [round(float(each)) for each in percent] == [0, 25, 50, 0, 100], "another store begins anew"
+    assert [round(float(each)) for each in percent] == [0, 25, 50, 0, 100], (
+        "another store begins anew"
+    )
     assert [("min left" in line) for line in said] == [False, True, True, False, True]
 
 
-def test_a_dead_server_neither_blocks_the_writer_nor_loses_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_server_neither_blocks_the_writer_nor_loses_a_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = folder / "runs" / "r1"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -208,7 +245,9 @@ def test_a_dead_server_neither_blocks_the_writer_nor_loses_a_row(folder: Path, m
     assert first_offset > 0
     assert shipper.sync(run_dir, "e")
     new_run = Position.load(run_dir).run_id
-    assert series_in_store(folder, new_run) == series_in_journal(run_dir), "a store that lost the run gets all of it"
+    assert series_in_store(folder, new_run) == series_in_journal(run_dir), (
+        "a store that lost the run gets all of it"
+    )
 
 
 TRAINER = """
@@ -231,7 +270,15 @@ sys.exit(0 if handle.drain(300) else 1)
 
 def trainer(run_dir: Path, first: int, last: int, end: str) -> tuple[int, int]:
     """A trainer's exit status and its shipper's pid."""
-    command = [sys.executable, "-c", textwrap.dedent(TRAINER), str(run_dir), str(first), str(last), end]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(TRAINER),
+        str(run_dir),
+        str(first),
+        str(last),
+        end,
+    ]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, check=False, env=environment, stdout=subprocess.PIPE, text=True)
     return done.returncode, int(done.stdout)
@@ -240,13 +287,21 @@ def trainer(run_dir: Path, first: int, last: int, end: str) -> tuple[int, int]:
 def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 30, "kill")[0] == -signal.SIGKILL
-    wait_for(lambda: (folder / "mlflow.db").exists() and (run_dir / POSITION).exists() and delivered(run_dir))
+    wait_for(
+        lambda: (
+            (folder / "mlflow.db").exists() and (run_dir / POSITION).exists() and delivered(run_dir)
+        )
+    )
     wait_for(lambda: query(folder, "select status from runs") == [("KILLED",)])
     assert trainer(run_dir, 20, 40, "done")[0] == 0
     assert query(folder, "select status from runs") == [("FINISHED",)]
     assert series_in_store(folder) == series_in_journal(run_dir)
-    assert [row[1] for row in series_in_store(folder)] == list(range(40)), "each step once, those done twice too"
-    assert dict(query(folder, "select key, value from params")) == {"seed": "0"}, "params are immutable"
+    assert [row[1] for row in series_in_store(folder)] == list(range(40)), (
+        "each step once, those done twice too"
+    )
+    assert dict(query(folder, "select key, value from params")) == {"seed": "0"}, (
+        "params are immutable"
+    )
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
@@ -255,7 +310,13 @@ def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder:
     """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 10, "kill")[0] == -signal.SIGKILL
-    wait_for(lambda: query(folder, "select status from runs") == [("KILLED",)] if delivered(run_dir) else False)
+    wait_for(
+        lambda: (
+            query(folder, "select status from runs") == [("KILLED",)]
+            if delivered(run_dir)
+            else False
+        )
+    )
     born = (run_dir / JOURNAL).stat().st_size
     with Journal(run_dir / JOURNAL) as journal:
         journal.note("run", tags={}, params={}, data={})
@@ -264,13 +325,17 @@ def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder:
     assert shipper.sync(run_dir, "e")
     assert query(folder, "select status from runs") == [("FINISHED",)]
     second = [sys.executable, "-m", "harness.tracking.shipper", str(run_dir), "--experiment", "e"]
-    done = subprocess.run([*second, "--pid", str(os.getpid()), "--from", str(born)], timeout=500, check=False)
+    done = subprocess.run(
+        [*second, "--pid", str(os.getpid()), "--from", str(born)], timeout=500, check=False
+    )
     assert done.returncode == 0
     assert query(folder, "select status from runs") == [("FINISHED",)]
 
 
 @pytest.mark.slow
-def test_a_shipper_outlives_its_trainer_by_the_grace_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipper_outlives_its_trainer_by_the_grace_and_no_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -342,8 +407,11 @@ def test_lines_that_are_no_rows_are_set_aside_and_the_rest_goes_on(folder: Path)
     for _ in range(2):
         assert shipper.sync(run_dir, "e")
     assert delivered(run_dir)
-    assert [(step, value) for _, step, _, _, value in series_in_store(folder)] == [(10, 10.0), (11, 11.0)]
+    assert [(step, value) for _, step, _, _, value in series_in_store(folder)] == [
+        (10, 10.0),
+        (11, 11.0),
+    ]
     assert query(folder, "select status from runs") == [("FINISHED",)]
-    assert (run_dir / shipper.SET_ASIDE).read_bytes().splitlines() == [lines[number] for number in damage]
+    assert (run_dir / SET_ASIDE).read_bytes().splitlines() == [lines[number] for number in damage]
     assert "10 lines of the journal are no rows" in (run_dir / "shipper.log").read_text()
     assert dict(query(folder, "select key, value from tags"))["rows.set_aside"] == "10"

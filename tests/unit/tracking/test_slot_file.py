@@ -11,7 +11,15 @@ import pandas
 import pytest
 
 from harness.core.facts import SlotStats
-from harness.tracking.slot_file import COLUMNS, FIGURES, PARQUET, SLOT_FILE, SlotFile, SlotSteps, stacked, write_parquet
+from harness.tracking.slot_file import (
+    COLUMNS,
+    FIGURES,
+    PARQUET,
+    SLOT_FILE,
+    SlotFile,
+    SlotSteps,
+    write_parquet,
+)
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -23,7 +31,11 @@ def names(layers: int = 2) -> tuple[str, ...]:
 def stats(step: int, attempt: int = 1, slots: tuple[str, ...] | None = None) -> SlotStats:
     """Figures that tell the step and attempt they are of; the sampled ones at even steps only."""
     slots = names() if slots is None else slots
-    made = np.random.default_rng(step * 10 + attempt).normal(size=(len(FIGURES), len(slots))).astype(np.float32)
+    made = (
+        np.random.default_rng(step * 10 + attempt)
+        .normal(size=(len(FIGURES), len(slots)))
+        .astype(np.float32)
+    )
     if step % 2:
         made[3:] = np.nan
     return SlotStats(slots, *made)
@@ -47,7 +59,7 @@ def test_every_figure_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert list(found) == list(range(1, 31))
     for step, values in found.items():
-        assert values.tobytes() == stacked(stats(step)).tobytes()
+        assert values.tobytes() == stats(step).stacked().tobytes()
 
 
 def test_a_kill_in_mid_frame_costs_that_frame_alone(tmp_path: Path) -> None:
@@ -66,8 +78,8 @@ def test_a_resume_repeats_steps_and_a_rollback_replaces_them(tmp_path: Path) -> 
     write(tmp_path, range(5, 8), attempt=2)
     found = read(tmp_path)
     assert list(found) == [1, 2, 3, 4, 5, 6, 7], "steps 8 to 14 were thrown away"
-    assert found[4].tobytes() == stacked(stats(4)).tobytes()
-    assert found[6].tobytes() == stacked(stats(6, attempt=2)).tobytes()
+    assert found[4].tobytes() == stats(4).stacked().tobytes()
+    assert found[6].tobytes() == stats(6, attempt=2).stacked().tobytes()
 
 
 def test_a_damaged_frame_is_passed_over(tmp_path: Path) -> None:
@@ -103,7 +115,10 @@ def test_columns_join_neighbours_by_their_largest(tmp_path: Path) -> None:
     assert found is not None
     steps, values = found.joined("amax", names(), columns=4)
     assert list(steps) == [1, 4, 7, 10]
-    oracle = [max(float(stats(step).amax[2]) for step in part) for part in ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))]
+    oracle = [
+        max(float(stats(step).amax[2]) for step in part)
+        for part in ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))
+    ]
     assert values[2].tolist() == oracle
 
 
@@ -124,11 +139,22 @@ def test_the_table_has_a_row_for_each_step_and_slot(tmp_path: Path) -> None:
     assert write_parquet(tmp_path) == tmp_path / PARQUET
     table = pandas.read_parquet(tmp_path / PARQUET)
     assert tuple(table.columns) == COLUMNS
-    measured = ("amax", "scale", "saturation", "clipped", "underflow", "sqnr_db", "even_db", "centred_db")
+    measured = (
+        "amax",
+        "scale",
+        "saturation",
+        "clipped",
+        "underflow",
+        "sqnr_db",
+        "even_db",
+        "centred_db",
+    )
     assert ("step", "layer", "role", *measured) == COLUMNS
     assert len(table) == 8 * 6
     one = table[(table.step == 4) & (table.layer == "blocks.01.up") & (table.role == "weight")]
-    assert [one[figure].item() for figure in FIGURES] == [getattr(stats(4), figure)[4].item() for figure in FIGURES]
+    assert [one[figure].item() for figure in FIGURES] == [
+        getattr(stats(4), figure)[4].item() for figure in FIGURES
+    ]
     assert table[table.step == 3].underflow.isna().all(), "not measured"
     assert not table[table.step == 4].underflow.isna().any()
 

@@ -1,0 +1,109 @@
+"""What `harness train` checks before its first step: delivery, the recipe's first rung, disk and memory.
+
+A job that cannot come to its end is refused now, on every rank, and not after hours of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from harness.build import ENGINES, Worker
+from harness.capability.cards import GIB
+from harness.checkpoint.store import Store, lacks_room
+from harness.core.config import RunConfig
+from harness.core.errors import CheckpointError, MachineError, Problem
+from harness.core.memory import all_memory
+from harness.core.state import state_bytes
+from harness.optim.optimizers import optimizer_bytes
+from harness.precision.plan import Plan
+from harness.telemetry import undeliverable
+
+
+def check_delivery(config: RunConfig, worker: Worker) -> None:
+    """Raises MachineError if MLflow is wanted and rank 0 cannot deliver to it. Collective."""
+    problems = undeliverable(config.tracking, "tracking.mlflow=false") if worker.is_lead else []
+    if problems := _on_every_rank(worker, problems):
+        raise MachineError(problems)
+
+
+def check_first_rung(plan: Plan, recipe: str) -> None:
+    """For --strict: raises MachineError if the plan is not that of the recipe's first rung."""
+    first = plan.rungs[0]
+    if first.taken:
+        return
+    raise MachineError(
+        Problem(
+            f"--strict: the recipe's first rung, {first.rung}, cannot run here",
+            f"recipe {recipe}",
+            why=first.reason,
+            fix="run on another machine, or drop --strict to take the next rung",
+        )
+    )
+
+
+def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
+    """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
+    size = state_bytes(model, optimizer_bytes(model, config.train))
+    if problems := _on_every_rank(worker, _room(folder, size) if worker.is_lead else []):
+        raise CheckpointError(problems)
+
+
+def _room(folder: Path, bytes_each: int) -> list[Problem]:
+    """Why checkpoints of `bytes_each` do not fit; empty if nothing is wrong."""
+    checkpoints = folder / "checkpoints"
+    try:
+        steps = Store(checkpoints, readonly=True).steps()
+    except OSError as error:
+        fix = "move it away, or give the run another --name"
+        return [
+            Problem(
+                "the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix
+            )
+        ]
+    return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(steps))
+
+
+def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
+    """Raises MachineError if training on the CPU takes more than all memory, see `lacks_memory`."""
+    if problem := lacks_memory(model, optimizer_bytes(model, config.train), worker):
+        raise MachineError(problem)
+
+
+def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | None:
+    """Why the weights, gradients and optimizer state of all ranks here take more than the machine's memory.
+
+    optimizer: bytes of the optimizer's state on one rank.
+
+    None if they fit, and where it is not certain that they do not: activations are not counted, an engine that shards
+    the state keeps less of it here, and a GPU has memory of its own.
+    """
+    if worker.device.type != "cpu" or not ENGINES[worker.engine].snapshots:
+        return None
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    ranks, available = worker.launch.local_world_size, all_memory()
+    needed = ranks * (weights + gradients + optimizer)
+    if not available or needed <= available:
+        return None
+    why = f"on the CPU: weights {weights / GIB:,.1f}, gradients {gradients / GIB:,.1f}, "
+    why += f"optimizer {optimizer / GIB:,.1f} GiB"
+    if ranks > 1:
+        why += f", on each of {ranks} ranks"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    have = f"this machine has {available / GIB:,.1f}, swap included"
+    return Problem(
+        f"needs at least {needed / GIB:,.1f} GiB to be trained, and {have}",
+        f"model of {parameters:,} parameters",
+        why,
+        "train a smaller model, take an optimizer with less state, or a GPU that holds it (see harness estimate)",
+    )
+
+
+def _on_every_rank(worker: Worker, problems: Sequence[Problem]) -> list[Problem]:
+    """Rank 0's problems, on every rank: then all refuse together, with the same words. Collective."""
+    plain = worker.group.broadcast([asdict(problem) for problem in problems])
+    return [Problem(**fields) for fields in plain]

@@ -1,0 +1,321 @@
+"""Where a start of `harness train` begins: the run folder, whether the run goes on there, and the checkpoint it loads.
+
+`--resume auto` goes on from the newest valid checkpoint in the run's own folder. `never` begins a new run. A path
+begins a new run from a checkpoint of another one, which is called the `source` here.
+
+Ranks that read their own disks could come to different answers. Rank 0 reads and broadcasts where that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from harness.build import Worker, open_store
+from harness.checkpoint.policy import load_ledger
+from harness.checkpoint.recovery import bring_back, spare_folders
+from harness.checkpoint.store import Store, check_unfinished
+from harness.core.config import RunConfig, load_config
+from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.files import step_name
+from harness.core.state import lost_ledger
+from harness.engines.torch_engine import OptimizerPart
+from harness.optim.schedule import Schedule, lr_jump
+from harness.run import Run
+from harness.run_folder import (
+    RUNS,
+    Resumed,
+    adopt_vocab,
+    base_name,
+    check_bound,
+    check_resumable,
+    choose_folder,
+    is_checkpoint_name,
+    is_finished,
+    read_outcome,
+    read_source,
+    same_data_order,
+)
+from harness.tools.start import Request
+from harness.tracking.journal import JOURNAL, read_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """The run that this start is about.
+
+    folder: its folder.
+    config: as asked for, with the vocabulary of the run in `origin`.
+    source: the checkpoint of another run that --resume names.
+    origin: folder of the run whose weights are loaded, this one's or that of `source`; None for initial weights.
+    resumed: what this start changes in a run that goes on; None for a new run.
+    """
+
+    folder: Path
+    config: RunConfig
+    source: Path | None
+    origin: Path | None
+    resumed: Resumed | None
+
+    @property
+    def resuming(self) -> bool:
+        """Whether the run goes on; else it is new."""
+        return self.resumed is not None
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """What the state is loaded from before the first step; with neither, training begins with initial weights.
+
+    step: of a checkpoint in the run's own folder.
+    source: a checkpoint of another run.
+    """
+
+    step: int | None
+    source: Path | None
+
+
+def find_source(resume: str, name: str | None) -> Path | None:
+    """The checkpoint that --resume names; None for auto and never. Raises CheckpointError if it cannot be one.
+
+    A run that began from this checkpoint may be resumed with the same command after the checkpoint is gone.
+    """
+    if resume in ("auto", "never"):
+        return None
+    path = Path(resume)
+    try:
+        usable = (path / "manifest.json").is_file()
+        if not usable and name is not None:
+            usable = read_source(RUNS / name) == path.resolve()
+    except OSError:  # such as a name that is too long
+        usable = False
+    if not usable or not is_checkpoint_name(path):
+        fix = "give auto, never, or a folder runs/<run>/checkpoints/step-<number>"
+        raise CheckpointError(Problem("is no checkpoint", f"--resume {resume}", fix=fix))
+    return path
+
+
+def agree_on_folder(request: Request, source: Path | None, worker: Worker) -> Path:
+    """The run folder that the command means, the same on every rank. Collective.
+
+    Raises ConfigError on rank 0 as `choose_folder` does.
+    """
+    return Path(
+        worker.group.broadcast(str(_find_folder(request, source)) if worker.is_lead else None)
+    )
+
+
+def _find_folder(request: Request, source: Path | None) -> Path:
+    """With --resume PATH a new folder, or that of the run that began from there and has not finished."""
+    config_name, recipe, steps = (
+        request.config_name,
+        request.config.recipe,
+        request.config.train.steps,
+    )
+    if source is None:
+        return choose_folder(config_name, recipe, request.name, request.resume, steps)
+
+    # The same command again goes on with the run that it began, instead of beginning another one.
+    if request.name is not None:
+        candidates = [RUNS / request.name]
+    else:
+        base = base_name(config_name, recipe)
+        numbered = (
+            folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal()
+        )
+        candidates = [
+            folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)
+        ]
+    for folder in candidates:
+        if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
+            return folder
+
+    return choose_folder(config_name, recipe, request.name, "never", steps)
+
+
+def find_start(
+    request: Request, config: RunConfig, folder: Path, source: Path | None
+) -> StartingPoint:
+    """Whether the run in `folder` goes on, and with which config. Changes nothing on disk.
+
+    Raises CheckpointError for a resume that changes what must stay, or for files of different runs in one folder.
+    """
+    resuming = (folder / "config.yaml").exists()
+    origin = None
+    if resuming:
+        origin = folder
+    elif source is not None:
+        origin = source.parent.parent
+    if origin is not None:
+        config = adopt_vocab(origin, config)
+    resumed = None
+    if resuming:
+        resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
+        check_unfinished(folder / "checkpoints", load_ledger(folder))
+    return StartingPoint(folder, config, source, origin, resumed)
+
+
+def has_finished(folder: Path, steps: int) -> bool:
+    """Whether the run ended with at least `steps` steps done, and has the checkpoint of its last step."""
+    if not is_finished(folder, steps):
+        return False
+    # Without that checkpoint, outcome.json may have been copied from another run.
+    last = step_name(read_outcome(folder)["step"])
+    return (folder / "checkpoints" / last).is_dir()
+
+
+def take_back(start: StartingPoint, worker: Worker) -> list[int]:
+    """Move the run's last save from its fallback folder into its own, if the last start had to save there.
+
+    Returns the steps of what was moved. For rank 0, before config.yaml is written again: the folder is named there.
+    """
+    steps: list[int] = []
+    if not start.resuming:
+        return steps
+    for fallback in spare_folders(start.folder, start.config.checkpoint.emergency_path):
+        step = bring_back(open_store(start.folder, worker), fallback)
+        if step:
+            steps.append(step)
+    return steps
+
+
+def choose_state(start: StartingPoint, worker: Worker, store: Store) -> InitialState:
+    """What to load before the first step. Collective. Raises CheckpointError if the run's checkpoints were lost."""
+    if not start.resuming:
+        return InitialState(None, start.source)
+    newest = worker.group.broadcast(store.newest_valid() if worker.is_lead else None)
+    if newest is not None:
+        return InitialState(newest, None)
+    _check_not_lost(worker, start.folder)
+    # A run that was killed before its first save begins again where it began.
+    return InitialState(None, start.source or read_source(start.folder))
+
+
+def _check_not_lost(worker: Worker, folder: Path) -> None:
+    """Refuse to start over a run that has saved checkpoints and has none left. Raises CheckpointError on every rank."""
+    if step := worker.group.broadcast(_lost_checkpoint(folder) if worker.is_lead else 0):
+        what = f"the journal says that the checkpoint of step {step} was saved, and none is there"
+        fix = "put them back from a copy of this run, or begin anew: --resume never, with another --name or with none"
+        raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
+
+
+def _lost_checkpoint(folder: Path) -> int:
+    """Step of the newest checkpoint that the journal reports as saved; 0 if there is none.
+
+    Also 0 while any checkpoint is there, even one that was set aside as damaged.
+    """
+    if any((folder / "checkpoints").glob("*step-*")) or not (folder / JOURNAL).is_file():
+        return 0
+    rows = read_rows(folder / JOURNAL, metrics=False)
+    return max(
+        (row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"),
+        default=0,
+    )
+
+
+def check_ledger(worker: Worker, folder: Path, attempt: int, journaled: int) -> None:
+    """Refuse a ledger that is older than the journal. Collective. Raises CheckpointError on every rank.
+
+    attempt: of the ledger. journaled: the newest attempt that has rows in the journal.
+    """
+    if lost := worker.group.broadcast(journaled if journaled > attempt else 0):
+        why = f"the journal has steps of attempt {lost}; incidents.json knows of {attempt}"
+        raise CheckpointError(lost_ledger(str(folder / "incidents.json"), why))
+
+
+def load_state(
+    run: Run,
+    start: StartingPoint,
+    initial: InitialState,
+    taken_back: Sequence[int],
+    accepted: Sequence[str],
+) -> None:
+    """Load what `choose_state` chose and log it. Collective. Raises CheckpointError for a checkpoint that does not fit.
+
+    taken_back: what `take_back` returned.
+    accepted: keys of --accept-changed.
+    """
+    if start.resuming and not initial.step and not initial.source:
+        run.telemetry.screen.say("no checkpoint was saved before the run ended: it starts over")
+    for step in taken_back:
+        text = f"the last save, made elsewhere, is in {run.folder} now"
+        run.telemetry.tell(step, "checkpoint.taken_back", text)
+    if initial.source is not None:
+        _load_source(run, initial.source)
+    elif initial.step is not None:
+        _load_own(run, initial.step, accepted)
+
+
+def _load_source(run: Run, source: Path) -> None:
+    """Begin with the state in a checkpoint of another run."""
+    telemetry = run.telemetry
+    step = int(source.name.removeprefix("step-"))
+    run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
+
+    # Windows that were bad for the other run are bad for this one, if it reads the same data in the same order.
+    theirs = source.parent.parent
+    if same_data_order(run.folder, theirs):
+        ledger = run.state.ledger
+        ledger.inherit(load_ledger(theirs).skipped_windows)
+        if run.engine.rank == 0:
+            run.recovery.keep_ledger(ledger)
+    telemetry.event(step, "run.started_from", path=str(source))
+    telemetry.screen.event(f"started from {source}")
+
+    # A kill before the first periodic save must not lose where the run started.
+    run.recovery.save_surely({})
+
+
+def _load_own(run: Run, step: int, accepted: Sequence[str]) -> None:
+    """Go on from this run's checkpoint of `step`."""
+    telemetry, bound_to = run.telemetry, run.recovery.bound
+    run.recovery.load(step, lambda meta: check_bound(step, meta.get("bound"), bound_to, accepted))
+    for problem in run.recovery.store.quarantined:
+        telemetry.event(step, "checkpoint.quarantined", text=str(problem))
+        telemetry.screen.event(f"set aside: {problem}")
+    telemetry.count(step, _applied_updates(run), run.state.ledger)
+    telemetry.event(step, "run.resumed")
+    telemetry.screen.event(f"resumed at step {step}")
+
+
+def _applied_updates(run: Run) -> int:
+    """Updates that the loaded optimizer has applied: steps without those that were skipped."""
+    return int(cast(OptimizerPart, run.state.parts["optimizer"]).applied)
+
+
+def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
+    """Log which keys this start changes, and a jump of the learning rate that follows, before the first update."""
+    resumed = start.resumed
+    if resumed is not None and resumed.changes:
+        run.telemetry.tell(
+            run.state.step,
+            "run.changed",
+            "; ".join(map(str, resumed.changes)),
+            changes=[[change.key, change.old, change.new] for change in resumed.changes],
+            accepted=[change.key for change in resumed.changes if change.key in resumed.accepted],
+            config=resumed.saved.model_dump(mode="json"),
+        )
+
+    before = resumed.saved if resumed is not None else _config_of(initial.source)
+    if before is None or Schedule.of(before.train) == Schedule.of(run.config.train):
+        return
+    if jump := lr_jump(
+        before.train, run.config.train, _applied_updates(run), run.guard.judge.lr_factor
+    ):
+        run.telemetry.tell(
+            run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next
+        )
+
+
+def _config_of(source: Path | None) -> RunConfig | None:
+    """The config of the run that saved the checkpoint `source`; None without one, or if it cannot be read."""
+    try:
+        return (
+            None
+            if source is None
+            else load_config(str(source.resolve().parent.parent / "config.yaml"))
+        )
+    except ConfigError:
+        return None

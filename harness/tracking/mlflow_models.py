@@ -1,0 +1,108 @@
+"""A run's checkpoints as MLflow models of type "checkpoint", to be found by metric, tag or step.
+
+    mlflow.set_experiment("hopper-harness")
+    mlflow.search_logged_models(filter_string="metrics.`checkpoint/train_loss` < 2 AND tags.good = 'true'")
+
+The files stay in the run folder, outside of MLflow. A model's tags say where they are and whether a rollback may use
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Run
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
+from harness.core.files import step_name
+from harness.core.screen import say
+from harness.tracking.retry import Retry
+
+# Answers of a server from before MLflow 3, which has no models of this kind; to try again would not help.
+_UNKNOWN_THERE = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
+
+
+class CheckpointModels:
+    """The checkpoints of one MLflow run. Sending a row twice changes nothing."""
+
+    def __init__(self, client: MlflowClient, run: Run, retry: Retry) -> None:
+        self._client, self._retry = client, retry
+        self._run = run.info
+        self._ids: dict[int, str] = {}
+        self._linked: set[str] = set()
+        self._unknown = False
+
+    def note(self, row: Mapping[str, Any], milliseconds: int) -> None:
+        """Carry out one "checkpoint" row of the journal. Raises what mlflow raises."""
+        if self._unknown:
+            return
+        try:
+            self._note(row, milliseconds)
+        except MlflowException as error:
+            if error.error_code not in _UNKNOWN_THERE:
+                raise
+            self._unknown = True
+            say(f"checkpoints: the server has no external models ({error.error_code}), skipped")
+
+    def _note(self, row: Mapping[str, Any], milliseconds: int) -> None:
+        step, state = int(row["step"]), str(row["state"])
+        if state == "saved":
+            model = self._retry(lambda: self._find(step) or self._create(step))
+            self._retry(self._client.finalize_logged_model, model, LoggedModelStatus.READY)
+            tags = {
+                "path": row["path"],
+                "step": step,
+                "attempt": row["attempt"],
+                "state": "saved",
+                "good": "false",
+            }
+            self._retry(
+                self._client.set_logged_model_tags,
+                model,
+                {name: str(each) for name, each in tags.items()},
+            )
+            metrics = [
+                Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
+                for name, value in row["metrics"].items()
+            ]
+            self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
+            self._retry(self._link, model, step)
+        elif model := self._retry(self._find, step):
+            tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
+            self._retry(self._client.set_logged_model_tags, model, tags)
+
+    def _create(self, step: int) -> str:
+        model = self._client.create_logged_model(
+            self._run.experiment_id,
+            name=step_name(step),
+            source_run_id=self._run.run_id,
+            tags={MLFLOW_MODEL_IS_EXTERNAL: "true"},
+            model_type="checkpoint",
+        )
+        self._ids[step] = model.model_id
+        return model.model_id
+
+    def _link(self, model: str, step: int) -> None:
+        """Name the model on the run's page, among its outputs. Stores refuse the same output twice."""
+        if model not in self._linked:
+            outputs = self._client.get_run(self._run.run_id).outputs
+            self._linked.update(
+                each.model_id for each in (outputs.model_outputs if outputs else ())
+            )
+        if model not in self._linked:
+            self._client.log_outputs(self._run.run_id, [LoggedModelOutput(model, step)])
+            self._linked.add(model)
+
+    def _find(self, step: int) -> str | None:
+        if step not in self._ids:
+            mine = f"name = '{step_name(step)}' AND source_run_id = '{self._run.run_id}'"
+            found = self._client.search_logged_models(
+                [self._run.experiment_id], filter_string=mine, max_results=1
+            )
+            if not found:
+                return None
+            self._ids[step] = found[0].model_id
+        return self._ids[step]
