@@ -33,7 +33,7 @@ def main(recipe: str) -> None:
     precision = Precision.from_recipe(recipe)
     model = precision.prepare(
         net.to(device)
-    )  # convolutions have no FP8: an FP8 recipe goes on to its next rung
+    )  # no FP8 layer in here: an FP8 recipe takes its next rung
     print(f"{recipe} runs as {precision.plan.resolved}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     for step in range(1, STEPS + 1):

@@ -1,4 +1,4 @@
-"""Your own loop with guard and telemetry; bad batches take it back. Run: python examples/guarded_loop.py [recipe]"""
+"""Your own loop with guard and telemetry: bad batches are rolled back. Run: python examples/guarded_loop.py [recipe]"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from harness.core.errors import HaltedError
 from harness.core.facts import Rollback
 
 STEPS = 120
-BAD = range(70, 75)  # batches that somebody forgot to clean
+BAD = range(70, 75)  # windows with infinite targets
 
 
 def batch(window: int, teacher: nn.Module, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A function of its place in the data order: what is passed over is never seen again."""
+    """Depends on the window's number alone, so that windows that a rollback skips are never seen again."""
     inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(window)).to(device)
     return inputs, teacher(inputs) * (float("inf") if window in BAD else 1.0)
 

@@ -1,8 +1,10 @@
-"""torch's standard loop, as it is, under any recipe. Run: python examples/standard_loop.py [recipe]
+"""torch's standard loop, unchanged, under any recipe. Run: python examples/standard_loop.py [recipe]
 
-One batch has a NaN, five in a row are ruined, and late in the run one sample of each batch comes in other units, 2^15
-times as large, which leaves too little of the others in FP8: the bad step is skipped, the run rolled back, and the
-layer leaves FP8.
+Three faults show what guard and fallback do:
+- One batch has NaN targets: its step is skipped.
+- Five batches in a row have NaN targets: the run is rolled back.
+- Late in the run one sample of each batch is 2^15 times as large. The others then underflow in FP8, and the layer is
+  demoted to BF16.
 """
 
 from __future__ import annotations

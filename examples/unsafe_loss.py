@@ -1,9 +1,9 @@
-"""A custom loss that leaves fp16's range, and how that is caught. Run: python examples/unsafe_loss.py [recipe]
+"""A custom loss that overflows in fp16, and how that is caught. Run: python examples/unsafe_loss.py [recipe]
 
-The penalty squares the model's output, which is in fp16 under this recipe: from 256 on the square is over 65504, which
-is infinite. No loss scale cures that, since it is the forward pass. The update is skipped each time, the weights stay
-finite, and after three in a row the recipe's fallback takes the whole run to bf16, which has float32's range. The same
-penalty on `output.float()` stays in fp16.
+The penalty squares the model's output, which is fp16 under this recipe. From 256 on the square is over 65504, fp16's
+largest value, and becomes infinite. No loss scale helps, since this happens in the forward pass. Each such update is
+skipped, so the weights stay finite. After three in a row the recipe's fallback moves the whole run to bf16, which has
+float32's range. With `output.float()` the same penalty is safe, and the run stays in fp16.
 """
 
 from __future__ import annotations

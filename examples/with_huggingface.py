@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import harness as _  # noqa: F401 (leaves out what torchao logs of kernels for other machines)
+import harness as _  # noqa: F401 (silences torchao's log lines about kernels for other machines)
 
 try:
     import transformers
@@ -24,7 +24,7 @@ except ModuleNotFoundError as missing:
 
 
 def tiny(folder: Path, text: Path) -> Path:
-    """What one would have fetched from the hub: config.json, model.safetensors, tokenizer.json."""
+    """A model folder as fetched from the hub: config.json, model.safetensors, tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -46,7 +46,7 @@ def tiny(folder: Path, text: Path) -> Path:
 
 
 def harness(*words: str, work: Path) -> str:
-    """As in a shell: harness <words>."""
+    """Run `harness <words>` as in a shell; its standard output."""
     done = subprocess.run(
         [sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True
     )
@@ -70,11 +70,13 @@ def main(work: Path, folder: Path | None, text: Path) -> None:
         f"data.tokenizer={folder}",
         "tracking.mlflow=false",
     )
-    told = harness("train", "--recipe", "fp8_hybrid", "--name", "tuned", *files, *sizes, work=work)
+    output = harness(
+        "train", "--recipe", "fp8_hybrid", "--name", "tuned", *files, *sizes, work=work
+    )
     print(
         "\n".join(
             line
-            for line in told.splitlines()
+            for line in output.splitlines()
             if line.startswith(("step ", "loss", "precision", "FP8"))
         )
     )

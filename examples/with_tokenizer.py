@@ -37,7 +37,7 @@ def tokenizer_of(folder: Path, path: Path) -> Path:
 
 
 def harness(*words: str, work: Path) -> str:
-    """As in a shell: harness <words>."""
+    """Run `harness <words>` as in a shell; its standard output."""
     done = subprocess.run(
         [sys.executable, "-m", "harness.cli", *words], cwd=work, stdout=subprocess.PIPE, text=True
     )
@@ -67,13 +67,13 @@ def main(work: Path, folder: Path) -> None:
         "train.lr=3e-3",
     )
     files = ("data.path=prepared", "data.packing=documents", "tracking.mlflow=false")
-    told = harness(
+    output = harness(
         "train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work
     )
     print(
         "\n".join(
             line
-            for line in told.splitlines()
+            for line in output.splitlines()
             if line.startswith(("loss", "precision", "data", "FP8"))
         )
     )

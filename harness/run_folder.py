@@ -21,7 +21,14 @@ from typing import Any
 
 import yaml
 
-from harness.core.config import RunConfig, changed_keys, flat
+from harness.core.config import (
+    DATA_MAY_CHANGE,
+    RESUME_MAY_CHANGE,
+    RESUME_NEVER,
+    RunConfig,
+    changed_keys,
+    flat,
+)
 from harness.core.errors import CheckpointError, ConfigError, Problem, near_match, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.files import (
@@ -59,7 +66,6 @@ _MAX_NAME = 200
 # Of a shell: what it would make of them is not the run that was meant.
 _MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
 _BYTES = 256
-_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
 # What --accept-changed does not open, and why; keys of `data` that only say how the same data are cut are open.
 _OTHER_DATA = (
     "the run goes on with the data that it began with: others need a run of their own, which may start from one of its "
@@ -67,7 +73,6 @@ _OTHER_DATA = (
 )
 _OTHER_OPTIMIZER = "the state in its checkpoints is of another kind"
 _CUT_SHORT = "config.yaml does not have it: the file was cut short"
-_OF_THE_CUT = ("data.context", "data.val_samples", "data.bad")
 
 
 def choose_folder(
@@ -284,7 +289,7 @@ def check_resumable(
         if why:
             fix = "use the old value, or give the new run another --name"
             problems.append(Problem(what, where, why if change.key in accepted else cut, fix))
-        elif not change.key.startswith(_MAY_CHANGE) and change.key not in accepted:
+        elif not change.key.startswith(RESUME_MAY_CHANGE) and change.key not in accepted:
             fix = f"use the old value, give the new run another --name, or --accept-changed {change.key}"
             problems.append(Problem(what, where, cut, fix))
     if problems:
@@ -297,9 +302,9 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def _why_never(key: str) -> str:
-    if key.startswith("data.") and key not in _OF_THE_CUT:
+    if key.startswith("data.") and key not in DATA_MAY_CHANGE:
         return _OTHER_DATA
-    return _OTHER_OPTIMIZER if key == "train.optimizer" else ""
+    return _OTHER_OPTIMIZER if key in RESUME_NEVER else ""
 
 
 def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None:
@@ -347,7 +352,7 @@ def check_bound(
     problems = [
         Problem(f"changed {change.values}", change.key, why, _or_accept(fix, change.key))
         for change in _changes(old, now["config"])
-        if not change.key.startswith(_MAY_CHANGE)
+        if not change.key.startswith(RESUME_MAY_CHANGE)
     ]
     named = {"recipe": "the recipe's contents are others", "data": "the data are others"}
     problems += [

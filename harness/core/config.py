@@ -1,10 +1,11 @@
 """The run's config: model, data, optimizer, schedule, guard, checkpoints; and a recipe's section `fallback`, which both
-monitors and precision read. Strict, torch-free, every key with a unit.
+monitors and precision read. Strict, torch-free. Each key's description names its unit; docs/reference/config.md is made
+from the descriptions (`harness.core.config_page`).
 
-A setting that the run is too short for, its data too small, or its guard off, is valid and without the effect that it
-was set for (`warmup_doubt`, `left_out`, ...). No error: a trial of ten steps is meant to be short. What changes the
-training is told as an event, what only leaves something out (a save, a validation, a statistic) in one line before the
-first step.
+Some settings are valid and yet have no effect, because the run is too short, its data too small, or its guard off
+(`warmup_doubt`, `left_out`, ...). These are no errors: a trial of ten steps is meant to be short. Those that change the
+training are reported as events; those that only leave something out (a save, a validation, a statistic) as one line
+before the first step.
 """
 
 from __future__ import annotations
@@ -27,62 +28,84 @@ Ratio = Annotated[float, Field(gt=0)]
 OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 """What `train.optimizer` may name without a colon."""
 Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
-"""Formats of text, of which token ids are made; `data.rows.FORMATS` has their readers."""
+"""Formats of text, which is made into token ids; `data.rows.FORMATS` has their readers."""
+
+RESUME_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
+"""Prefixes of the keys that a resume may change freely. Other keys need --accept-changed."""
+DATA_MAY_CHANGE = ("data.context", "data.val_samples", "data.bad")
+"""Keys of `data` that --accept-changed opens: they only say how the same data are cut into samples."""
+RESUME_NEVER = ("train.optimizer",)
+"""Keys that --accept-changed does not open, besides the others of `data`: the saved state belongs to the old value."""
+
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
 
 class TrainConfig(Strict):
-    """Length, batch and update rule."""
+    """Length, batch, learning rate and optimizer."""
 
-    steps: Positive = Field(default=300, description="windows (optimizer steps) to train")
+    steps: Positive = Field(
+        default=300, description="length of the run in steps; skipped updates count too"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=0, description="seed of weights and data order"
+        default=0, description="seed of the initial weights and of the data order"
     )
     global_batch: Positive = Field(
-        default=16, description="samples per optimizer step, over all ranks"
+        default=16,
+        description="samples in one step, over all ranks; a multiple of train.micro_batch",
     )
     micro_batch: Positive = Field(
-        default=8, description="samples per forward and backward on one rank"
+        default=8, description="samples in one forward and backward pass on one rank"
     )
     max_grad_norm: float = Field(
-        default=1.0, gt=0, description="clip the global L2 gradient norm to this"
+        default=1.0, gt=0, description="largest L2 norm of the gradient; a larger is clipped"
     )
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
-    warmup_steps: Count = Field(default=20, description="applied steps of linear warm-up")
+    warmup_steps: Count = Field(
+        default=20, description="applied updates over which the learning rate rises to train.lr"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine",
-        description="learning rate after the warm-up; wsd: constant, then linear in decay_share",
+        description="learning rate after the warm-up; wsd is constant, then falls linearly over train.decay_share",
     )
     min_lr_ratio: Share = Field(
-        default=0.1, description="final learning rate over peak, but for constant"
+        default=0.1,
+        description="final learning rate as a share of train.lr; constant schedules ignore it",
     )
     decay_share: Share = Field(
-        default=0.2, description="wsd: share of train.steps that decays, at the end"
+        default=0.2, description="share of train.steps over which wsd decays, at the run's end"
     )
     weight_decay: float = Field(
-        default=0.1, ge=0, description="decay on matrices; vectors (norms, biases) get none"
+        default=0.1,
+        ge=0,
+        description="weight decay rate for matrices; vectors (norms, biases) get none",
     )
-    decay_embeddings: bool = Field(default=True, description="decay embeddings like other matrices")
+    decay_embeddings: bool = Field(
+        default=True, description="whether embeddings get weight decay, as matrices do"
+    )
     betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95), strict=False, description="AdamW moment decay rates"
+        default=(0.9, 0.95),
+        strict=False,
+        description="AdamW's decay rates of the first and second moment",
     )
     optimizer: str = Field(
         default="adamw",
-        description="adamw, sgd (momentum betas[0]): fused; adamw8bit, adamw_fp8: torchao's; muon, AdamW for what is "
-        'no hidden matrix; or "pkg.mod:Class"',
+        description="adamw or sgd (momentum: betas[0]) are torch's fused kernels; adamw8bit and adamw_fp8 are "
+        "torchao's; muon takes the hidden matrices and leaves the rest to AdamW; or a class of your own, "
+        '"pkg.mod:Class"',
     )
     optimizer_args: dict[str, Any] = Field(
-        default_factory=dict, description="more arguments of the optimizer's class"
+        default_factory=dict, description="more keyword arguments of the optimizer's class"
     )
     eval_every: Count = Field(
         default=100, description="steps between validations; 0: only at the end"
     )
     threads: Count = Field(
-        default=0, description="CPU threads per rank; 0: cores / local ranks, or OMP_NUM_THREADS"
+        default=0,
+        description="CPU threads of one rank; 0: OMP_NUM_THREADS, else the cores shared by the local ranks",
     )
     max_minutes: float = Field(
-        default=0.0, ge=0, description="save and stop after this many minutes; 0: never"
+        default=0.0, ge=0, description="minutes after which the run saves and stops; 0: never"
     )
 
     @field_validator("optimizer")
@@ -96,17 +119,17 @@ class TrainConfig(Strict):
 
 
 class HubConfig(Strict):
-    """What is taken of a data set of the Hugging Face hub, `hf:NAME`."""
+    """Which part of a data set of the Hugging Face hub, `hf:NAME`."""
 
     configuration: str | None = Field(
-        default=None, description="of hf:NAME: its configuration (subset); none: its default"
+        default=None, description="configuration (subset) of hf:NAME; null: the data set's default"
     )
     split: str | None = Field(
-        default=None, description="of hf:NAME: the split to train on; none: train, or the only one"
+        default=None, description="split of hf:NAME to train on; null: train, or the only one"
     )
     revision: str | None = Field(
         default=None,
-        description="of hf:NAME: branch, tag or commit; none: its main branch as it is at the first start",
+        description="branch, tag or commit of hf:NAME; null: the main branch as of the run's first start",
     )
 
     @model_validator(mode="after")
@@ -122,67 +145,75 @@ class HubConfig(Strict):
 class MixtureConfig(HubConfig):
     """One source of a mixture."""
 
-    path: str = Field(description="as data.path")
-    weight: float = Field(gt=0, description="its share of the samples, over the sum of all weights")
+    path: str = Field(description="where this source is, as in data.path")
+    weight: float = Field(
+        gt=0,
+        description="weight of this source; its share of the samples is weight / sum of weights",
+    )
 
 
 class DataConfig(HubConfig):
-    """Where data comes from and how it is cut into samples; or a data set of your own."""
+    """Where the data come from and how they are cut into samples."""
 
     target: str | None = Field(
         default=None,
-        description='in place of path, "pkg.mod:fn": fn(**args) -> an object with __len__ and __getitem__',
+        description='your own data set instead of data.path: "pkg.mod:fn", where fn(**args) returns an object with '
+        "__len__ and __getitem__",
     )
     args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the target"
+        default_factory=dict, description="keyword arguments of data.target"
     )
     path: str | None = Field(
         default=None,
-        description="text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset, .bin of token ids, what `harness "
-        "data prepare` made, or a folder of one of these; hf:NAME: of the Hugging Face hub; none: the source "
-        "of Python's standard library",
+        description="a file or folder of text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset or .bin token "
+        "ids; a folder that `harness data prepare` made; or hf:NAME on the Hugging Face hub; null: the source code of "
+        "Python's standard library",
     )
     mixture: list[MixtureConfig] = Field(
-        default_factory=list, description="several sources with weights, instead of data.path"
+        default_factory=list, description="several weighted sources instead of data.path"
     )
     cache: str | None = Field(
         default=None,
-        description="folder where hf:NAME is kept; none: that of huggingface_hub (HF_HUB_CACHE, HF_HOME)",
+        description="folder that keeps hf:NAME; null: huggingface_hub's (HF_HUB_CACHE, HF_HOME)",
     )
     format: Literal["auto", "tokens", Documents] = Field(
-        default="auto", description="what data.path is; auto: looked at"
+        default="auto", description="format of data.path; auto: found out from the files"
     )
     tokenizer: str | None = Field(
         default=None,
-        description="tokenizer.json, or a Hugging Face folder with one; none: a token is a byte",
+        description="a tokenizer.json, or a Hugging Face folder with one; null: a token is a byte",
     )
-    text_key: str = Field(default="text", min_length=1, description="key or column of rows")
+    text_key: str = Field(
+        default="text", min_length=1, description="key or column of a row that has the text"
+    )
     dtype: Literal["uint8", "uint16", "uint32"] = Field(
-        default="uint16", description="of headerless .bin files"
+        default="uint16", description="type of a token id in .bin files without a header"
     )
     packing: Literal["none", "documents"] = Field(
         default="none",
-        description="documents: samples have segments, and no token is predicted from another document's",
+        description="documents: no token is predicted from another document's in the same sample",
     )
     separator: Count | None = Field(
         default=None,
-        description="token id that ends a document in .bin files; none: the tokenizer's",
+        description="token id that ends a document in .bin files; null: the tokenizer's",
     )
-    context: Positive = Field(default=256, description="tokens per sample")
+    context: Positive = Field(default=256, description="tokens in one sample")
     val_fraction: float = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="share held out where the data has no validation of its own",
+        description="share of the data held out for validation, where the data have no validation part of their own",
     )
     val_samples: Positive = Field(
-        default=128, description="validation samples, over all ranks, evenly spread"
+        default=128,
+        description="samples in one validation, over all ranks, spread evenly over the held-out data",
     )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples unfit to train on, or that cannot be read (or differ from their hash): skip the update, "
-        "fail (halt), or auto: fail for labels out of range; files that are no text, and rows without any: skip, fail, "
-        "or auto: skip binary and empty ones, fail for others",
+        description="bad samples (not finite, labels out of range or all missing, unreadable, changed since the "
+        "start): skip skips the update, fail halts, auto halts for labels out of range and skips for the rest; "
+        "files and rows without text, at the start: skip leaves them out, fail refuses, auto leaves out binary and "
+        "empty ones and refuses others",
     )
 
     @model_validator(mode="after")
@@ -199,298 +230,312 @@ class DataConfig(HubConfig):
 
 
 class ModelConfig(Strict):
-    """The shipped Llama-style GPT's sizes, or a target of your own."""
+    """The model: the built-in Llama-style GPT, or your own."""
 
     target: str = Field(
         default="harness.models.gpt:build",
-        description='"pkg.mod:fn": fn(**args) -> nn.Module; "hf:FOLDER": a causal LM of Hugging Face',
+        description='"pkg.mod:fn", where fn(**args) returns an nn.Module; or "hf:FOLDER", a causal LM of Hugging Face',
     )
     args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the target"
+        default_factory=dict, description="keyword arguments of model.target"
     )
 
 
 class CheckpointConfig(Strict):
-    """When to save and what to keep."""
+    """When to save, and which checkpoints to keep."""
 
     every: Count = Field(default=50, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(default=3, ge=2, description="newest checkpoints kept; at least 2")
+    keep: int = Field(default=3, ge=2, description="number of newest checkpoints kept")
     healthy_steps: Count = Field(
-        default=10, description="healthy steps after a save before it is a rollback target"
+        default=10,
+        description="healthy steps that must follow a checkpoint before a rollback may use it",
     )
     best: Literal["val_loss", "train_loss", "none"] = Field(
         default="val_loss",
-        description="keep the checkpoint with the lowest; val_loss: of those saved when validated",
+        description="metric whose lowest checkpoint is kept too; val_loss: among those saved at a validation",
     )
     background: bool = Field(
         default=True,
-        description="write while training goes on (takes one copy of the state in memory)",
+        description="whether to write while training goes on; takes one copy of the state in memory",
     )
     on_failure: Literal["continue", "pause", "halt"] = Field(
         default="pause",
-        description="after max_failures: train on, wait on all ranks until a save succeeds, or end the run",
+        description="after checkpoint.max_failures failed saves: train on, wait on all ranks until a save succeeds, or "
+        "end the run",
     )
     max_failures: Positive = Field(
         default=3,
-        description="saves in a row that fail before on_failure; 1 is as 2: the first is known at the next",
+        description="failed saves in a row before checkpoint.on_failure applies; 1 acts as 2, because a failure is "
+        "known at the next save",
     )
     retry_seconds: float = Field(
-        default=30.0, gt=0, description="between tries to save while the run waits"
+        default=30.0, gt=0, description="seconds between tries to save while the run waits"
     )
     emergency_path: str | None = Field(
         default=None,
-        description="folder on another disk for the last save of a run whose own takes none; the next start takes it "
-        "back; none: there is none",
+        description="folder on another disk for the last save, if the run's own disk takes none; the next start brings "
+        "it back; null: none",
     )
 
 
 class TrackingConfig(Strict):
-    """What goes into the journal and MLflow, how often."""
+    """What goes into the journal and MLflow, and how often."""
 
-    mlflow: bool = Field(default=True, description="ship the journal to MLflow")
+    mlflow: bool = Field(default=True, description="whether the journal is sent to MLflow")
     experiment: str = Field(
-        default="hopper-harness", min_length=1, description="MLflow experiment name"
+        default="hopper-harness", min_length=1, description="name of the MLflow experiment"
     )
     fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
     fp8_series: Count = Field(
         default=128,
-        description="FP8 slots up to which all have series of their own; beyond, those that are picked",
+        description="number of FP8 slots up to which each has metric series of its own; in a larger model picked ones",
     )
     fp8_slots: list[str] = Field(
         default_factory=list,
-        description="patterns of slots that have series of their own whatever there are, such as blocks.*.mlp.down.*",
+        description="patterns of slots that always have series of their own, such as blocks.*.mlp.down.*",
     )
     report: bool = Field(
-        default=True, description="draw the plots and report.html at the end of the run"
+        default=True, description="whether plots and report.html are drawn at the end of the run"
     )
     system_seconds: float = Field(
         default=10.0,
         ge=0,
-        description="seconds between MLflow's figures of the machine and its GPUs; 0: none",
+        description="seconds between MLflow's metrics of the machine and its GPUs; 0: none",
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="wait at exit for MLflow to catch up"
+        default=30.0, ge=0, description="longest wait for MLflow at the end, in seconds"
     )
 
 
 class EngineConfig(Strict):
-    """Distributed execution."""
+    """Ranks, compilation and determinism."""
 
     name: Literal["auto", "single", "ddp", "deepspeed"] = Field(
         default="auto",
         description="auto: deepspeed under its launcher, else ddp, or single for one process",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage")
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed's ZeRO stage")
     deepspeed: str | None = Field(
-        default=None, description="path of a DeepSpeed JSON merged under ours; none: ours alone"
+        default=None,
+        description="path of a DeepSpeed JSON file; the harness's own settings override it; null: none",
     )
-    timeout_seconds: float = Field(default=600.0, gt=0, description="process-group timeout")
+    timeout_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds that ranks wait for each other before the run fails",
+    )
     compile: Literal["none", "blocks"] = Field(
         default="none",
         description="blocks: torch.compile each element of the model's nn.ModuleLists",
     )
     deterministic: bool = Field(
         default=False,
-        description="GPU kernels that give the same bits each time; attention's usual gradient may not",
+        description="whether to use GPU kernels that give the same bits each time; attention's usual gradient may not",
     )
 
 
 class GuardConfig(Strict):
-    """Thresholds and budgets of the guard."""
+    """Limits and budgets of the guard. Every rank decides alike, from figures that were reduced over all ranks."""
 
     enabled: bool = Field(
-        default=True, description="monitors and responder; the non-finite gate is always on"
+        default=True,
+        description="whether the guard judges steps; non-finite updates are skipped even without it",
     )
     max_consecutive_skips: Positive = Field(
         default=5,
-        description="skipped steps in a row before a rollback, or before large norms are accepted",
+        description="skipped steps in a row before a rollback, or before large gradient norms are accepted",
     )
     spike_window: Positive = Field(
-        default=40, description="applied steps that tell the usual loss and gradient norm"
+        default=40,
+        description="applied steps from which the usual loss and gradient norm are computed",
     )
     spike_sigma: float = Field(
         default=12.0,
         gt=0,
-        description="robust sigmas (median/MAD) over the usual loss that make a spike",
+        description="robust sigmas (median/MAD) over the usual loss that count as a spike",
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
         default=5.0,
         gt=1,
-        description="a gradient norm this many times the running median is not applied",
+        description="times the median gradient norm from which an update is skipped",
     )
     clip_growth: float = Field(
         default=3.0,
         gt=1,
-        description="gradients are clipped to this many times the running median norm",
+        description="times the median gradient norm to which gradients are clipped",
     )
     measure_every: Positive = Field(
         default=10,
-        description="steps between measurements of the parameters' norm and of fp16 gradients' shares",
+        description="steps between measurements of the weights' norm and of shares of fp16 gradients",
     )
     underflow_rise: Share = Field(
         default=0.05,
-        description="rise of the share of exact zeros in fp16 gradients that is reported",
+        description="reported rise in the share of fp16 gradients that are exactly zero",
     )
     overflow_share: Share = Field(
         default=0.01,
-        description="share of fp16 gradients over half of fp16's largest value that is reported",
+        description="reported share of fp16 gradients over half of fp16's largest value",
     )
     clipping_share: Share = Field(
-        default=0.95, description="share of the last 200 updates clipped that is reported"
+        default=0.95, description="reported share of the last 200 updates that were clipped"
     )
     parameter_growth: float = Field(
         default=10.0,
         gt=1,
-        description="growth of the parameters' norm within 100 steps that is reported",
+        description="reported growth of the weights' norm within 100 steps, times its smallest",
     )
     snapshot_every: Count = Field(
         default=20,
-        description="steps between snapshots in memory; 0: none; the plan names the steps",
+        description="steps between snapshots of the state in memory; 0: none; the plan names the steps",
     )
     snapshot_seldom_after: Count = Field(
         default=200,
-        description="step after which every fifth of them at most is taken, with no gap over 100 steps that "
-        "snapshot_every does not ask for; 0: all are",
+        description="step after which only every fifth snapshot is taken, but at least every 100 steps (or every "
+        "guard.snapshot_every, if that is longer); 0: all are taken",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
-        description="what a loss leads to that stays over its first median for 200 updates: act (default; roll back, "
-        "then halt) or report; a resume may change it with --accept-changed; every rank decides alike from figures "
-        "that were reduced over all",
+        description="when the loss stays over its first median for 200 updates: act rolls back, then halts; report "
+        "only logs",
     )
     rollback_lr_factor: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="the learning rate is multiplied by this at every rollback",
+        description="factor by which each rollback multiplies the learning rate",
     )
     compare_ranks_every: Count = Field(
-        default=100, description="steps between comparisons of the ranks' weights; 0: none"
+        default=100, description="steps between comparisons of the ranks' weights; 0: never"
     )
     max_rollbacks: Count = Field(
-        default=3, description="rollbacks within guard.budget_windows before the run is halted"
+        default=3,
+        description="number of rollbacks within guard.budget_windows after which the next one halts the run",
     )
     max_skips: Positive = Field(
         default=100,
-        description="skipped steps within guard.budget_windows before the run is halted",
+        description="skipped steps within guard.budget_windows after which the next one halts the run",
     )
     budget_windows: Positive = Field(
         default=10_000,
-        description="windows that max_skips and max_rollbacks count within, through rollbacks and resumes; default "
-        "10,000; a resume may change it with --accept-changed; every rank decides alike from figures that were reduced "
-        "over all",
+        description="windows (steps) over which guard.max_skips and guard.max_rollbacks count, through rollbacks and "
+        "resumes",
     )
     max_switches: Count = Field(
-        default=64, description="layer switches in total; more are refused and logged"
+        default=64,
+        description="number of layer switches in the whole run; more are refused and logged",
     )
 
 
 class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns; see docs/reference/runbook.md, `precision.demote`.
+    """When a layer leaves FP8 and when it returns. docs/reference/runbook.md, `precision.demote`, has it for users.
 
-    A slot is bad at a step when saturation (amax * scale / fp8_max) is over its role's limit, times up to two while the
-    tensor has been growing, which excuses what it clips, too (see `Evidence`); clipped or underflow (shares of all, of
-    non-zero values, flushed to zero) are over theirs, the latter without a sample where the saturation says that
-    all was lost; sqnr_db or even_db is under its limit; centred_db has been under its limit for centred_steps steps,
-    for what the rows have in common; its amax is infinite; or, unless None, its amax is over amax_over or amax_growth
-    times what it was a window before.
+    Statistics of a slot:
+    - saturation is amax * scale / fp8_max. While a tensor grows, its limit is up to twice as large, and clipped values
+      are excused too (see `Evidence`).
+    - clipped is a share of all values, underflow a share of the non-zero ones. Both are sampled. Underflow counts
+      without a sample where the saturation shows that every value was flushed to zero.
+    - sqnr_db, even_db and centred_db are bad under their limits. centred_db counts only after centred_steps steps in a
+      row, and only for what the rows have in common.
+    - An infinite amax is always bad. amax_over and amax_growth (against a window before) are off while None.
 
-    Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954). An observation
-    beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels); one within it takes
-    1 / (2 * (window - hits)) away. A score of hits - 1/2 that at least hits bad observations made demotes. So do hits
-    of window, and those that keep coming further apart, the sooner the further they are beyond. A stay in BF16 of
-    dwell_steps is multiplied by cooldown_factor each time that the layer leaves again before it was back in FP8 for as
-    long as that product; a layer that was starts over. max_demoted_share always allows one layer. failed_steps: see
-    `WholeRunFallback`.
+    Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954):
+    - An observation beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels).
+    - An observation within its limit takes 1 / (2 * (window - hits)) away.
+    - A score of hits - 1/2, made by at least hits bad observations, demotes the layer. So do hits bad observations in a
+      window. Bad observations that keep coming further apart also demote, sooner the further they are beyond.
 
-    The limits let healthy runs at learning rates up to 1e-2 pass, and see what docs/studies/fallback.md says.
+    A stay in BF16 takes dwell_steps. It is multiplied by cooldown_factor each time the layer leaves FP8 again before it
+    was back for as long as that product; a layer that was starts over. max_demoted_share always allows one layer.
+    failed_steps: see `WholeRunFallback`.
+
+    With these limits healthy runs at learning rates up to 1e-2 keep FP8; docs/studies/fallback.md has what they find.
     """
 
     enabled: bool = Field(
-        default=True, description="switch single layers between FP8 and BF16 at run time"
+        default=True, description="whether single layers move between FP8 and BF16 during the run"
     )
     saturation_input: Ratio = Field(
-        default=1.5, description="amax * scale / fp8_max over which an input slot counts as bad"
+        default=1.5,
+        description="saturation ratio (amax * scale / fp8_max) over which an input is bad",
     )
-    saturation_weight: Ratio = Field(default=1.25, description="the same for weights")
-    saturation_grad_output: Ratio = Field(default=8.0, description="the same for output gradients")
+    saturation_weight: Ratio = Field(
+        default=1.25, description="saturation ratio over which a weight is bad"
+    )
+    saturation_grad_output: Ratio = Field(
+        default=8.0, description="saturation ratio over which an output gradient is bad"
+    )
     underflow: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="share of non-zero values flushed to zero that counts as bad",
+        description="share of non-zero values flushed to zero over which a slot is bad",
     )
     underflow_grad_output: float = Field(
         default=0.85,
         gt=0,
         le=1,
-        description="the same for output gradients, of which saturated attention loses many",
+        description="the same share for output gradients; saturated attention loses many",
     )
     clipped: float = Field(
-        default=0.05, gt=0, le=1, description="share of values cut off that counts as bad"
+        default=0.05, gt=0, le=1, description="share of values clipped over which a slot is bad"
     )
-    sqnr_db: float = Field(
-        default=5.0, description="signal over quantisation noise, dB, under which a slot is bad"
-    )
+    sqnr_db: float = Field(default=5.0, description="SQNR in dB under which a slot is bad")
     even_db_input: float = Field(
-        default=8.0,
-        description="SQNR of which every value is an equal part, dB, under which an input slot is bad",
+        default=8.0, description="per-element SQNR in dB under which an input is bad"
     )
-    even_db_weight: float = Field(default=22.0, description="the same for weights")
+    even_db_weight: float = Field(
+        default=22.0, description="per-element SQNR in dB under which a weight is bad"
+    )
     even_db_grad_output: float = Field(
-        default=7.0,
-        description="SQNR of which every row is an equal part, dB, under which an output gradient is bad",
+        default=7.0, description="per-row SQNR in dB under which an output gradient is bad"
     )
     centred_db: float = Field(
         default=5.0,
-        description="SQNR of what varies from row to row, without each channel's mean, dB, under which a slot is bad; "
-        "default 5, a resume may change it with --accept-changed recipe, every rank decides alike from the same "
-        "figures",
+        description="SQNR in dB, computed without each channel's mean, under which a slot is bad",
     )
     centred_steps: int = Field(
         default=200,
         ge=1,
-        description="steps for which a slot must be under centred_db throughout before it counts; default 200, a "
-        "resume may change it with --accept-changed recipe, every rank decides alike from the same figures",
+        description="steps on end that a slot must be under centred_db before it counts as bad",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="amax over that of a window before that counts as bad; null: not looked at",
+        description="times its amax of a window before over which a slot is bad; null: not checked",
     )
     amax_over: Ratio | None = Field(
         default=None,
-        description="amax that counts as bad, whatever the scale; null: not looked at, which is right",
+        description="amax, without unit, over which a slot is bad; null: not checked, which suits scales that follow",
     )
     hits: int = Field(
         default=3,
         ge=1,
-        description="bad observations in a window that demote a layer; further apart too if they are far over it",
+        description="bad observations in a window that demote a layer; if far over the limit, also further apart",
     )
-    window: int = Field(default=8, ge=1, description="observations in the window")
+    window: int = Field(default=8, ge=1, description="number of observations in a window")
     dwell_steps: int = Field(
-        default=50, ge=1, description="steps a demoted layer stays in BF16 at least"
+        default=50, ge=1, description="least steps that a demoted layer stays in BF16"
     )
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="dwell grows by this where a layer leaves again before it was back that long",
+        description="factor on the next stay in BF16, if a layer leaves again before it was back that long",
     )
     warmup_steps: int = Field(
         default=2,
         ge=1,
-        description="first steps, in which scales are not set yet, give no evidence",
+        description="first steps that give no evidence, because scales are not set yet",
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
     )
     over_budget: Literal["bf16", "stay"] = Field(
         default="bf16",
-        description="when more want to leave: the whole run goes to BF16 for good, or they stay in FP8",
+        description="when more layers want to leave: bf16 moves the whole run to BF16 for good, stay keeps them in FP8",
     )
     failed_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=3,
-        description="failed fp16 updates in a row after which the run goes to BF16 or FP32; null: never",
+        description="failed fp16 updates in a row after which the run moves to BF16 or FP32; null: never",
     )
 
     @model_validator(mode="after")
@@ -506,7 +551,7 @@ class FallbackConfig(Strict):
         return max(1, int(self.max_demoted_share * layers))
 
     def dwell(self, stays: int) -> float:
-        """Steps of stay number `stays` (from 1) in BF16, of those that follow each other closely."""
+        """Length in steps of stay number `stays` (from 1) in BF16, among stays that follow each other closely."""
         return self.dwell_steps * self.cooldown_factor ** (stays - 1)
 
 
@@ -592,7 +637,7 @@ def load_config(
     base = read_yaml(path)
     model = over.get("model")
     if isinstance(model, dict) and "target" in model and isinstance(base.get("model"), dict):
-        base["model"].pop("args", None)  # they are another target's
+        base["model"].pop("args", None)  # these belong to the file's target
     return validate(RunConfig, merge(base, over), source)
 
 
@@ -620,7 +665,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def warmup_doubt(train: TrainConfig) -> str:
-    """What is wrong with the warm-up of a run of this length; empty if nothing is.
+    """A warning about the warm-up of a run of this length; empty if it is sound.
 
     Update n of the warm-up has n / warmup_steps of the peak (`optim.schedule.Schedule`).
     """
@@ -651,9 +696,9 @@ def _after_warmup(train: TrainConfig) -> str:
 
 
 def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
-    """What does not happen in a run of this length, in a line; empty if everything does.
+    """One line on what never happens in a run of this length; empty if everything does.
 
-    stats_every: of the recipe; None: nothing runs in FP8.
+    stats_every: `fp8.stats_every` of the recipe; None if nothing runs in FP8.
     """
     steps, guard = config.train.steps, config.guard
     periods = [
@@ -674,15 +719,15 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
                     "the ranks' weights not compared",
                 )
             )
-    told = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
-    return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(told)}" if told else ""
+    missing = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
+    return f"in {steps:,} step{'s' if steps > 1 else ''}: {'; '.join(missing)}" if missing else ""
 
 
 def snapshot_gap(guard: GuardConfig, step: int) -> int:
-    """Steps between snapshots in memory where `step` is; 0: none are taken. One is due where it divides `step`.
+    """Steps between snapshots in memory at `step`; 0: none are taken. One is due where the gap divides `step`.
 
-    A copy of the state takes a GPU as long as some steps of a few thousand tokens, and runs break most while they are
-    young: later ones are fewer, but no gap is over 100 steps unless `snapshot_every` is.
+    On a GPU, a copy of the state takes as long as some steps of a few thousand tokens. Runs break most while they are
+    young, so later snapshots are fewer. No gap is over 100 steps unless `snapshot_every` is.
     """
     every, seldom_after = guard.snapshot_every, guard.snapshot_seldom_after
     if not (every and seldom_after and step > seldom_after):
@@ -691,7 +736,7 @@ def snapshot_gap(guard: GuardConfig, step: int) -> int:
 
 
 def snapshot_plan(guard: GuardConfig, steps: int) -> str:
-    """At which of `steps` steps snapshots are taken, in a line."""
+    """One line on the steps at which snapshots are taken, in a run of `steps` steps."""
     often, seldom_after = guard.snapshot_every, guard.snapshot_seldom_after
     seldom = snapshot_gap(guard, seldom_after + 1)
     last = steps // seldom * seldom if seldom else 0
@@ -699,14 +744,14 @@ def snapshot_plan(guard: GuardConfig, steps: int) -> str:
         last = min(steps, seldom_after or steps) // often * often
     if not last:
         return f"snapshots in memory: none in {steps:,} steps (guard.snapshot_every {often}); rollbacks are from disk"
-    told = f"every {often} steps" + (
-        f" up to step {seldom_after}, then every {seldom}" if seldom > often else ""
-    )
-    return f"snapshots in memory: {told}; the last after step {last} (guard.snapshot_every, snapshot_seldom_after)"
+    rhythm = f"every {often} steps"
+    if seldom > often:
+        rhythm += f" up to step {seldom_after}, then every {seldom}"
+    return f"snapshots in memory: {rhythm}; the last after step {last} (guard.snapshot_every, snapshot_seldom_after)"
 
 
 def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
-    """What a guard that is off takes with it; empty if nothing that is on. in_fp8: the run has FP8 layers."""
+    """A warning that a guard that is off also turns off the fallback; empty if not. in_fp8: the run has FP8 layers."""
     if guard or not (fallback and in_fp8):
         return ""
     return (
@@ -716,38 +761,39 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
 
 
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
-    """Settings that the data are too small for, each in a line. facts: what the data say of themselves."""
-    told: list[str] = []
+    """A line for each setting that the data are too small for. facts: the data's own figures (`data.facts()`)."""
+    doubts: list[str] = []
     samples, batch, counted = (
         facts.get("train_samples"),
         config.train.global_batch,
         facts.get("counted", "tokens"),
     )
     if samples is not None and samples < batch:
-        told.append(
+        doubts.append(
             f"a step takes {batch:,} samples (train.global_batch) and there are {samples:,}: every step has some of "
             "them more than once"
         )
-    told += [
-        f"of {part['source']} a step takes {part['share'] * batch:.3g} samples, and it has {part['train_samples']:,}: "
-        "every step has some of them more than once"
-        for part in facts.get("mixture", ())
-        if part["share"] * batch > part["train_samples"]
-    ]
+    for part in facts.get("mixture", ()):
+        taken = part["share"] * batch
+        if taken > part["train_samples"]:
+            doubts.append(
+                f"of {part['source']} a step takes {taken:.3g} samples, and it has {part['train_samples']:,}: "
+                "every step has some of them more than once"
+            )
     if copies := facts.get("repeated"):
-        told.append(
+        doubts.append(
             f"{len(copies):,} of the files to validate on have the content of one to train on "
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
     used = facts.get("val_used", facts.get("val_samples"))
     if used is not None and used < config.data.val_samples:
-        told.append(
+        doubts.append(
             f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}"
         )
     longest = facts.get("longest_document")
     if longest is not None and counted == "tokens" and longest <= config.data.context // 2:
-        told.append(
+        doubts.append(
             f"the longest document has {longest:,} tokens: no position of the {config.data.context:,} of data.context "
             "after that is ever trained, since positions begin anew with each document"
         )
-    return told
+    return doubts

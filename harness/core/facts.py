@@ -100,7 +100,7 @@ class Metric:
 
 
 _KEPT = "tracking.fp8_every"
-SAMPLED = "tracking.fp8_every, the last sample since the row before: fp8.stats_every"
+SAMPLED = "tracking.fp8_every; the last sample (fp8.stats_every) since the row before"
 _SCALED = "guard.measure_every, under a loss scale"
 _OWN_LOOP = "every step, not in loops of your own"
 _PerSlot = npt.NDArray[np.float32]
@@ -116,30 +116,44 @@ class SlotStats:
 
     names: tuple[str, ...]
     amax: Annotated[
-        _PerSlot, Metric("largest magnitude of the unscaled tensor", "", "fp8_amax", "max", _KEPT)
+        _PerSlot,
+        Metric("largest magnitude of the tensor, before scaling", "", "fp8_amax", "max", _KEPT),
     ]
     scale: Annotated[
         _PerSlot,
-        Metric("the scale in use at that step, before the update", "", "fp8_scale", often=_KEPT),
+        Metric("scale that the step used, before the scales roll", "", "fp8_scale", often=_KEPT),
     ]
     saturation: Annotated[
         _PerSlot,
-        Metric("amax * scale / fp8_max: over 1 means clipped", "", "fp8_saturation", "max", _KEPT),
+        Metric(
+            "amax * scale / largest FP8 value; over 1, values were clipped",
+            "",
+            "fp8_saturation",
+            "max",
+            _KEPT,
+        ),
     ]
     clipped: Annotated[
-        _PerSlot, Metric("share of values over the limit", "", "fp8_clipped", often=SAMPLED)
+        _PerSlot,
+        Metric("share of values over the largest FP8 value", "", "fp8_clipped", often=SAMPLED),
     ]
     underflow: Annotated[
         _PerSlot,
-        Metric("share of non-zero values that become zero", "", "fp8_underflow", often=SAMPLED),
+        Metric("share of non-zero values flushed to zero", "", "fp8_underflow", often=SAMPLED),
     ]
     sqnr_db: Annotated[
-        _PerSlot, Metric("signal over quantisation noise", "dB", "fp8_sqnr_db", often=SAMPLED)
+        _PerSlot,
+        Metric(
+            "SQNR: signal over quantisation noise, of the whole tensor",
+            "dB",
+            "fp8_sqnr_db",
+            often=SAMPLED,
+        ),
     ]
     even_db: Annotated[
         _PerSlot,
         Metric(
-            "as SQNR, but of each value (of gradients: row) beside itself: all weigh alike",
+            "per-element SQNR: each value (for gradients: each row) counts alike, whatever its size",
             "dB",
             "fp8_even_db",
             often=SAMPLED,
@@ -148,13 +162,13 @@ class SlotStats:
     centred_db: Annotated[
         _PerSlot,
         Metric(
-            "as SQNR, but of what varies from row to row: value and error less their channel's mean",
+            "SQNR of what varies from row to row: each channel's mean is taken off value and error",
             "dB",
             "fp8_centred_db",
             often=SAMPLED,
         ),
     ] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    scrubbed: Annotated[int, Metric("infinite amaxes that were taken out of the histories")] = 0
+    scrubbed: Annotated[int, Metric("number of infinite amaxes dropped from the histories")] = 0
 
     def __post_init__(self) -> None:
         for name in ("even_db", "centred_db"):
@@ -201,20 +215,27 @@ class StepFacts:
     window: int
     loss: Annotated[
         float,
-        Metric("mean training loss of the window, over all ranks", "nats per token", "train/loss"),
+        Metric(
+            "mean training loss of the step's samples, over all ranks",
+            "nats per token",
+            "train/loss",
+        ),
     ]
     grad_norm: Annotated[
         float, Metric("L2 norm of the unscaled gradient, before clipping", "", "train/grad_norm")
     ]
     lr: Annotated[float, Metric("learning rate", "", "train/lr")]
     loss_scale: Annotated[
-        float, Metric("what the loss is multiplied by; 1 except in fp16", "", "train/loss_scale")
+        float,
+        Metric("factor on the loss before backward; 1 except in fp16", "", "train/loss_scale"),
     ]
-    applied: Annotated[bool, Metric("0 if the update was skipped", "", "train/step_applied")]
+    applied: Annotated[
+        bool, Metric("1 if the update was applied, 0 if it was skipped", "", "train/step_applied")
+    ]
     applied_steps: Annotated[int, Metric("updates applied so far, this one included")]
     tokens: int
     seconds: float
-    stop: Annotated[bool, Metric("some rank was asked to stop", over_ranks="max")] = False
+    stop: Annotated[bool, Metric("whether some rank was asked to stop", over_ranks="max")] = False
     demoted: tuple[str, ...] = ()
     slots: SlotStats | None = None
     fell_back_to: str = ""
@@ -223,14 +244,14 @@ class StepFacts:
     bad_data: Annotated[
         int,
         Metric(
-            "what makes samples unfit: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE",
+            "what is wrong with the samples: bits NON_FINITE_INPUT, BAD_LABEL, NO_LABEL, UNREADABLE",
             over_ranks="any bit",
         ),
     ] = 0
     grad_zeros: Annotated[
         float,
         Metric(
-            "share of the gradient, still scaled, that is exactly 0",
+            "share of the still scaled gradient that is exactly 0",
             "",
             "train/grad_zeros",
             often=_SCALED,
@@ -239,7 +260,7 @@ class StepFacts:
     grad_near_limit: Annotated[
         float,
         Metric(
-            "share of it over half of fp16's largest value",
+            "share of the still scaled gradient over half of fp16's largest value",
             "",
             "train/grad_near_limit",
             often=_SCALED,
@@ -248,22 +269,22 @@ class StepFacts:
     param_norm: Annotated[
         float,
         Metric(
-            "L2 norm of the trainable parameters before the update, infinite for NaN too",
+            "L2 norm of the trainable parameters before the update; infinite if one is NaN",
             key="train/param_norm",
             over_ranks="max",
             often="guard.measure_every",
         ),
     ] = math.nan
     forward_fastest: Annotated[
-        float, Metric("forward passes of the fastest rank", "s", over_ranks="min")
+        float, Metric("time of the fastest rank's forward passes", "s", over_ranks="min")
     ] = 0.0
     forward_slowest: Annotated[
-        float, Metric("forward passes of the slowest rank", "s", over_ranks="max")
+        float, Metric("time of the slowest rank's forward passes", "s", over_ranks="max")
     ] = 0.0
     peak_memory: Annotated[
         float,
         Metric(
-            "largest memory of a process so far: what torch allocated on its GPU, or all of the process on a CPU",
+            "peak memory of a process so far: torch's allocations on a GPU, the whole process on a CPU",
             "GiB",
             "train/peak_memory_gib",
             "max",

@@ -59,35 +59,45 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         "train/tokens_per_second",
         "tokens / s",
-        "tokens of the window over the seconds of the step",
+        "the step's tokens, divided by its seconds",
         _tokens_per_second,
     ),
     (
         MFU,
         "",
-        "model FLOPs utilisation: the seconds that the step's matrix products take at the card's peak for the fastest "
-        "precision that ran, over those of the step; left out where the peak is not known",
+        "model FLOPs utilisation: time of the step's matrix products at the card's peak (for the fastest precision "
+        "that ran), as a share of the step's time; left out where the peak is not known",
         _mfu,
     ),
     (
         "guard/skipped",
         "",
-        "updates that were skipped so far, also those before a rollback; those of the last guard.budget_windows count "
-        "against guard.max_skips",
+        "updates skipped so far, also those before a rollback; those of the last guard.budget_windows count against "
+        "guard.max_skips",
         lambda _, ledger: float(ledger.skips),
     ),
     (
         "guard/demoted_layers",
         "",
-        "FP8 layers that run in BF16",
+        "number of FP8 layers that run in BF16",
         lambda facts, _: float(len(facts.demoted)),
     ),
-    ("guard/rollbacks", "", "rollbacks so far", lambda _, ledger: float(len(ledger.returned_to))),
-    ("guard/attempt", "", "raised by every rollback", lambda _, ledger: float(ledger.attempt)),
+    (
+        "guard/rollbacks",
+        "",
+        "number of rollbacks so far",
+        lambda _, ledger: float(len(ledger.returned_to)),
+    ),
+    (
+        "guard/attempt",
+        "",
+        "number of the attempt: every rollback adds 1",
+        lambda _, ledger: float(ledger.attempt),
+    ),
     (
         "Loss/train",
         "nats per token",
-        "`train/loss` again, where MLflow's pages show it first",
+        "`train/loss` again, under a name that MLflow's pages show first",
         lambda facts, _: facts.loss,
     ),
 )
@@ -126,9 +136,7 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "What a run writes into its journal, and from there into MLflow. Made from the declarations in",
-        "`harness/core/facts.py`: `python -m harness.core.metrics > docs/reference/metrics.md`.",
-        "",
+        *_BEGINNING,
         "| metric | what | unit | over ranks | measured |",
         "|---|---|---|---|---|",
     ]
@@ -143,25 +151,48 @@ def page() -> str:
         for key, unit, about, _ in _OF_THE_RUN
     ]
     lines += [
-        "| `val/loss` | mean loss of the validation samples | as the data's | mean | train.eval_every, the end |",
+        "| `val/loss` | mean loss over the validation samples | as the data's | mean | train.eval_every, the end |",
         "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",
-        "| `val/accuracy` | share of their labels that are hit, where those are classes | | mean | as `val/loss` |",
+        "| `val/accuracy` | share of labels predicted right, where labels are classes | | mean | as `val/loss` |",
     ]
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
         key = f"`fp8/<role>/{figure}_<quantile>`"
-        told = f"{', '.join(quantiles)} over the layers"
-        lines.append(f"| {key} | {told} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
-    return "\n".join([*lines, "", *_NOTES]) + "\n"
+        about = f"{', '.join(quantiles)} of `fp8_{figure}` over the layers"
+        lines.append(f"| {key} | {about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
+    return "\n".join(lines) + "\n"
 
 
-_NOTES = (
-    "`<slot>` is `<layer>.<role>`, role one of input, weight, grad_output; numbers in it are padded with zeros.",
-    "Shares and decibels of a slot are of the values of all ranks together.",
-    "What was not measured in a step is left out of its row. Up to `tracking.fp8_series` slots all have series of",
-    "their own, in a larger model those that are picked ([telemetry.md](../guide/telemetry.md)).",
-    "The last step has a row too.",
-    "`p10`, `p50` and `p90` over layers are of the step itself, `min` and `max` of every step since the row before.",
+_BEGINNING = (
+    "For whoever reads a run's figures: every metric that a run writes into its journal, and from there into MLflow.",
+    "Made from `harness/core/facts.py`: `python -m harness.core.metrics > docs/reference/metrics.md`.",
+    "",
+    "<!-- setup",
+    "from pathlib import Path",
+    "from harness.tracking.journal import Journal",
+    'Path("runs/my-run").mkdir(parents=True)',
+    'with Journal(Path("runs/my-run/journal.jsonl")) as journal:',
+    '    journal.metrics(1, {"train/loss": 5.5})',
+    "-->",
+    "```python",
+    "import json",
+    "",
+    'with open("runs/my-run/journal.jsonl") as journal:',
+    "    for row in map(json.loads, journal):",
+    '        if row["kind"] == "metrics":',
+    '            print(row["step"], row["metrics"].get("train/loss"))',
+    "```",
+    "",
+    "- **over ranks**: how the values of several ranks become one. `ranks agree`: every rank has the same value.",
+    "- **measured**: in which steps a row has the metric. A key in this column is a config or recipe key: one step in",
+    "  so many. What a step did not measure is left out of its row. The last step has a row too.",
+    "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",
+    "- Shares and decibels of a slot are over the values of all ranks together.",
+    "- Up to `tracking.fp8_series` slots all have metric series of their own. In a larger model picked slots have them",
+    "  ([telemetry.md](../guide/telemetry.md)).",
+    "- Over the layers: `p10`, `p50` and `p90` are of the step itself; `min` and `max` are of every step since the",
+    "  row before.",
+    "",
 )
 
 

@@ -1,7 +1,8 @@
-"""Read what people write: YAML that is plain data only, and its strict validation against a pydantic model. Torch-free.
+"""Read configs and recipes: YAML that is plain data only, validated strictly against a pydantic model. Torch-free.
 
-YAML is bounded in size and depth, without tags, aliases or duplicate keys. Validation reports every problem at once,
-each with its near match. Code that a config names, "pkg.mod:fn", is imported and called with the arguments beside it.
+YAML is bounded in size and depth; tags, aliases and duplicate keys are refused. Validation reports every problem at
+once, each with its near match. Code that a config names, "pkg.mod:fn", is imported and called with the config's
+arguments.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from harness.core.files import MAX_DEPTH, check_plain, read_bounded
 MAX_BYTES = 256 * 1024
 
 _MERGE = "tag:yaml.org,2002:merge"
-# A whole number of 64 bits has at most 20 digits, 64 in base 2.
+# An integer of 64 bits has at most 20 digits, or 64 in base 2.
 _MAX_DIGITS = 80
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader without what a config never needs and an attacker does.
+    """SafeLoader that refuses YAML features which a config never needs and an attacker may use.
 
     Refused: tags (`!!python/...`, `!!set`), aliases (alias bombs), merge keys, keys that are not words, duplicate keys
-    (the last one would win silently), control characters, endless numbers and nesting.
+    (the last one would win silently), control characters, and numbers or nesting without end.
     """
 
     _depth = 0
@@ -134,13 +135,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 T = TypeVar("T", bound=BaseModel)
 
-# Of problems, and of a key's characters: whoever wrote the file may have written thousands.
+# Most problems reported, and most characters of a key shown: a broken file may have thousands.
 _MOST = 20
 _KEY = 80
 
 
 class Strict(BaseModel):
-    """Base of every section: unknown keys refused, no coercion of types, values frozen once validated."""
+    """Base of every section: unknown keys are refused, types are not converted, values are frozen once validated."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
@@ -148,7 +149,7 @@ class Strict(BaseModel):
 
 
 def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with each choice among names spelled as the model has it: `data.format=jsonl` is `JSONL`."""
+    """`given` with each choice spelled as in the model: `data.format=jsonl` becomes `JSONL`."""
     values = dict(given)
     for name, field in model.model_fields.items():
         value, kind = values.get(name), field.annotation
@@ -160,7 +161,7 @@ def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str
 
 
 def _choices(annotation: Any) -> dict[str, str]:
-    """Lower case -> each name that a Literal, or a union with one, allows."""
+    """Lower case -> name, for each name that a Literal (or a union with one) allows."""
     if get_origin(annotation) is Literal:
         return {name.casefold(): name for name in get_args(annotation) if isinstance(name, str)}
     found: dict[str, str] = {}
@@ -170,9 +171,9 @@ def _choices(annotation: Any) -> dict[str, str]:
 
 
 def validate(model: type[T], data: Mapping[str, Any], source: str) -> T:
-    """`data` as `model`; names of choices are taken in any case.
+    """`data` as a `model`; names of choices may be in any case.
 
-    Raises ConfigError with one Problem for every key that is wrong, prefixed by `source`; of very many, the first ones.
+    Raises ConfigError with one Problem for each wrong key, prefixed by `source`; at most the first 20.
     """
     try:
         return model.model_validate(_in_known_case(model, data))
@@ -224,7 +225,7 @@ def _short(part: str | int) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Keys that the section at `path` accepts: walks nested models, through lists, dicts and unions."""
+    """Keys that the section at `path` accepts; follows nested models through lists, dicts and unions."""
     candidates: list[Any] = [model]
     for part in path:
         found: list[Any] = []
@@ -250,12 +251,12 @@ def _models_in(annotation: Any) -> list[Any]:
 def find_target(where: str, target: str, what: str) -> Any:
     """The function or class that `target` names: "pkg.mod:name".
 
-    where: the key and its value, what: that Python's own library does not have, for messages. Raises ConfigError if it
-    is missing.
+    where: the key and its value, for messages. what: the kind of thing that is expected, for messages. Raises
+    ConfigError if it is missing.
     """
     module_name, _, name = target.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
-        # Such as os:system. A config names code to run; this much of it can never be meant.
+        # A config may name code to run, but functions of Python's own library (os:system) are never meant.
         raise ConfigError(
             Problem(
                 f"is of Python's own library, which has no {what}",
@@ -287,10 +288,10 @@ def find_target(where: str, target: str, what: str) -> Any:
 
 
 def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -> Any:
-    """What the function that `<section>.target` names returns for `<section>.args`.
+    """Call the function that `<section>.target` names with `<section>.args`; returns its result.
 
-    what: that Python's own library does not have, for the message. Raises ConfigError if it is missing, does not take
-    the arguments, or fails; a HarnessError of its own goes through.
+    what: the kind of thing that is expected, for messages. Raises ConfigError if the function is missing, does not take
+    the arguments, or fails. A HarnessError that it raises passes through.
     """
     where, arguments = f"{section}.target {target!r}", f"{section}.args"
     function = find_target(where, target, what)
@@ -318,7 +319,7 @@ def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -
 
 
 def import_extra(module: str, extra: str, where: str) -> Any:
-    """A module of a library that the extra `extra` installs. Raises ConfigError where it is not installed."""
+    """A module of a library that comes with the extra `extra`. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

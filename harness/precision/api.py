@@ -75,7 +75,7 @@ class Precision:
     The contract is torch's own: you divide the loss by the number of micro-batches, zero the gradients and step the
     schedulers. Evaluate inside `evaluating()`: that leaves no trace in the FP8 state. Without `wrap` do not clip or
     read gradients between `backward` and `step`: under fp16 they are scaled; pass `max_grad_norm` instead.
-    docs/guide/precision.md has the details.
+    docs/guide/api.md has the details.
 
     seed: of the steps in which FP8 statistics are sampled, the same on every rank; `harness train` takes `train.seed`.
     """

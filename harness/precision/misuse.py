@@ -215,7 +215,7 @@ class OpenWindow:
             ):
                 what += ", which was of a part of the model"
                 fix = (
-                    "for networks that are trained in turn (a GAN) one Precision each (docs/guide/precision.md);"
+                    "for networks that are trained in turn (a GAN) one Precision each (docs/guide/api.md);"
                     " else zero_grad() of every optimizer before each window"
                 )
             raise misuse("backward()", what, why, fix)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 
+from harness.core import key_table
 from harness.core.config import FallbackConfig, Ratio
 from harness.core.files import find
 from harness.core.schema import Strict, read_yaml, validate
@@ -238,3 +239,38 @@ def load_recipe(name_or_path: str) -> Recipe:
     """A shipped recipe by name, or one from a path. Raises ConfigError with every problem in it."""
     path = find("recipes", name_or_path)
     return validate(Recipe, read_yaml(path), str(path))
+
+
+def page() -> str:
+    """The page of every recipe key: `python -m harness.precision.recipe > docs/reference/recipe-keys.md`."""
+    rows: list[list[str]] = []
+    for key, field in key_table.keys(Recipe):
+        if key_table.section(field.annotation) is None:
+            row = [f"`{key}`", key_table.kind(field), key_table.default(field)]
+            rows.append([*row, field.description or ""])
+    return (
+        "\n".join([*_PAGE_HEAD, key_table.table(["key", "type", "default", "meaning"], rows)])
+        + "\n"
+    )
+
+
+_PAGE_HEAD = (
+    "# Recipe keys",
+    "",
+    "Every key of a recipe, for whoever writes one ([how](../guide/recipes.md#write-your-own)). Made from the schema:",
+    "`python -m harness.precision.recipe > docs/reference/recipe-keys.md`.",
+    "",
+    "```python",
+    "from harness.precision.recipe import load_recipe",
+    "",
+    'recipe = load_recipe("fp8_hybrid")  # a shipped recipe by name, or a file',
+    "print(recipe.ladder[0].name, recipe.fp8.amax_history_len, recipe.fallback.hits)",
+    "```",
+    "",
+    "Only `name` and `ladder` are required. An unknown key, a wrong type and a value outside of the limits are errors.",
+    "",
+)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,11 +1,11 @@
 """`harness explain`: what a code or a symptom means and what to do, or what happened in a run. Starts without torch.
 
-What happened in a run, in order, and what to do now, is also said at the end of a halted run. It comes from the run
-folder: the journal's events, outcome.json, checkpoints/good.json, flight/.
-
-The texts are in `codes.toml`. An entry is a code (`loss.spike`), several with one explanation (`run.resumed,
-run.started_from`), or a symptom, known by its slug (`loss-that-plateaus`). `python -m harness.report.explain` prints
+The texts are in `codes.toml`. An entry is a code (`loss.spike`), several codes with one explanation (`run.resumed,
+run.started_from`), or a symptom, named by its slug (`loss-that-plateaus`). `python -m harness.report.explain` prints
 docs/reference/runbook.md, the same texts as a page.
+
+What happened in a run comes from its folder: the journal's events, outcome.json, checkpoints/good.json, flight/. A run
+that the guard halted ends with the same account, its post-mortem.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from harness.tracking.history import RunHistory
 
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_CODE = re.compile(r"`([^`]+)`")
 _SENTENCE = re.compile(r"[.:](?:\s|$)")
 LAST_ALERTS = 8
 MOST_CODES = 500
@@ -44,7 +45,8 @@ MAX_TOLD = 4000
 MOST_WINDOWS = 12
 HALTED = "halted"
 _PLATEAU = "loss-that-plateaus"
-# Of the unigram entropy. The quickstart is at 0.8 and less after 50 updates.
+# A validation loss over this share of the unigram entropy is poor, after so many updates. The quickstart is at 0.8 or
+# less after 50.
 _LITTLE, _SOME_LENGTH = 0.95, 50
 _HALT, _ROLLBACK = "guard.halt", "guard.rollback"
 _OF_HARNESS_TRAIN = (
@@ -52,14 +54,19 @@ _OF_HARNESS_TRAIN = (
     "what your loop sets itself; those of guard and tracking are arguments of Guard.for_precision and "
     "Telemetry.for_precision; in place of --resume, load a state that you saved."
 )
-# Faults that another learning rate would not cure.
+# Codes whose cause another learning rate would not cure.
 _KEEP_LR = ("data.", "ranks.", "checkpoint.", "journal.")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One explanation. kind: "codes" (of the guard), "events" (of the run itself) or "symptoms". fields: label ->
-    Markdown text. about: a line under the title, for the page only."""
+    """One explanation.
+
+    title: its codes, or a symptom in words.
+    kind: "codes" (of the guard), "events" (of the run itself) or "symptoms".
+    fields: label -> Markdown text.
+    about: a line under the title, for the page only.
+    """
 
     title: str
     kind: str
@@ -86,8 +93,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """entries: in the order of the page. ranking: (code, whether its step counts as healthy, what happens) from the
-    worst to the least. page: texts of the page around them. said: code or slug -> what people say when they mean it.
+    """All explanations.
+
+    entries: in the order of the page.
+    ranking: (code, whether its step counts as healthy, what happens), from the worst to the least.
+    page: texts of the page around the entries.
+    said: code or slug -> phrases by which people ask for it.
     """
 
     entries: tuple[Entry, ...]
@@ -123,7 +134,7 @@ class Catalogue:
         raise ConfigError(Problem(f'no code or symptom "{name}"', "harness explain", fix=fix))
 
     def search(self, question: str) -> list[Entry]:
-        """The entries that a person's own words may mean, the likeliest first."""
+        """The entries that a question in free words may mean, the likeliest first."""
         words = {entry.title: [entry.title, *self._phrases(entry)] for entry in self.entries}
         by_title = {entry.title: entry for entry in self.entries}
         return [by_title[title] for title in found(question, words)]
@@ -142,7 +153,7 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The shipped one."""
+    """The catalogue that is shipped."""
     return Catalogue.parse(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8"))
 
 
@@ -160,8 +171,10 @@ def without_marks(markdown: str) -> str:
 class Streak:
     """Events of one code.
 
-    first, last: steps. text, last_text: of these two. attempt: in which the first was. windows: places in the data
-    order that the events name, in order.
+    first, last: steps of the first and the last event.
+    text, last_text: texts of these two.
+    attempt: the attempt of the first event.
+    windows: the events' windows (places in the data order), in order.
     """
 
     code: str
@@ -227,23 +240,29 @@ def _windows(events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
 
 
 def told(event: Mapping[str, Any]) -> str:
-    """An event's own words, whatever kind it is."""
+    """An event as one line of text, whatever kind it is."""
     if event["code"] == _ROLLBACK:
         passed = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
         return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
-    moves = ((event.get("demote"), "to BF16"), (event.get("promote"), "back to FP8"))
-    moved = "; ".join(f"{', '.join(layers)} {where}" for layers, where in moves if layers)
+    moves: list[str] = []
+    if demoted := event.get("demote"):
+        moves.append(f"{', '.join(demoted)} to BF16")
+    if promoted := event.get("promote"):
+        moves.append(f"{', '.join(promoted)} back to FP8")
     lowered = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
-    return clipped(
-        str(
-            event.get("text") or event.get("reason") or moved or lowered or event.get("path") or ""
-        ),
-        MAX_TOLD,
+    text = (
+        event.get("text")
+        or event.get("reason")
+        or "; ".join(moves)
+        or lowered
+        or event.get("path")
+        or ""
     )
+    return clipped(str(text), MAX_TOLD)
 
 
 def cause(history: RunHistory) -> str | None:
-    """The code to read first: the worst of the last attempt with an alert, so that healed ones do not hide it."""
+    """The code to read first: the worst of the last attempt that has an alert. Earlier attempts were cured."""
     for attempt in sorted({int(event["attempt"]) for event in history.events}, reverse=True):
         codes = [event["code"] for event in history.events if event["attempt"] == attempt]
         if alerts := catalogue().ranked(codes):
@@ -252,7 +271,7 @@ def cause(history: RunHistory) -> str | None:
 
 
 def learned_little(history: RunHistory) -> bool:
-    """Whether a run of some length ended no better than somebody who knows how often each byte, or token, occurs."""
+    """Whether a run of some length ended near the unigram entropy: it learned only how frequent bytes or tokens are."""
     nats, unigram = history.last("val/loss"), history.unigram_nats
     applied = history.points("train/step_applied").figures
     if nats is None or not unigram or (applied == 1).sum() < _SOME_LENGTH:
@@ -261,7 +280,7 @@ def learned_little(history: RunHistory) -> bool:
 
 
 def flights(run_dir: Path) -> list[int]:
-    """Steps that the flight recorder kept, so that `harness replay` can run them again."""
+    """Steps that the flight recorder kept: `harness replay` can run them again."""
     found = {
         path.parent.name.removeprefix("step-") for path in run_dir.glob("flight/step-*/record.json")
     }
@@ -356,6 +375,10 @@ def _free_name(run_dir: Path) -> str:
 
 
 _ITEM = re.compile(r"^(?:[-*]|\d{1,2}\.) ", re.MULTILINE)
+_BLOCK = "    "
+_INDENT = "  "
+# Longer lines are hard to read, however wide the terminal is.
+_WIDTH = 100
 _HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Symptoms"}
 
 
@@ -371,10 +394,9 @@ def command(
 
 
 def explain(subject: str | None, console: Screen) -> int:
-    """Explain a code, a symptom or a run folder, or find what somebody's own words mean; without a subject, list what
-    can be explained. The exit code.
+    """Explain a code, a symptom, a run folder or a question in free words; without a subject, list all codes.
 
-    Raises ConfigError, with the near match, if there is no such code, symptom or run.
+    Returns the exit code. Raises ConfigError, with the near match, if there is no such code, symptom or run.
     """
     if subject is None:
         _list(console)
@@ -388,7 +410,7 @@ def explain(subject: str | None, console: Screen) -> int:
 
 
 def _meant(subject: str) -> list[Entry]:
-    """What a question in words is about; nothing for a name, or for what is spelt like one."""
+    """The entries that a question in words may mean; none for a name, or for a misspelt name."""
     names = [name for entry in catalogue().entries for name in entry.names]
     spelt_like_one = (
         " " not in subject
@@ -409,14 +431,21 @@ def _suggest(subject: str, meant: Sequence[Entry], console: Screen) -> None:
 
 
 def plain(markdown: str) -> list[str]:
-    """Markdown as lines to print: paragraphs and list items joined to one line each, code kept as it is, marks gone."""
+    """`unwrapped`, without Markdown's marks."""
+    return [
+        line if line.startswith(_BLOCK) else without_marks(line) for line in unwrapped(markdown)
+    ]
+
+
+def unwrapped(markdown: str) -> list[str]:
+    """Paragraphs and list items joined to one line each; blocks of code as they are, indented by four spaces."""
     lines: list[str] = []
     fenced, joining = False, False
     for line in markdown.splitlines():
         if line.startswith("```"):
             fenced, joining = not fenced, False
         elif fenced:
-            lines.append(f"    {line}")
+            lines.append(_BLOCK + line)
         elif not line.strip() or line.startswith("|"):
             lines.append(line)
             joining = False
@@ -427,7 +456,7 @@ def plain(markdown: str) -> list[str]:
             joining = True
     if lines:
         lines[0] = lines[0][:1].upper() + lines[0][1:]
-    return [line if line.startswith("    ") else without_marks(line) for line in lines]
+    return lines
 
 
 def _list(console: Screen) -> None:
@@ -450,8 +479,34 @@ def _explain_entry(entry: Entry, console: Screen) -> None:
     for label, markdown in entry.fields.items():
         console.print()
         console.print(Text(label, style="bold"))
-        for line in plain(markdown):
-            console.print(Text(line), soft_wrap=line.startswith("    "))
+        _print_markdown(markdown, console)
+
+
+def _print_markdown(markdown: str, console: Screen) -> None:
+    """Indented and wrapped, items of a list under their first word; a block of code keeps its lines, to be copied."""
+    for line in unwrapped(markdown):
+        if line.startswith(_BLOCK):
+            console.print(Text(_INDENT + line), soft_wrap=True)
+            continue
+        mark = _ITEM.match(line)
+        first = _INDENT + (mark[0] if mark else "")
+        text = _with_code_shown(line[mark.end() :] if mark else line)
+        indent = first
+        for part in text.wrap(console, min(console.width, _WIDTH) - len(first)):
+            part.rstrip()
+            console.print(Text(indent) + part if part else "")
+            indent = " " * len(first)
+
+
+def _with_code_shown(line: str) -> Text:
+    """A line of Markdown with its code in another colour, where the terminal has colours."""
+    text = Text()
+    for place, part in enumerate(_CODE.split(line)):
+        if place % 2:
+            text.append(part, style="cyan")
+        else:
+            text.append(without_marks(part))
+    return text
 
 
 def _explain_run(run_dir: Path, console: Screen) -> None:
@@ -478,8 +533,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     for code in codes:
         console.print()
         console.print(Text(f"What to do about {code}", style="bold"))
-        for line in plain(known.find(code).fields.get("What to do", "")):
-            console.print(Text(line), soft_wrap=line.startswith("    "))
+        _print_markdown(known.find(code).fields.get("What to do", ""), console)
     if history.outcome.get("status") == HALTED:
         console.print(post_mortem(history), crop=False)
     else:
@@ -509,14 +563,11 @@ def runbook() -> str:
 
 
 def _section(entry: Entry, mark: str) -> str:
-    """One entry as a section of the page. A list ends where a blank line follows."""
-    text = f"{mark} {entry.title}" + (f"\n{entry.about}\n" if entry.about else "")
-    before = ""
+    """One entry as a section of the page, a paragraph for each field."""
+    parts = [f"{mark} {entry.title}", *([entry.about] if entry.about else [])]
     for label, markdown in entry.fields.items():
-        text += "\n\n" if _ITEM.search(before) else "\n"
-        text += f"**{label}**:" + ("\n" if _ITEM.match(markdown) else " ") + markdown
-        before = markdown
-    return text
+        parts.append(f"**{label}**:" + ("\n" if _ITEM.match(markdown) else " ") + markdown)
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

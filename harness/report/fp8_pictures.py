@@ -40,8 +40,12 @@ _FANS = (
 
 @dataclass
 class Gathered:
-    """steps: float64 [n], where each column begins. fans: (role, figure) -> [quantiles, n]. exponents: (role, whether
-    scaled) -> how many slots and steps had an amax with that binary exponent, from LOWEST to HIGHEST."""
+    """What the pictures draw.
+
+    steps: float64 [n], the first step of each column.
+    fans: (role, figure) -> [quantiles, n].
+    exponents: (role, whether scaled) -> count of slots and steps by the amax's binary exponent, LOWEST to HIGHEST.
+    """
 
     steps: Floats
     fans: dict[tuple[str, str], Floats]
@@ -49,7 +53,7 @@ class Gathered:
 
 
 def pictures(history: RunHistory, folder: Path) -> list[Path]:
-    """Draw what there is something to show for: `fp8_fan.png`, `fp8_exponents.png`, `loss_scale.png`; their paths."""
+    """Draw `fp8_fan.png`, `fp8_exponents.png` and `loss_scale.png`, those that have data; returns their paths."""
     made: list[Path] = []
     if history.slot_steps is not None:
         gathered = gather(history.slot_steps)
@@ -61,7 +65,10 @@ def pictures(history: RunHistory, folder: Path) -> list[Path]:
 
 
 def gather(found: SlotSteps) -> Gathered:
-    """One pass over all steps; neighbouring ones are joined: the ends by the furthest, the middle by the median."""
+    """Gather all steps in one pass.
+
+    Neighbouring steps share a column: its smallest minimum, largest maximum, and the median of each quantile between.
+    """
     each = max(1, -(-len(found.steps) // MAX_COLUMNS))
     firsts = found.steps[::each]
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
@@ -124,7 +131,7 @@ def _join(wide: Floats, fans: Floats, column: int) -> None:
 
 
 def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
-    """For each role and figure the least, 10%, half, 90% and largest over the layers, by step."""
+    """For each role and figure the minimum, 10%, 50%, 90% and maximum over the layers, by step."""
     figure, grid = _grid(len(_FANS), len(ROLES), 11.0, 8.2)
     for row, (name, title, logarithmic) in enumerate(_FANS):
         for column, role in enumerate(ROLES):
@@ -157,7 +164,7 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
 
 
 def _look_past_the_start(axes: Axes, steps: Floats, values: Floats, logarithmic: bool) -> None:
-    """Have the axis show every step but those of the first column, where scales are not set yet."""
+    """Scale the axis to all steps but those of the first column, where scales are not set yet."""
     later = values[:, steps > steps[0]] if len(steps) > 1 else values
     later = later[np.isfinite(later)]
     if not len(later):
@@ -171,7 +178,7 @@ def _look_past_the_start(axes: Axes, steps: Floats, values: Floats, logarithmic:
 
 
 def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
-    """How large the largest values were, before and after scaling, against what the formats hold."""
+    """Distribution of the amax's exponents, before and after scaling, beside the ranges of the formats."""
     figure, grid = _grid(2, 1, 9.5, 7.4, share_x=True)
     edges = np.arange(LOWEST, HIGHEST + 1)
     for row, (scaled, title) in enumerate(
@@ -217,9 +224,9 @@ def _ranges(axes: Axes, top: float) -> None:
 
 
 def loss_scale(history: RunHistory, path: Path) -> bool:
-    """The loss scale by step, overflows marked; False where there never was one."""
+    """The loss scale by step, overflows marked; False if the run had none."""
     points = history.points("train/loss_scale")
-    # None that a GradScaler could have, and an axis can show.
+    # Only values that a GradScaler can have and an axis can show.
     usable = (points.figures > 1e-99) & (points.figures < 1e99)
     steps, scale = points.steps[usable], points.figures[usable]
     if not len(scale) or (scale == 1.0).all():
@@ -262,7 +269,7 @@ def _grid(
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG, as a whole; its path again."""
+    """Write a figure as PNG, whole or not at all; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as stream:
         figure.savefig(stream, format="png", facecolor="white")

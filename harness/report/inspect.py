@@ -1,8 +1,8 @@
 """`harness inspect`: a run's FP8 slots, one line each, the moves between FP8 and BF16, and the run's account. Starts
 without torch.
 
-The account is short and honest: how well, in which precision really, what happened, where to look next. It also ends
-the run itself (`summary`), and stands in its report.
+The account is short: the loss, the precision that really ran, what happened, and where to look next. `summary` prints
+it at the end of a run, and the run's report has it too.
 """
 
 from __future__ import annotations
@@ -63,27 +63,29 @@ def inspect(run_dir: Path, console: Screen) -> int:
 
 
 def sparkline(values: Sequence[float], bars: str = BARS) -> str:
-    """One character a value, from the least to the greatest of them; a blank where a value is not finite."""
+    """One character for each value, scaled from the smallest to the largest; a blank where a value is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
     top = len(bars) - 1
-    return "".join(
-        " "
-        if not math.isfinite(value)
-        else bars[round((value - low) / span * top) if span else top // 2]
-        for value in values
-    )
+    line = ""
+    for value in values:
+        if not math.isfinite(value):
+            line += " "
+        elif span:
+            line += bars[round((value - low) / span * top)]
+        else:
+            line += bars[top // 2]
+    return line
 
 
 def _moved(event: Mapping[str, Any]) -> str:
-    told = [
-        f"{', '.join(event[key])} {where}"
-        for key, where in (("demote", "now in BF16"), ("promote", "back in FP8"))
-        if event.get(key)
-    ]
-    return clipped("; ".join(told), MAX_TEXT)
+    moves: list[str] = []
+    for key, where in (("demote", "now in BF16"), ("promote", "back in FP8")):
+        if event.get(key):
+            moves.append(f"{', '.join(event[key])} {where}")
+    return clipped("; ".join(moves), MAX_TEXT)
 
 
 def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> Table:
@@ -98,7 +100,7 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
         title=f"amax history: {source}, newest right",
     )
     table.add_column("slot", no_wrap=True)
-    # Figures keep their width on a narrow terminal; names and the history give way.
+    # On a narrow terminal the figures keep their width; slot names and the history are cut.
     for heading, width in (
         ("amax", 8),
         ("scale", 9),
@@ -129,8 +131,10 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str]]:
-    """(step, {bare slot name: amax by update, oldest first}) of the newest checkpoint that has FP8 state, and the names
-    of newer ones whose FP8 state cannot be read.
+    """The amax histories in the newest checkpoint that has FP8 state.
+
+    Returns its step, {bare slot name: amax by update, oldest first}, and the names of newer checkpoints whose FP8 state
+    cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -144,7 +148,7 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str
             amaxes = load_file(checkpoint / "fp8.safetensors")["history"]
             names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
-            # Row 0 is where the next amax is gathered; rows 1 to L-1 run from the oldest update to the newest.
+            # Row 0 collects the next amax; rows 1 to L-1 run from the oldest update to the newest.
             return (
                 step,
                 {bare(name): _filled(amaxes[1:, place]) for place, name in enumerate(names)},
@@ -156,16 +160,16 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str
 
 
 def _filled(column: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Without the zeros of updates that have not happened yet."""
+    """The history without leading zeros, which stand for updates that have not happened yet."""
     used = np.flatnonzero(column)
     return column[used[0] :] if len(used) else column[:0]
 
 
 def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> RenderableType:
-    """What to print when a run has ended, with crop=False, as commands are not wrapped. ended: its outcome, as the disk
-    may have refused outcome.json.
+    """The text at the end of a run; print it with crop=False, because commands are not wrapped.
 
-    Raises ConfigError if `run_dir` is no run folder.
+    ended: the run's outcome, which counts more than outcome.json: a full disk may have refused that file. Raises
+    ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
     if ended is not None:
@@ -173,15 +177,15 @@ def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> Renderable
     table = Table.grid(padding=(0, 2))
     halted = history.outcome.get("status") == HALTED
     for label, text in [*account(history), *_where(history)]:
-        told = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
-        table.add_row(Text(label, style="bold"), Text(told))
+        shown = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
+        table.add_row(Text(label, style="bold"), Text(shown))
     if halted:
         return Group(Text(), table, post_mortem(history))
     return Group(Text(), table, *(command_line(*each) for each in next_steps(history)))
 
 
 def account(history: RunHistory) -> list[tuple[str, str]]:
-    """(label, text) of everything but where to look: outcome, loss, precision with proof, steps, speed, events."""
+    """(label, text) of outcome, loss, precision with proof, data, steps, speed and events."""
     lines = [
         ("outcome", _outcome(history)),
         ("loss", _loss(history)),
@@ -198,14 +202,14 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
     if history.lost:
         lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
     counts = Counter(event["code"] for event in history.events)
-    told = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
-    return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", told))]
+    events = ", ".join(f"{code} x {count}" for code, count in sorted(counts.items())) or "none"
+    return [(label, clipped(text, MAX_TEXT)) for label, text in (*lines, ("events", events))]
 
 
 def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
-    """What a run trains on, in lines: files, tokens, epochs, what was left out and why.
+    """Lines on a run's data: files, tokens, epochs, and what was left out and why; empty in a loop of the user's own.
 
-    data: what the source says of itself. params: the config, flat. Empty in a loop that is not ours.
+    data: the source's own figures. params: the config, flat.
     """
     if "train_samples" not in data:
         return []
@@ -219,18 +223,18 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
         f"to train on, {data['val_tokens']:,} to validate on, {data['vocab']:,} token ids; "
         f"{steps:,} steps are {_epochs(steps * samples / data['train_samples'])}"
     ]
-    lines += [
-        f"{part['share']:.1%} of {part['source']}: {part['train_tokens']:,} tokens, "
-        f"{_epochs(steps * samples * part['share'] / part['train_samples'])}"
-        for part in data.get("mixture", ())
-    ]
+    for part in data.get("mixture", ()):
+        epochs = _epochs(steps * samples * part["share"] / part["train_samples"])
+        lines.append(
+            f"{part['share']:.1%} of {part['source']}: {part['train_tokens']:,} tokens, {epochs}"
+        )
     if left := data.get("skipped"):
         lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
     return lines
 
 
 def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
-    """The same of a data set of the user's own."""
+    """The same for a data set of the user's own."""
     fields = ", ".join(
         f"{name} {dtype} {shape}" for name, (dtype, *shape) in data["fields"].items()
     )
@@ -250,7 +254,7 @@ def _epochs(epochs: float) -> str:
 
 
 def fp8_proof(history: RunHistory) -> str:
-    """How many of the planned FP8 slots ever saw a nonzero amax, and which did not; empty where none was planned."""
+    """How many of the planned FP8 slots ever saw a nonzero amax, and which did not; empty if none was planned."""
     names = {bare(slot): slot for slot in history.slots()}
     expected = history.expected_slots() | set(names)
     if not expected:
@@ -273,7 +277,9 @@ def fp8_proof(history: RunHistory) -> str:
 
 
 def counts(history: RunHistory) -> dict[str, int]:
-    """Steps, applied and skipped updates of the branch that counts; rollbacks and demotions of the whole run."""
+    """Counts of a run: steps, applied and skipped updates without those that a rollback undid; all rollbacks and
+    demotions.
+    """
     applied = history.points("train/step_applied").figures
     rollbacks = history.last("guard/rollbacks") or 0
     rollbacks = rollbacks if math.isfinite(rollbacks) else 0
@@ -285,11 +291,11 @@ def counts(history: RunHistory) -> dict[str, int]:
         "rollbacks": int(rollbacks),
         "demotions": demoted,
     }
-    # Rows may be missing where a disk was full: what the state says counts.
+    # The journal may lack rows if the disk was full; the outcome's figures come from the state.
     known = {name: history.outcome.get(name) for name in ("applied", "skipped", "rollbacks")}
-    told = {name: value for name, value in known.items() if type(value) is int and value >= 0}
-    if len(told) == len(known):
-        counted |= told | {"steps": told["applied"] + told["skipped"]}
+    usable = {name: value for name, value in known.items() if type(value) is int and value >= 0}
+    if len(usable) == len(known):
+        counted |= usable | {"steps": usable["applied"] + usable["skipped"]}
     return counted
 
 
@@ -305,7 +311,7 @@ def _outcome(history: RunHistory) -> str:
 def _loss(history: RunHistory) -> str:
     value, last = history.last("val/loss"), history.last("train/loss")
     unit = "" if history.unit == "loss" else f" {history.unit}"
-    if history.of_own_loop:  # whose loss may be anything
+    if history.of_own_loop:  # its loss may have any unit
         kinds = (("validation", value), ("last training loss", last))
         return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
     if value is None:
@@ -366,11 +372,13 @@ def _speed(history: RunHistory) -> str:
     ]
     rates, shares, sizes = (values[np.isfinite(values)] for values in found)
     counted = history.run["data"].get("counted", "tokens")
-    told = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]
-    told += [f"MFU {np.median(shares):.1%} (median)"] if len(shares) else []
-    what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
-    told += [f"peak memory {sizes.max():.2f} GiB{what}"] if len(sizes) else []
-    return ", ".join(told)
+    parts = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]
+    if len(shares):
+        parts.append(f"MFU {np.median(shares):.1%} (median)")
+    if len(sizes):
+        what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
+        parts.append(f"peak memory {sizes.max():.2f} GiB{what}")
+    return ", ".join(parts)
 
 
 def _where(history: RunHistory) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The report of a run: pictures and one HTML file that needs nothing else, all from the journal."""
+"""`harness report`: a run's pictures and one HTML file with the pictures inside, all from the journal."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def command(run: RunFolder) -> int:
 
 
 def write(run_dir: Path) -> list[Path]:
-    """Draw `plots/*.png` and write `report.html`; the paths of those made.
+    """Draw `plots/*.png` and write `report.html`; returns their paths.
 
-    A picture with nothing to show is left out. Raises ConfigError if `run_dir` is no run folder.
+    A picture without data is left out. Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
     made = [
@@ -114,7 +114,7 @@ def _plan(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _link(run_dir: Path) -> list[str]:
-    """To the run in MLflow, which has it by an id that the first delivery brings."""
+    """A link to the run in MLflow. Empty before the first delivery, because MLflow gives the run its id then."""
     store, page = Store.load(run_dir), run_page(run_dir)
     if store is None or not page:
         return []
@@ -127,7 +127,7 @@ def _link(run_dir: Path) -> list[str]:
 
 
 def _config(run_dir: Path) -> list[str]:
-    """What the run was started with; a loop of somebody's own has none."""
+    """The config that the run was started with; a loop of the user's own has none."""
     try:
         with (run_dir / "config.yaml").open("rb") as stream:
             text = stream.read(MAX_CONFIG).decode(errors="replace")
@@ -160,11 +160,11 @@ def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _details(event: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in HEAD}
-    told = (
+    details = (
         f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
         for name, value in fields.items()
     )
-    return clipped(", ".join(told), MAX_TEXT)
+    return clipped(", ".join(details), MAX_TEXT)
 
 
 def _moment(seconds: float | None) -> str:
@@ -191,7 +191,7 @@ def _embedded(path: Path) -> str:
 MAX_COLUMNS = 600
 MAX_LABELS = 60
 BEYOND = 1e100
-"""Larger figures are not drawn, as little as those that are not finite: the width of an axis must be a number too."""
+"""Larger figures are not drawn, like those that are not finite: the axis's width would not be finite."""
 MAX_ROWS = 6000
 OCTAVES = 2.0
 """The colour scale ends at a factor 2**OCTAVES on either side of 1."""
@@ -245,8 +245,8 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
 def saturation_plot(history: RunHistory, path: Path) -> bool:
     """Saturation ratio of every slot by step; False if there are no FP8 slots.
 
-    One row per slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value sits
-    on the format's limit, as delayed scaling wants. Red was clipped. Grey had no amax.
+    One row for each slot, the layers from top to bottom in the model's order. White is a ratio of 1: the largest value
+    is at the format's limit, where delayed scaling puts it. Red was clipped. Grey had no amax.
     """
     slots = history.slots("fp8_saturation")[:MAX_ROWS]
     if not slots:
@@ -322,7 +322,7 @@ def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
 
 
 def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
-    """Keep a spike from flattening everything else: the top is a little over the start or the unigram line."""
+    """Cap the loss axis a little over the start or the unigram line, so that a spike does not flatten the curve."""
     _, values = _finite(train)
     if not len(values):
         return
@@ -332,13 +332,13 @@ def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
 
 
 def _edges(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Where the columns that begin at `steps` begin and end."""
+    """Edges of the columns that begin at `steps`."""
     width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
     return np.append(steps, steps[-1] + width).astype(np.float64)
 
 
 def _spans(names: Iterable[str]) -> list[tuple[str, int, int]]:
-    """(name, first row, row after the last) of each run of equal names."""
+    """(name, first row, row after the last) of each group of equal neighbours."""
     spans: list[tuple[str, int, int]] = []
     for row, name in enumerate(names):
         if spans and spans[-1][0] == name:
@@ -349,7 +349,7 @@ def _spans(names: Iterable[str]) -> list[tuple[str, int, int]]:
 
 
 def _label_layers(axes: Axes, slots: list[str]) -> None:
-    """Names and dividing lines: of the layers, or of whole blocks where the layers are too many to read."""
+    """Names and dividing lines of the layers, or of whole blocks if the layers are too many to read."""
     layers = [split_slot(slot)[0] for slot in slots]
     spans = _spans(layers)
     if len(spans) > MAX_LABELS:
@@ -368,7 +368,7 @@ def _label_layers(axes: Axes, slots: list[str]) -> None:
 
 
 def _mark_roles(axes: Axes, slots: list[str]) -> None:
-    """A narrow strip left of the map that tells input, weight and grad_output rows apart."""
+    """A narrow coloured strip left of the map: input, weight and grad_output rows."""
     from matplotlib.patches import Rectangle
 
     beside = axes.get_yaxis_transform()

@@ -1,7 +1,7 @@
-"""What a person types, `my loss is nan`, to the codes and symptoms that are meant. Torch-free.
+"""Find the codes and symptoms that a question in free words means, such as `my loss is nan`. Torch-free.
 
-Every entry has words: its names, its title and the phrases of `said` in codes.toml. A word of the question counts as
-much as it tells entries apart (one that many of them have counts little), less where it is only spelt alike.
+Every entry has words: its names, its title and the phrases of `said` in codes.toml. A word of the question counts more,
+the fewer entries have it (as in TF-IDF). A word that is only spelt alike counts less.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 MOST_FOUND = 5
-# An entry that has less than this share of the best one's score is not shown.
+# An entry with less than this share of the best score is not shown.
 _NEAR = 0.6
-# Of a question, the share of its weight that an entry must have, or nothing is found.
+# If no entry has this share of the question's weight, nothing is found.
 _ENOUGH = 0.34
-# Words alike: of at least so many letters, and so much of them in common (difflib's ratio).
+# Words count as alike from this length on, and from this similarity on (difflib's ratio).
 _LETTERS, _ALIKE = 4, 0.82
-# Words that every question has.
+# Words without a meaning of their own here.
 _USUAL = """
 a after again all am an and any are as at be been but by can cannot did do does doesn for from get gets
 getting go goes going got had has have how i in is it its just keep keeps me my no not of off on or our out
@@ -33,7 +33,7 @@ _SHORTEST_STEM = 3
 def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
     """Names of the entries that `question` may mean, the likeliest first; empty if none is near.
 
-    words: name of an entry -> what people say of it, phrases.
+    words: name of an entry -> phrases by which people ask for it.
     """
     asked = list(dict.fromkeys(_stems(question)))
     entries = {name: set(_stems(" ".join(phrases))) for name, phrases in words.items()}
@@ -49,7 +49,7 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
             * max((like for each, like in likeness[word].items() if each in known), default=0.0)
             for word in asked
         )
-        # The very words of a phrase count more than the same words from several phrases.
+        # Words of one phrase count more than the same words from several phrases.
         whole = max((_share(asked, phrase) for phrase in words[name]), default=0.0)
         scores[name] = score * (1 + whole)
 
@@ -61,7 +61,7 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _stems(text: str) -> list[str]:
-    """Words without their endings, and without those that every question has."""
+    """The words of a text without their endings; usual words are left out."""
     parts, usual = re.findall(r"[a-z0-9]+", text.lower()), _USUAL.split()
     return [_stem(part) for part in parts if part not in usual]
 
@@ -74,24 +74,24 @@ def _stem(word: str) -> str:
 
 
 def _alike(word: str, known: Mapping[str, int]) -> dict[str, float]:
-    """The known words that `word` may be, and how much each counts: 1 for itself."""
+    """The known words that `word` may mean, and how much each counts: 1 for the word itself."""
     if word in known:
         return {word: 1.0}
     if len(word) < _LETTERS:
         return {}
     candidates = [each for each in known if len(each) >= _LETTERS and each[0] == word[0]]
-    # Slips spare the first letter.
+    # Typing errors seldom change the first letter.
     ratios = {each: SequenceMatcher(None, word, each).ratio() for each in candidates}
     return {each: ratio * ratio for each, ratio in ratios.items() if ratio >= _ALIKE}
 
 
 def _weight(frequency: Mapping[str, int], alike: Mapping[str, float], entries: int) -> float:
-    """How well a word tells entries apart. One that none has (`my model is too pink`) counts as a usual one."""
+    """Weight of a word: larger, the fewer entries have it. A word that no entry has weighs 1."""
     count = max((frequency[each] for each in alike), default=0)
     return math.log(1 + entries / count) if count else 1.0
 
 
 def _share(asked: Sequence[str], phrase: str) -> float:
-    """Of the words of a phrase and of the question, the share that both have."""
+    """The share of common words among all words of question and phrase (Jaccard index)."""
     mine, theirs = set(asked), set(_stems(phrase))
     return len(mine & theirs) / len(mine | theirs) if mine and theirs else 0.0

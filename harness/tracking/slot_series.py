@@ -27,7 +27,6 @@ from harness.tracking.slot_file import FIGURES, SLOT_FILE, Floats, SlotFile, Slo
 
 MAX_PICKED = 6
 """The most slots that are picked for each of two reasons; patterns may add `tracking.fp8_series` more."""
-PICKED = "fp8.picked"
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
 _SAMPLED = np.array([SLOT_ROWS[name].often == SAMPLED for name in FIGURES])[:, None]
@@ -265,7 +264,7 @@ class SlotSeries:
             for row in read_rows(self._journal, metrics=False):
                 if (
                     row["kind"] != "event"
-                    or row["code"] != PICKED
+                    or row["code"] != "fp8.picked"
                     or not isinstance(row.get("slots"), list)
                 ):
                     continue
@@ -288,7 +287,7 @@ class SlotSeries:
             self._picked |= dict.fromkeys(taken, why)
             fresh += taken
             if taken:
-                events.append({"code": PICKED, "slots": taken, "why": why})
+                events.append({"code": "fp8.picked", "slots": taken, "why": why})
             if left_out and why not in self._full:
                 self._full.add(why)
                 events.append(_not_picked(left_out, why, f"{MAX_PICKED} at most"))

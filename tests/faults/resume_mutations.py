@@ -208,14 +208,14 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a changed key needs --accept-changed",
-        "elif not change.key.startswith(_MAY_CHANGE) and change.key not in accepted:",
+        "elif not change.key.startswith(RESUME_MAY_CHANGE) and change.key not in accepted:",
         "elif False:",
         "tests/e2e/test_resume.py -k refused_by_name",
     ),
     Mutation(
         25,
         "other data are not to be accepted",
-        'if key.startswith("data.") and key not in _OF_THE_CUT:',
+        'if key.startswith("data.") and key not in DATA_MAY_CHANGE:',
         "if False:",
         "tests/e2e/test_resume.py -k cannot_be_accepted",
     ),

@@ -124,8 +124,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "steps are counted by the state",
-        "counted |= told |",
-        "told |=",
+        "counted |= usable |",
+        "usable |=",
         "tests/faults/test_full_disk.py -k not_done",
     ),
     Mutation(

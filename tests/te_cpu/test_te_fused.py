@@ -1,6 +1,6 @@
 """`layers.fuse` on TE's own Python: a norm and its Linear as one te.LayerNormLinear, against both apart.
 
-They round differently, by what docs/guide/precision.md names: the norm's input and weight are rounded to bf16 before
+They round differently, by what docs/guide/scaling.md names: the norm's input and weight are rounded to bf16 before
 it, its output is not rounded before the cast, and its gradients are rounded to bf16.
 """
 

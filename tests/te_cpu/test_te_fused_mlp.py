@@ -1,7 +1,7 @@
 """`layers.fuse` on TE's own Python: norm, two Linears and the SwiGLU between as one te.LayerNormMLP.
 
 Against an oracle in float64 that rounds where the block says it rounds, against norm and first layer fused alone, and
-against all apart. What differs is what docs/guide/precision.md names: SwiGLU's output is not rounded before its cast,
+against all apart. What differs is what docs/guide/scaling.md names: SwiGLU's output is not rounded before its cast,
 and its gradient is rounded once.
 """
 

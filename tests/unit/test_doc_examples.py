@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,20 +23,26 @@ from tests.support import runs
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("start", "guide", "reference", "studies")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
-BLOCK = re.compile(r"(?:<!-- setup\n(.*?)-->\n)?^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:<!-- setup\n(.*?)-->\n)?^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a user has it after the first run."""
     folder = tmp_path_factory.mktemp("docs")
-    trained = runs.train(folder, "--recipe", "fp8_hybrid", "--name", "quickstart-fp8_hybrid", "train.steps=12")
+    trained = runs.train(
+        folder, "--recipe", "fp8_hybrid", "--name", "quickstart-fp8_hybrid", "train.steps=12"
+    )
     assert trained.returncode == 0, trained.stdout[-2000:]
     shutil.copytree(runs.TEXT, folder / "texts")
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT / "docs")) for page in PAGES])
+@pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.relative_to(ROOT / "docs")) for page in PAGES]
+)
 def test_the_examples_of_a_page_run(
     page: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +59,15 @@ def test_the_examples_of_a_page_run(
             exec(compile(setup + code, str(page), "exec"), {"__name__": "example"})
 
 
+def estimate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`harness estimate` in a new process: in a warm one torch has been loaded before the card that it plays."""
+    line = [*runs.ANEW, "-m", "harness.cli", "estimate", *arguments]
+    variables = runs.environment(PYTHONPATH=str(ROOT))
+    return subprocess.run(
+        line, cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
 def run_lines(code: str, folder: Path) -> None:
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -59,10 +75,16 @@ def run_lines(code: str, folder: Path) -> None:
             continue
         command = words[0].removeprefix(".venv/bin/")
         if command == "harness":
-            done = runs.harness(folder, *words[1:])
+            done = (
+                estimate(folder, *words[2:])
+                if words[1] == "estimate"
+                else runs.harness(folder, *words[1:])
+            )
             assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}{done.stderr[-1500:]}"
         elif command == "make":
-            assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            assert re.search(
+                rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+            ), line
         elif command in ("deepspeed", "torchrun", "python"):
             program = next(word for word in words[1:] if word.endswith(".py"))
             assert (ROOT / program).is_file(), line

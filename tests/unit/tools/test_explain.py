@@ -83,12 +83,14 @@ def test_tables_become_entries() -> None:
     assert slug("NaN after hours") == "nan-after-hours"
 
 
-def test_a_code_has_what_where_why_and_what_to_do() -> None:
+def test_a_code_has_what_happened_why_what_was_done_and_what_to_do() -> None:
     text = printed("loss.spike")
     assert text.startswith("loss.spike\n")
-    assert [line for line in text.splitlines() if line in ("What", "Where", "Why", "What to do")] == [
-        "What", "Where", "Why", "What to do"
-    ]  # fmt: skip
+    labels = ["What happened", "Why", "What the harness did", "What to do"]
+    assert [line for line in text.splitlines() if line and not line.startswith(" ")] == [
+        "loss.spike",
+        *labels,
+    ]
     assert "guard.spike_sigma" in text
     assert "`" not in text
     assert "**" not in text
@@ -206,6 +208,25 @@ def test_code_keeps_its_lines_and_prose_loses_them() -> None:
         "    y = [2](3)",
         "last",
     ]
+
+
+@pytest.mark.parametrize("width", [60, 240])
+def test_texts_are_indented_wrapped_and_without_spaces_at_their_ends(width: int) -> None:
+    lines = printed("nonfinite.skip", width=width).splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+    assert [line for line in lines if line != line.rstrip()] == []
+    item = next(place for place, line in enumerate(lines) if line.startswith("  - The same step"))
+    assert all(line.startswith("    ") for line in lines[item + 1 :]), "under the item's first word"
+
+
+def test_a_command_stays_on_its_line_to_be_copied() -> None:
+    line = next(
+        line
+        for line in printed("train.lr_jump", width=60).splitlines()
+        if "--accept-changed" in line
+    )
+    assert line.strip().startswith("train.schedule=constant")
+    assert line.endswith("train.schedule,train.warmup_steps,train.lr")
 
 
 @pytest.mark.parametrize(

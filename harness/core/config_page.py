@@ -1,0 +1,79 @@
+"""docs/reference/config.md: every key of a run's config. Torch-free.
+
+Types, limits, defaults and descriptions come from the fields in `harness.core.config`:
+`python -m harness.core.config_page > docs/reference/config.md`.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from harness.core import key_table
+from harness.core.config import DATA_MAY_CHANGE, RESUME_MAY_CHANGE, RESUME_NEVER, RunConfig
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    parts = [_INTRODUCTION, _table("", RunConfig, sections=False)]
+    for name, field in RunConfig.model_fields.items():
+        section = key_table.section(field.annotation)
+        if section is not None:
+            parts += [f"## {name}", section.__doc__ or "", _table(f"{name}.", section)]
+    return "\n\n".join(parts) + "\n"
+
+
+def on_resume(key: str) -> str:
+    """Whether a resume may change `key`, as `run_folder.check_resumable` has it."""
+    if key.startswith(RESUME_MAY_CHANGE):
+        return "yes"
+    if key in RESUME_NEVER or (key.startswith("data.") and key not in DATA_MAY_CHANGE):
+        return "never"
+    return "if accepted"
+
+
+def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:
+    """The keys of `model` as a table. sections: with the keys of the sections in it."""
+    rows: list[list[str]] = []
+    for key, field in key_table.keys(model, prefix):
+        if sections or "." not in key:
+            meaning = field.description or ""
+            rows.append(
+                [
+                    f"`{key}`",
+                    key_table.kind(field),
+                    key_table.default(field),
+                    meaning,
+                    on_resume(key),
+                ]
+            )
+    return key_table.table(["key", "type", "default", "meaning", "a resume may change it"], rows)
+
+
+_INTRODUCTION = """\
+# Config keys
+
+For whoever writes a config or an override: every key with its type, limits, default and unit, and whether a resume may
+change it. Keys of a recipe, such as `fallback.hits`, are a page of their own. Made from `harness/core/config.py`:
+`python -m harness.core.config_page > docs/reference/config.md`.
+
+```python
+from harness.core.config import load_config
+
+config = load_config("tiny", ["train.lr=1e-3", "guard.spike_sigma=20"])  # as on the command line of `harness train`
+assert (config.train.lr, config.guard.spike_sigma) == (1e-3, 20)
+```
+
+A config is a YAML file with these sections; `key=value` on the command line overrides it. A key that does not exist is
+refused, with the nearest that does. A step is one optimizer step; its samples are a window. Shares are between 0 and 1.
+
+The last column says what happens if you resume a run with another value:
+
+- yes: the run goes on with the new value.
+- if accepted: only with `--accept-changed KEY`, which the run records as `run.changed`. `recipe` covers the recipe's
+  contents too.
+- never: the run's data and optimizer stay. Start a new run, which may begin at a checkpoint of the old one:
+  `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,86 @@
+"""The keys of a section of a config or recipe: name, type and limits, default. Torch-free.
+
+The reference pages of docs/ are made from these, so that a page cannot say other than the schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
+_LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of every key below `model`; the keys of a list's items have `[].` before their name."""
+    for name, field in model.model_fields.items():
+        inner = section(field.annotation)
+        if inner is None or field.description is not None:
+            yield prefix + name, field
+        if inner is not None:
+            is_list = get_origin(field.annotation) is list
+            yield from keys(inner, f"{prefix}{name}[]." if is_list else f"{prefix}{name}.")
+
+
+def section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a key that is a section, or a list of sections."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def kind(field: FieldInfo) -> str:
+    """A field's type with its limits, in words: `integer, at least 1`."""
+    return _kind(field.annotation, field.metadata)
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value == "":
+        return "empty"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _kind(annotation: Any, metadata: list[Any]) -> str:
+    """A type with its limits, in words: `integer, at least 1`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0], [*metadata, *parts[1:]])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in parts)
+    if NoneType in parts:
+        (other,) = (part for part in parts if part is not NoneType)
+        return f"{_kind(other, metadata)}, or null"
+    if section(annotation) is not None:
+        return "list of sections"
+    if origin is list:
+        return f"list of {_kind(parts[0], metadata)}"
+    if origin is tuple:
+        return f"{len(parts)} of: {_kind(parts[0], metadata)}"
+    limits = [f"{words} {limit:,}" for words, limit in _limits(metadata)]
+    return ", ".join([_NAMES[origin or annotation], *limits])
+
+
+def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
+    """(words, number) of every limit in a field's metadata; pydantic nests those of an Annotated type."""
+    for item in metadata:
+        for name, words in _LIMITS.items():
+            if getattr(item, name, None) is not None:
+                yield words, getattr(item, name)
+        if isinstance(item, FieldInfo):
+            yield from _limits(item.metadata)

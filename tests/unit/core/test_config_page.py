@@ -1,0 +1,65 @@
+"""docs/reference/config.md has every key, with a unit, as the schema and the rules of a resume have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.core.config import FallbackConfig, RunConfig, flat
+from harness.core.config_page import on_resume, page
+from harness.core.key_table import keys
+from harness.run_folder import RESUME_MAY_CHANGE, _why_never
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "config.md"
+KEYS = dict(keys(RunConfig))
+OF_RECIPES = dict(keys(FallbackConfig, "fallback."))
+UNITS = re.compile(
+    r"\b(steps?|windows|updates|samples|tokens?|threads|minutes|seconds|share|norm|factor|times|ratio|rate|sigmas|dB|"
+    r"number|saves|observations|weight|rollback|stage|seed|amax|growth)\b"
+)
+
+
+def test_the_page_is_what_is_declared() -> None:
+    assert PAGE.read_text() == page(), (
+        "python -m harness.core.config_page > docs/reference/config.md"
+    )
+
+
+def test_it_has_every_key_of_a_resolved_config() -> None:
+    resolved = flat(RunConfig().model_dump(mode="json"))
+    assert resolved.keys() <= KEYS.keys()
+    rows = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("key", [*KEYS, *OF_RECIPES])
+def test_a_key_is_explained_in_a_line_and_a_number_has_a_unit(key: str) -> None:
+    field = (KEYS | OF_RECIPES)[key]
+    assert field.description
+    assert "\n" not in field.description
+    assert "|" not in field.description, "it would end the table's cell"
+    if field.annotation in (int, float):
+        assert UNITS.search(field.description), "a number names its unit"
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if "[]" not in key])
+def test_it_says_of_a_resume_what_a_resume_does(key: str) -> None:
+    expected = (
+        "yes"
+        if key.startswith(RESUME_MAY_CHANGE)
+        else "never"
+        if _why_never(key)
+        else "if accepted"
+    )
+    assert on_resume(key) == expected
+
+
+def test_limits_and_defaults_are_those_of_the_schema() -> None:
+    shown = page()
+    assert "| `checkpoint.keep` | integer, at least 2 | `3` |" in shown
+    assert "| `train.betas` | 2 of: number, at least 0, under 1 | `[0.9, 0.95]` |" in shown
+    assert "| `data.separator` | integer, at least 0, or null | `null` |" in shown
+    assert "| `data.mixture[].weight` | number, over 0 | required |" in shown
+    assert "| `engine.zero_stage` | `0`, `1`, `2`, `3` | `1` |" in shown

@@ -1,0 +1,69 @@
+"""docs/reference/commands.md is made from the commands: `python tests/unit/test_commands_page.py` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from harness.cli import COMMANDS, _single
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "commands.md"
+BEGIN, END = "<!-- commands: made by tests/unit/test_commands_page.py -->\n", "<!-- /commands -->"
+
+
+def shown_default(argument: Any) -> str:
+    if argument.required:
+        return "required"
+    # Where the default is found at run time, the help says in brackets what it is.
+    if (
+        argument.default is None
+        or argument.default is False
+        or "[default:" in (argument.help or "")
+    ):
+        return ""
+    if argument.default == "":
+        return "none"
+    return f"`{argument.default}`"
+
+
+def written(argument: Any) -> str:
+    """As it is typed: NAME for a positional argument, `--name VALUE` for an option, `--name` for a flag."""
+    if argument.param_type_name == "argument":
+        return argument.name.upper() + (" ..." if argument.nargs == -1 else "")
+    if argument.is_flag:
+        return " / ".join([*argument.opts, *argument.secondary_opts])
+    return f"{argument.opts[0]} {argument.metavar or argument.name.upper()}"
+
+
+def section(name: str) -> str:
+    command: Any = typer.main.get_command(_single(name))
+    lines = [f"## harness {name}", command.help, ""]
+    rows = []
+    for argument in command.params:
+        if not argument.hidden:
+            what = (argument.help or "").replace("|", "\\|").replace("<", "\\<")
+            cells = (f"`{written(argument)}`", what, shown_default(argument))
+            rows.append(f"| {' | '.join(cells)} |")
+    if rows:
+        lines += ["| argument | what | default |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def sections() -> str:
+    return "\n".join(section(name) for name in COMMANDS)
+
+
+def test_the_page_has_every_command_with_its_arguments() -> None:
+    _, _, rest = PAGE.read_text().partition(BEGIN)
+    made, _, _ = rest.partition(END)
+    assert made == sections(), (
+        f"write it again: python {Path(__file__).relative_to(PAGE.parents[2])}"
+    )
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}{sections()}{END}{after}")
