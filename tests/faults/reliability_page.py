@@ -24,8 +24,9 @@ from matrix import MATRIX
 ROOT = Path(__file__).resolve().parents[2]
 LEDGER = Path(__file__).with_name("attack_ledger.jsonl")
 ATTACK = "## Random sequences of faults\n"
-ABOUT = """`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends well in
-one of two ways:
+ABOUT = """\
+`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends well in one
+of two ways:
 
 - The run finished, with the bytes and the whole history of an undisturbed run.
 - The run refused to start, and its message named what was touched. After that was restored, it finished in the same
