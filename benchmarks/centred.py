@@ -3,7 +3,7 @@
     python -m benchmarks.centred [--sizes tiny 12M] [--casts kernel torch] [--seconds 40] [--out FILE]
 
 The loop of `harness train` (guard, journal, snapshots in memory) trains one shipped GPT under `fp8_hybrid`, on one
-thread. Its steps take turns: with the sums behind `fp8_centred_db`, and without; who is first changes every time. One
+thread. Steps with the sums behind `fp8_centred_db` and steps without take turns, and the order changes every time. One
 model runs both, so that both have the same memory. `casts`: the fused kernel, which is built a second time from its
 source without the line that makes the sums, or torch operations, as on a machine without a compiler.
 
@@ -11,8 +11,8 @@ source without the line that makes the sums, or torch operations, as on a machin
   shipped   one step in ten is sampled, as the recipe says; a turn is ten steps
 
 `ratio` is the median over rounds of the processor time with the sums over that without, with the 95% interval of that
-median, by order, and the smallest and largest ratio. `casts` is what the casts of a sampled step take more, in ms and
-as a share of the step: only the casts are timed, so the rest of the step adds no noise.
+median, by order, and the smallest and largest ratio. `casts` is the extra time of the casts of a sampled step, in ms
+and as a share of the step. Only the casts are timed, so the rest of the step adds no noise.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def kernel_without(folder: Path) -> native_kernel.Kernel:
 
 
 def no_sums(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor:
-    """In place of `scaling.channel_stats`."""
+    """Replaces `scaling.channel_stats`."""
     return torch.zeros(scaling.CHANNEL_SUMS, dtype=torch.float64)
 
 
 def no_rule(evidence: Evidence, values: Floats, limits: Floats) -> Floats:
-    """In place of `Evidence._common_mode`."""
+    """Replaces `Evidence._common_mode`."""
     return values[-1]
 
 
 class Contest:
-    """A run whose next step is with or without the sums. spent: processor seconds in casts since it was set to 0."""
+    """A run whose next step makes the sums or not. spent: processor seconds in casts since it was set to 0."""
 
     def __init__(self, stack: ExitStack, size: str, casts: str) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -112,7 +112,7 @@ class Contest:
 
     @contextmanager
     def casting(self, sums: bool) -> Iterator[None]:
-        """Steps in here make the sums, or not."""
+        """Context in which steps make the sums, or do not."""
         with ExitStack() as stack:
             stack.enter_context(
                 mock.patch.object(self.buffers, "kernel", self._with if sums else self._without)
@@ -145,7 +145,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measure(contest: Contest, every: int, seconds: float) -> Row:
-    """Both in turn for so many seconds of processor time, twice at least. Of `every` steps, a turn, one is sampled."""
+    """Both in turn for `seconds` of processor time, at least twice. A turn is `every` steps, one of them sampled."""
     contest.run.stats_every = every
     while contest.run.state.step % every or contest.run.state.step < WARM_UP:
         contest.take(True, 1)

@@ -3,12 +3,12 @@
     python -m benchmarks.common_mode [--seeds 0 1 2]
 
 *figures*: a signal N(0, 1) of 448 rows and 64 channels, cast under the scale that fits, in E4M3 (inputs) and E5M2
-(gradients). *offset*: the same constant in every value. *direction*: one pattern of signs over the channels, of a size
-and sign of its own in each row. `left` is what is left of the signal by definition, in float64: its energy over that of
-the error, both without the part that was put there. *groups*: some of the rows are smaller by a power of two.
+(gradients). *offset*: the same constant in every value. *direction*: one pattern of signs over the channels, with a
+size and sign of its own in each row. `left` is the energy of the signal over that of the error, in float64, both
+without the part that was added. *groups*: some of the rows are smaller by a power of two.
 
 *training*: a network of three Linears in which the second one's input, or output gradient, gets such a part, in units
-of its own spread. What the part adds to the output, and to the gradients, is taken away in float32: in exact numbers it
+of its own spread. The effect of the part on the output and on the gradients is removed in float32: in exact numbers it
 changes nothing. Mean loss of the last 40 of 500 steps in bf16, FP8 without the fallback, and `fp8_hybrid` as shipped.
 """
 
@@ -64,7 +64,7 @@ def left(x: Tensor, signal: Tensor, away: Tensor, fmt: str) -> float:
 
 
 def figures() -> tuple[list[Row], list[Row]]:
-    """Of offsets and directions, and of small groups."""
+    """The figures of offsets and directions, and of small groups."""
     generator = torch.Generator().manual_seed(0)
     signal = torch.randn(ROWS, CHANNELS, generator=generator)
     signs = torch.randn(CHANNELS, generator=generator).sign()
@@ -143,7 +143,7 @@ def _recipe(name: str) -> Recipe:
 
 
 def train(name: str, role: str, part: str, size: float, seed: int) -> tuple[float, dict[str, int]]:
-    """Mean loss of the last 40 steps, and at which step each layer first ran in BF16."""
+    """Mean loss of the last 40 steps, and the step at which each layer first ran in BF16."""
     torch.manual_seed(seed)
     teacher = nn.Sequential(nn.Linear(IN, 64), nn.Tanh(), nn.Linear(64, OUT_FEATURES))
     ones = part == "offset"

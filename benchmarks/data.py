@@ -4,8 +4,8 @@
 
 prepare   `harness data prepare` in one process, processor time: bytes, and a byte-level BPE (trained here, 4,096 ids),
           with the library's own time for the same texts in the same batches beside it. The texts are the source
-          of Python's standard library, repeated with a number in each line so that no cache of words gets ahead. The
-          largest memory of the process at a quarter of the text and at all of it tells whether it grows.
+          of Python's standard library, repeated with a number in each line so that no cache of words helps. Peak
+          memory at a quarter of the text and at all of it shows whether it grows.
 read      processor time of a sample of 1,024 tokens at a random place of a file of token ids: the read alone, with its
           block hashed and compared (a block that was not read lately), and from a block that is still in memory
 wait      the share of the time of a training step that the loop waits for its next window: a GPT of 25M parameters on
@@ -60,7 +60,7 @@ def texts(most: int) -> Iterator[str]:
 
 
 def write(path: Path, most: int) -> int:
-    """JSONL of `texts`; its bytes of text."""
+    """Writes JSONL of `texts`; returns the bytes of text in it."""
     size = 0
     with path.open("w") as stream:
         for text in texts(most):

@@ -9,10 +9,10 @@ data in the same order:
     bf16        what the model can reach
     plain       FP8, the recipe's `fallback.enabled: false`, and the guard off, which would end the run
     fallback    fp8_hybrid as shipped
-    guard       as plain, with the guard on: when and why it ends the run. Not in the picture
+    guard       as plain, with the guard on: when and why it ends the run (not in the picture)
 
-The picture has the training loss of the first three, and what the decision is made of: the share of the layer's input
-that FP8 flushes to zero. Once the layer is in BF16 that share is of FP8 values that are measured and not used.
+The picture has the training loss of the first three, and the statistic behind the decision: the share of the layer's
+input that FP8 flushes to zero. Once the layer is in BF16 the FP8 values are still measured, but not used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def series(run: Path, name: str) -> list[tuple[int, float]]:
 
 
 def look(run: Path) -> dict[str, Any]:
-    """Of a run folder: `benchmarks.fallback.read`'s, loss (nats per byte) and underflow (share) as (step, value)."""
+    """`benchmarks.fallback.read` of a run, with loss (nats per byte) and underflow (share) as (step, value)."""
     return {
         **read(run),
         "loss": series(run, "train/loss"),
@@ -83,7 +83,7 @@ def guard_alone(work: Path, seed: int) -> dict[str, Any]:
 
 
 def study(work: Path, seed: int) -> dict[str, Any]:
-    """All runs of one seed in `work`: `look` of each that is drawn under its name, `guard_alone` under guard."""
+    """Trains all runs of one seed in `work`: `look` of each drawn run by its name, `guard_alone` as guard."""
     return {
         "seed": seed,
         "runs": {kind: look(train(work, CASE, kind, seed)) for kind in LOOKS},
@@ -92,7 +92,7 @@ def study(work: Path, seed: int) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each seed, under two lines that say what it has."""
+    """A table: two lines of heading, then one line for each seed."""
     lines = [
         "seed  bf16    FP8, no fallback   FP8 with fallback  left FP8, at step           guard alone halts",
         "      (validation, nats per byte; differences to bf16 of the same seed)         after step",
@@ -183,9 +183,9 @@ def _until(points: Sequence[tuple[int, float]], step: float) -> list[tuple[int, 
 def _lines(
     axes: Axes, runs: Sequence[Sequence[tuple[int, float]]], colour: str, line: str, name: str
 ) -> None:
-    """Every run's values thin, and the mean over the runs thick, where all of them have values.
+    """Draws every run's values thin, and the mean over the runs thick, where all of them have values.
 
-    Seeds draw the steps that are sampled: between its samples a run's value is on the line between them.
+    Seeds draw the sampled steps. Between two samples a run's value is interpolated.
     """
     known = [np.array(run, dtype=np.float64).T for run in runs if run]
     for steps, values in known:

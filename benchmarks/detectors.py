@@ -6,12 +6,12 @@
 
 The loop's gate and the guard's two monitors, with the default config, on loss and gradient norm of recorded runs:
 
-1. *Clean*: what the monitors say of the recorded runs, and where they would clip harder than the run itself did.
-2. *Recall*: at every step that has limits, in every run, the loss or the norm is multiplied by a factor. Noticed: the
-   gate skips that very update, and the monitor names it so.
-3. *After a NaN* at each of those steps: skips, words and limits in the 20 steps after it that the run without it
-   does not have.
-4. *Resume* at each of those steps, state through JSON: steps until limits are given again.
+1. *Clean*: what the monitors report of the recorded runs, and where they would clip harder than the run itself did.
+2. *Recall*: at every step that has limits, in every run, the loss or the norm is multiplied by a factor. It counts as
+   noticed if the gate skips that update and the monitor names it.
+3. *After a NaN* at each of those steps: skips, reports and limits in the 20 steps after it that the run without the
+   NaN does not have.
+4. *Resume* at each of those steps, with the state saved as JSON: steps until there are limits again.
 5. *False skips* in clean runs made from the recorded ones (`synthetic`), for several lengths of block.
 """
 
@@ -67,11 +67,11 @@ class Gate:
 
     @property
     def next_limits(self) -> Limits:
-        """Those of the step to come."""
+        """The limits of the next step."""
         return self.limits.get(self.step + 1, Limits())
 
     def feed(self, loss: float, norm: float) -> tuple[StepFacts, list[Verdict]]:
-        """One step through the gate, and what the monitors say of it."""
+        """One step through the gate, and the monitors' verdicts on it."""
         limits = self.next_limits
         self.limits.pop(self.step, None)
         self.step += 1
@@ -87,11 +87,11 @@ class Gate:
         return facts, verdicts
 
     def state(self) -> str:
-        """JSON, as a checkpoint has it."""
+        """The state as JSON, as in a checkpoint."""
         return json.dumps([monitor.state_dict() for monitor in self.monitors], allow_nan=False)
 
     def resumed(self, guard: GuardConfig) -> Gate:
-        """A new process's gate with this one's state."""
+        """A gate as a new process has it, with this one's state."""
         gate = Gate(guard)
         gate.step, gate.limits = self.step, dict(self.limits)
         for monitor, meta in zip(gate.monitors, json.loads(self.state()), strict=True):
@@ -100,7 +100,7 @@ class Gate:
 
 
 def said(verdicts: Sequence[Verdict]) -> list[str]:
-    """Codes of those that have something to say."""
+    """Codes of the verdicts that report something."""
     return [verdict.code for verdict in verdicts if not verdict.ok]
 
 
@@ -121,7 +121,7 @@ def walk(trace: Trace, guard: GuardConfig) -> Iterator[tuple[int, Gate]]:
 
 
 def clean(trace: Trace, guard: GuardConfig, max_grad_norm: float) -> dict[str, Any]:
-    """What is said of the recorded run itself, and how near it came to its limits."""
+    """What the monitors report of the recorded run itself, and how near it came to its limits."""
     gate, codes, clipped, first = Gate(guard), [], 0, 0
     nearest = {"loss": 0.0, "norm": 0.0}
     for loss, norm in zip(trace.loss.tolist(), trace.norm.tolist(), strict=True):
@@ -224,7 +224,7 @@ def false_skips(
 
 
 def study(traces: Sequence[Trace], guard: GuardConfig, steps: int, seed: int) -> dict[str, Any]:
-    """Everything that the module's docstring lists, printed on the way; JSON-able. steps: for each length of block."""
+    """Runs all parts of the module's docstring and prints them; JSON-able. steps: for each length of block."""
     cleans = [clean(trace, guard, TrainConfig().max_grad_norm) for trace in traces]
     for row in cleans:
         print(f"clean, seed {row['seed']}: {row['said'] or 'nothing said'}, limits from step "

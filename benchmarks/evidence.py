@@ -5,17 +5,19 @@
     python -m benchmarks.evidence healthy --work /tmp/healthy --other /usr/share/common-licenses
 
 *faults*: a family of faults in one layer of a small network, at several strengths (powers of two) and duty cycles,
-under `fp8_hybrid` as shipped: after how many steps of the fault the layer first ran in BF16, and which others did. One
-network and seed: the figures are of what a fault does to a tensor, not of chances.
+under `fp8_hybrid` as shipped. It measures after how many steps of the fault the layer first ran in BF16, and which
+other layers did. There is one network and one seed: the study is about what a fault does to a tensor, not about chance.
 
-*held-out*: families that no limit was chosen on, and the harm that each fault does; *missed*: the same of those of the
-first that are not seen: `benchmarks.held_out`.
+*held-out*: families that no limit was chosen on, and the harm that each fault does. *missed*: the same for the families
+of *faults* that are not seen. Both are in `benchmarks.held_out`.
 
 *healthy*: short runs of the config `tiny` over learning rates, warm-ups and sizes, on the standard library's source and
-on a folder of other text, each beside a twin in bf16: switches of the one, and what the guard said of the other. A
-twin whose update was skipped had a spike: its run does not count as healthy. Then the false alarms as a curve: what was
-recorded of the healthy ones is fed to the controller under limits that are tighter by so many octaves (6 dB), one
-statistic at a time. A run under such limits would look more closely, and more often, than was recorded.
+on a folder of other text. Each has the same run in bf16 beside it: moves of the one, and the guard's events of the
+other. If an update of the bf16 run was skipped, it had a spike, and the FP8 run does not count as healthy.
+
+Then the false alarms as a curve. The records of the healthy runs are fed to the controller under limits that are
+tighter by some octaves (6 dB), one statistic at a time. A real run under such limits would sample more often than was
+recorded.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ FAMILIES: dict[str, tuple[str, Change, tuple[int, ...]]] = {
     "gradient, a row": ("grad_output", _rows(1), GRADIENT),
     "gradient, half of the channels": ("grad_output", _columns(DIM // 2), GRADIENT),
 }
-"""Slot, what becomes of its tensor, and the strengths."""
+"""Slot, function that makes the fault of its tensor, and the strengths."""
 
 
 class ChangedGradient(torch.autograd.Function):
@@ -142,7 +144,7 @@ def first_out(role: str, change: Change, bits: int, period: int) -> dict[str, in
         return ((apply(given[0]) if role == "input" else given[0]).detach(),)
 
     def leave(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        # Only the layer's own tensors know of the fault: its output, and what goes back, are those without it.
+        # The fault is in the layer's own tensors only: its output and the gradient that it passes on do not have it.
         changed = ChangedGradient.apply(out, apply) if role == "grad_output" else out
         return nn.functional.linear(clean[0], healthy, bias) + (changed - out.detach())
 
@@ -204,13 +206,13 @@ GRID = (
     *((192, 3e-3, 4), (192, 1e-2, 20), (256, 3e-3, 20), (256, 1e-2, 20), (384, 3e-3, 4)),
     *((96, 3e-3, 4), (96, 1e-2, 4), (128, 1e-2, 4), (128, 1e-2, 20)),
 )
-"""Width, learning rate, warm-up steps. The last four came later: in 21 of the first 24 runs the twin was healthy."""
+"""Width, learning rate, warm-up steps. The last four came later, as only 21 of the first 24 runs were healthy."""
 _GRADIENTS = "fp8/grad_output/even_db_min"
 SPIKES = ("gradient.skip", "loss.spike", "loss.skip", "nonfinite.skip")
 
 
 def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
-    """One row a run: its settings, its switches, and the codes of its twin's events."""
+    """One row a run: its settings, its moves, and the codes of the events of the same run in bf16."""
     rows: list[dict[str, Any]] = []
     for number, (dim, lr, warmup) in enumerate(GRID):
         for place, corpus in enumerate(("standard library", "other")):
@@ -287,7 +289,7 @@ def tightened(shipped: FallbackConfig, statistic: str, octaves: float) -> Fallba
 
 
 def recorded(run: Path) -> list[StepFacts]:
-    """Every step of a recorded run, as the fallback's controller sees a run without trouble.
+    """Every step of a recorded run, as the fallback's controller sees a run without faults.
 
     Raises DataError unless the run has the statistics of each of its steps once, of the same slots.
     """
@@ -328,7 +330,7 @@ def loses_a_layer(limits: FallbackConfig, run: Sequence[StepFacts]) -> bool:
 
 
 def alarms(folders: Sequence[Path]) -> dict[str, list[int]]:
-    """Of recorded healthy runs, how many lose a layer: by statistic, at each of TIGHTER."""
+    """How many of the recorded healthy runs lose a layer: by statistic, at each of TIGHTER."""
     runs = [recorded(folder) for folder in folders]
     found: dict[str, list[int]] = {}
     for statistic in TIGHTENED:

@@ -6,15 +6,15 @@ A fault (`benchmarks.outliers`) sits in one Linear and leaves bf16 untouched. Fo
 the real command line share initial weights, data order and validation split:
 
     bf16       fault on    what the model can reach
-    untouched  fault off   bf16 again: its loss must be the same to the last bit, or the fault is none of FP8's alone
-    plain      fault on    FP8 with fallback and guard off (it would halt the run): what FP8 loses to the fault
-    fallback   fault on    fp8_hybrid as shipped: what is left of that loss, and which layers ran in BF16
-    control    fault off   fp8_hybrid as shipped: what FP8 costs anyway; it must not switch at all
+    untouched  fault off   bf16 again: its loss must be the same to the last bit, so that the fault concerns FP8 alone
+    plain      fault on    FP8 with fallback and guard off (the guard would halt the run): what the fault costs in FP8
+    fallback   fault on    fp8_hybrid as shipped: how much of that remains, and which layers ran in BF16
+    control    fault off   fp8_hybrid as shipped: what FP8 costs without the fault; no layer may move
 
 The model is one small block, so that no other layer can stand in for the broken one, and the text is made up, so that
 training is smooth: FP8 without a fault ends within 0.1% of bf16 (on real text, runs this short fall so steeply that it
 ends up to 6% above or below). Four in ten letters (`FOLLOW`) are the fixed successor of the one before, the others are
-favourites of a topic that changes every 64 letters: to find it takes attention, to use it takes the feed-forward.
+favourites of a topic that changes every 64 letters. Attention has to find the topic, the feed-forward to use it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ KINDS = {
 
 
 def prepare(work: Path) -> None:
-    """Put into `work` what runs started there need: the text (10 files in text/) and the recipe of the plain runs."""
+    """Write the files that the runs need into `work`: the text (10 files in text/) and the recipe of the plain runs."""
     (work / "text").mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     favourites = rng.dirichlet([0.15] * LETTERS, size=TOPICS)
@@ -150,7 +150,7 @@ def start(
 
 
 def train(work: Path, scenario: Scenario, kind: str, seed: int) -> Path:
-    """Train one run in `work`; its folder. Ends the program if it fails."""
+    """Train one run in `work` and return its folder. Ends the program if it fails."""
     name = f"{scenario.target}-{kind}-{seed}"
     done = start(work, name, KINDS[kind][0], settings(scenario, kind, seed))
     if done.returncode:
@@ -163,7 +163,7 @@ def train(work: Path, scenario: Scenario, kind: str, seed: int) -> Path:
 
 
 def read(run: Path) -> dict[str, Any]:
-    """Of a run folder: val_loss (nats per byte), switches and the verdicts behind them (journal events, in order)."""
+    """What a run recorded: val_loss (nats per byte), moves and the verdicts behind them (journal events, in order)."""
     rows = [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "event"]
     return {
         "val_loss": float(read_outcome(run)["val_loss"]),

@@ -4,21 +4,25 @@
     python -m benchmarks.evidence missed             # families of `benchmarks.evidence` that are not seen at every duty
     python -m benchmarks.evidence held-out --draw    # table and pictures of what was measured
 
-**Plan**, committed before any of it was run; the limits under test are those of `harness.monitors.evidence` since
-16500d2. `FAMILIES` holds 14 faults, at up to seven strengths. One in the second of three Linears at five duty cycles
-(`DUTIES`), in the first and the third at every step; and at every step, at four strengths, in each of the 12 Linears of
-a GPT of three blocks that was trained for 60 steps. Two families are harmless by construction and should not be seen.
-Weights do not change, and only the layer's own tensors know of the fault: what comes out of it and what goes back are
-those without it, so what is seen is the fault and not its consequences.
+**Plan**, committed before any of it was run. The limits under test are those of `harness.monitors.evidence` since
+16500d2. `FAMILIES` holds 14 faults, at up to seven strengths. Each is tried:
 
-**Harm** is measured beside it, by nothing that the fallback uses: the layer's three products from the same tensors,
-rounded to FP8 by torch's own casts under scales of the last 16 amaxes, against fp32. Of each product the mean, over its
-rows and over its columns, of each one's relative error, 1 at most; the worst of these six numbers is what the step
-lost. Harm is the mean over the steps from the first faulty one on, as if no layer ever left. FP8's healthy loss is
-0.03 to 0.1. A fault counts as harmful from 0.2 on. A harmful fault that is not seen is a miss; a harmless one that is
-seen is a needless demotion, which costs speed alone.
+- in the second of three Linears at five duty cycles (`DUTIES`);
+- in the first and the third at every step;
+- at every step, at four strengths, in each of the 12 Linears of a GPT of three blocks that was trained for 60 steps.
 
-`MISSED` was added when the plan had been run: the same measure for families that were known to be missed.
+Two families are harmless by construction and should not be seen. Weights do not change. Only the layer's own tensors
+have the fault: its output, and the gradient that it passes on, are those without it. So the fault is seen and not its
+consequences.
+
+**Harm** is measured with nothing that the fallback uses. The layer's three products of the same tensors, rounded to FP8
+by torch's own casts under scales of the last 16 amaxes, are compared with fp32. For each product the relative errors of
+all rows and of all columns, 1 at most, are averaged. The worst of these six numbers is the loss of the step, and harm
+is its mean over the steps from the first faulty one on, as if no layer ever left. Without a fault FP8 loses 0.03 to
+0.1. A fault counts as harmful from 0.2 on. A miss is a harmful fault that is not seen. A needless demotion is a
+harmless fault that is seen; it costs speed alone.
+
+`MISSED` was added after the plan had been run: the same measure for families that were known to be missed.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ DUTIES = {
     "1 of 10": (10, 1),
     "3 of 40": (40, 3),
 }
-"""A fault comes in so many steps (second) of so many (first)."""
+"""Period and length of a burst, in steps: a fault comes in the first `length` of every `period`."""
 HARMFUL = 0.2
 PLACES = ("0", "2", "4")
 KINDS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
@@ -60,11 +64,11 @@ class Moment:
     micro: int
 
     def generator(self) -> torch.Generator:
-        """Chance that is the moment's own."""
+        """Random numbers of that moment alone."""
         return torch.Generator().manual_seed(1000 + self.age)
 
     def one_of(self, count: int) -> int:
-        """A place that is another one at every step."""
+        """A place that changes at every step."""
         return int(torch.randint(count, (), generator=self.generator()))
 
 
@@ -121,7 +125,7 @@ def _second_micro(x: Tensor, bits: float, when: Moment) -> Tensor:
 
 
 def _flipped(x: Tensor, bits: float, _: Moment) -> Tensor:
-    """The signs of 1 in 2^-bits of the channels."""
+    """The signs of 1 in 2^-bits of the channels are flipped."""
     return _columns(x, slice(max(1, int(x.shape[1] * 2.0**bits))), -1.0)
 
 
@@ -188,13 +192,13 @@ MISSED = {
 
 
 class Oracle:
-    """FP8 of one layer, by torch's casts and delayed scaling of our own: what its three products lose."""
+    """FP8 of one layer, by torch's casts and a delayed scaling of its own: how much its three products lose."""
 
     def __init__(self) -> None:
         self.amaxes = {role: deque[float](maxlen=16) for role in FORMATS}
 
     def copy(self) -> Oracle:
-        """Another one with the same past."""
+        """A copy with the same history."""
         made = Oracle()
         made.amaxes = {role: deque(amaxes, maxlen=16) for role, amaxes in self.amaxes.items()}
         return made
@@ -269,7 +273,7 @@ class Bench:
             return (self._faulty("input", given[0]).detach(),)
 
         def leave(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            # Only the layer's own tensors know of the fault: its output, and what goes back, are those without it.
+            # Only the layer's own tensors have the fault: its output, and the gradient that goes back, do not.
             changed = ChangedGradient.apply(
                 out, lambda gradient: self._faulty("grad_output", gradient)
             )

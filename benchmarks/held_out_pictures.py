@@ -16,7 +16,7 @@ from benchmarks.held_out import DUTIES, FAMILIES, HARMFUL, MISSED, PLACES
 from harness.core.files import atomic_file
 
 LIGHT = 0.1
-"""Harm under which a demotion was needless: FP8's healthy loss is as much."""
+"""Harm under which a demotion was needless: FP8 without a fault loses as much."""
 COLOURS = ("#222222", "#2c7fb8", "#31a354", "#e6850e", "#cb181d")
 Row = Mapping[str, Any]
 

@@ -12,11 +12,14 @@ changes at every step, on samples of one text:
   Precision         `harness.Precision` in a plain loop: context, backward, step
   own loop          `harness train`: monitors, journal, snapshots in memory, gate, seeds of each step
 
-All take a turn of some steps in each round, one after the other, and begin a place later in the next. `over bare` is
-the median over rounds of a loop's processor time divided by that of the bare loop in the same round, with the smallest
-and the largest; `of all` divides the sums, so that what happens now and then (a snapshot, a sample of statistics) has
-its share; `ms more` is the median of the differences, per step. The FP8 loops of others need a GPU. Nothing is written
-that outlives the command.
+All take a turn of some steps in each round, and the order rotates by one from round to round.
+
+  over bare  the median over rounds of a loop's processor time divided by that of the bare loop in the same round, with
+             the smallest and the largest
+  of all     the sums divided, so that what happens now and then (a snapshot, a sample of statistics) has its share
+  ms more    the median of the differences, per step
+
+The FP8 loops of others need a GPU. Nothing is written that outlives the command.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ at every step, the shares at every 10th. Contenders take turns within each round
 with the smallest and the largest.
 
 Step: two runs of a 25M-parameter GPT at 2,048 tokens a step, bf16 under autocast, guard.enabled true and false, take
-their steps in turn; monitors, snapshots in memory and journal are what such a run has. A round is 20 steps of each, so
-that every measurement and one snapshot fall into it. Processor time says more than the clock on the wall where other
+their steps in turn, with the monitors, snapshots in memory and journal of such a run. A round is 20 steps of each, so
+that every measurement and one snapshot fall into it. Processor time is more reliable than wall time where other
 programs share the machine. Scalar reads are counted by torch's profiler over 10 more steps.
 """
 

@@ -1,8 +1,8 @@
 """Three faults that bf16 does not notice and FP8 cannot hold, each in one Linear of the shipped GPT.
 
 They are functions for `model.target`. With `on: false` the model starts from the same weights and computes the same
-function, and a run in bf16 or fp32 goes through the same bits with and without the fault: what FP8 loses beside bf16
-is lost to the fault's tensor in FP8 alone.
+function. A run in bf16 or fp32 has the same bits with and without the fault, so the whole loss of FP8 beside bf16 comes
+from the fault's tensor in FP8.
 
 Windows are counted in training forwards, so give the run train.micro_batch == train.global_batch on one rank. The count
 is a buffer: it is saved, resumed and rolled back with the weights.
@@ -26,9 +26,10 @@ _TABLE = 1 << 16
 def growing(layer: str, per_window: float, on: bool = True, **sizes: Any) -> GPT:
     """One input channel of `layer` grows, as SwiGLU's outliers do late in long runs; its weights stay zero.
 
-    It starts at 1 and doubles `per_window` times a window, up to 2^60. So slow a growth never saturates a scale that
-    follows it, but pushes everything else in the tensor below FP8's smallest value. layer: a Linear by its name in the
-    GPT. sizes: `harness.models.gpt.build`'s.
+    It starts at 1 and doubles `per_window` times a window, up to 2^60. A scale follows such slow growth without
+    saturating, but everything else in the tensor sinks below FP8's smallest value.
+
+    layer: a Linear by its name in the GPT. sizes: those of `harness.models.gpt.build`.
     """
     model = _counting(sizes)
 
@@ -49,9 +50,9 @@ def hot(layer: str, channels: int, value: float, on: bool = True, **sizes: Any) 
 def storm(layer: str, factor: float, on: bool = True, **sizes: Any) -> GPT:
     """Every 17 or 18 windows the gradient that enters `layer` from above is `factor` times as large.
 
-    The gradients that leave it, of its weight and of its input, are divided by `factor` again. For a power of two that
-    loses no bit in bf16 or fp32. In FP8 a scale that knows ordinary gradients clips the storm, and for as long as the
-    amax history remembers the storm, ordinary gradients are flushed to zero.
+    The gradients of its weight and of its input are divided by `factor` again. For a power of two that loses no bit in
+    bf16 or fp32. In FP8 a scale of ordinary gradients clips the storm. While the amax history remembers the storm,
+    ordinary gradients are flushed to zero.
     """
     model = _counting(sizes)
     linear = _linear(model, layer)
@@ -98,7 +99,7 @@ def _linear(model: GPT, name: str) -> nn.Linear:
 def _replace_channels(
     linear: nn.Linear, channels: int, value: Callable[[], Tensor | float] | None
 ) -> None:
-    """Give up the first input channels: weights zero and without gradient, so that any `value` there is harmless."""
+    """Zero the weights of the first input channels and freeze them, so that any `value` there is harmless."""
     with torch.no_grad():
         linear.weight[:, :channels] = 0.0
 

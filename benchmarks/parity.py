@@ -4,17 +4,16 @@
 
 Every seed trains the quickstart four times through the real command line: `fp8`, `bf16`, and two controls, which are
 bf16 from initial weights that were moved by one ulp. All share initial weights (but for that ulp), data order and the
-validation split, all of which is evaluated, with the final weights. A control tells what a difference between two runs
+validation split, all of which is evaluated, with the final weights. A control shows what a difference between two runs
 of equal quality looks like, since training amplifies every rounding difference.
 
-Each weight goes one ulp up or down, by a coin. `fp32_ulp`: the ulp of the weights as they are stored, the smallest
+Each weight goes one ulp up or down at random. `fp32_ulp`: the ulp of the weights as they are stored, the smallest
 change there is; the matrix products, whose operands are rounded to bf16, hardly notice it at first. `bf16_ulp`: the ulp
 that bf16's own rounding is made of, which is as far as two correct bf16 implementations differ in each product. FP8
 rounds 16 to 32 times as coarsely, in every step.
 
 The claim, judged against either control: the upper end of the 95% interval of FP8's mean relative difference is at most
-0.25% above the control's. The study says how many seeds its spread asks for: those that bring FP8's interval to
-+- 0.25%.
+0.25% above the control's. The study says how many seeds would bring FP8's interval to +- 0.25%.
 
 Interrupt it at any time: runs that finished are kept in --work, and the same command goes on from them. FP8 runs record
 the statistics of every slot at every step.
@@ -79,7 +78,7 @@ def perturbed_gpt(coin: int, ulp_bits: int = 0, **args: Any) -> nn.Module:
 
 
 def run_folder(work: Path, kind: str, seed: int) -> Path:
-    """Where the run of one kind (a key of RECIPE) and seed is."""
+    """The folder of the run of one kind (a key of RECIPE) and seed."""
     return work / "runs" / f"{kind}-{seed}"
 
 
@@ -136,7 +135,7 @@ def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the pairs say. fp8, controls: intervals of the relative difference to bf16.
+    """The result of all pairs. fp8, controls: intervals of the relative difference to bf16.
 
     margin: how far FP8's upper end may be above a control's. seeds_needed: for an interval of FP8 of +- margin.
     """

@@ -3,13 +3,17 @@
     python -m benchmarks.saves [--sizes 25 125] [--rounds 5] [--steps 4] [--threads 1] [--busy 0] [--out FILE]
 
 A model of so many million parameters trains (AdamW, fp32, one linear stack; the loop is the step alone), first some
-steps without a save, then as many with one save at their beginning, in turn; each round has one of both. `stall` is
-(wall time with the save - without) / saves over `memcpy`, torch's copy of one block as large as the state into memory
-that is there already. `begin` is the call alone: what the next step waits for. The first save is told on its own: its
-memory was reserved while the run started. `background` is how long the thread took from there to the committed,
-verified checkpoint while training went on, `waited for` how long a save takes that training waits for. With `--busy N`
-so many other processes want a core all the while. Medians over rounds, with the smallest and the largest. The folder is
-where the disk is.
+steps without a save, then as many with one save at their beginning, in turn; each round has one of both.
+
+  stall       (wall time with the save - without) / saves over `memcpy`, torch's copy of one block as large as the state
+              into memory that is already allocated
+  begin       the call alone, for which the next step waits. The first save is shown apart, as its memory was reserved
+              while the run started
+  background  how long the thread took from there to the committed, verified checkpoint while training went on
+  waited for  how long a save takes that training waits for
+
+With `--busy N`, N other processes use a core all the time. Figures are medians over rounds, with the smallest and the
+largest. `--folder` decides which disk is measured.
 """
 
 from __future__ import annotations
@@ -119,7 +123,7 @@ def measure(millions: int, rounds: int, steps: int, folder: Path) -> dict[str, A
 
 @contextmanager
 def others(count: int) -> Iterator[None]:
-    """So many processes that never rest."""
+    """Processes that use a core all the time."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -147,7 +147,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "folder", nargs="?", type=Path, default=ROOT, help="the tree to measure (default: this one)"
     )

@@ -1,12 +1,12 @@
-"""Record what Transformer Engine's delayed scaling really does, and compare the native backend with a record.
+"""Records what Transformer Engine's delayed scaling does on a GPU, and compares the native backend with a record.
 
     python benchmarks/te_golden.py [--out tests/golden/te]           # records; needs an FP8 GPU and Transformer Engine
     python benchmarks/te_golden.py --check tests/golden/te/*.json    # compares; needs neither
 
-There is no record yet: none of it has run on a GPU. A record is one JSON file with two parts.
+The records in tests/golden/te were made on an H100. A record is one JSON file with two parts.
 
 `sequences`: one te.Linear is fed tensors of known magnitude (drift, spikes, zeros, subnormals, infinities, NaN), and
-after every step TE's own history and scale of input, weight and grad_output are noted. The amaxes beside them are
+after every step TE's own history and scale of input, weight and grad_output are recorded. The amaxes beside them are
 measured on the tensors, not read from TE.
 
 `casts`: the FP8 byte of every bfloat16 value under several scales, by TE's quantizer, as runs: [first bfloat16
@@ -182,8 +182,9 @@ def _largest(x: Tensor) -> float:
 
 
 def disagreements(golden: Mapping[str, Any]) -> list[str]:
-    """Where the native backend, fed with a record's amaxes and values, does not give the record's bits; empty if
-    nowhere. The sign of a NaN does not count."""
+    """Places where the native backend, fed with a record's amaxes and values, gives other bits than the record.
+
+    Empty if there are none. The sign of a NaN does not count."""
     return [
         line
         for part, check in (("sequences", _sequence_disagreements), ("casts", _cast_disagreements))

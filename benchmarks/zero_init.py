@@ -3,13 +3,13 @@
     python -m benchmarks.zero_init [--seeds 6]
 
 *starts*: a GPT whose output projections begin at zero; one whose queries and head do, too, as under muP; the first one
-frozen with low-rank updates (LoRA, `b` from zero), of the size of their product or 16 times it; a ConvNet whose
-residual branches begin at zero, and the same with torch's own initialisation as a control. Under `fp8_hybrid` as
-shipped, 40 steps of AdamW at each rate, with a warm-up of 20 steps and without. For each the layers that left FP8. One
-seed: what is tried is the start, not chance.
+frozen with low-rank updates (LoRA, `b` from zero, alpha / r of 1 or 16); a ConvNet whose residual branches begin at
+zero, and the same with torch's own initialisation as a control. Each trains under `fp8_hybrid` as shipped, 40 steps of
+AdamW at each rate, with a warm-up of 20 steps and without. The record has the layers that left FP8. There is one seed:
+the study tries starts, not chance.
 
 *harm*: each start in which a layer left, again with so many seeds, for 100 steps: in bf16, in bf16 from weights one
-float32 ulp apart (what chance alone does to a start that swings), in FP8 without the fallback, and with it. Mean loss
+float32 ulp apart (the effect of chance alone), in FP8 without the fallback, and with it. Mean loss
 of steps 21 to 40 and of the last 20 over that of bf16 of the same seed: geometric mean and 95% t interval.
 """
 

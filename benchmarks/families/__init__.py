@@ -27,8 +27,8 @@ class Family(Strict):
     """One family.
 
     shape, given: a function of `shapes` and its arguments
-    key: of a harmful one, what the message that ends it names
-    limit: of a harmful one that is let through: why
+    key: a word of the message that ends a harmful one
+    limit: why a harmful one is let through
     """
 
     name: str

@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "families_cpu.json"
 
 
 def scaled(factor: float) -> dict[str, Any]:
-    """The guard's settings with its limits so many times as far away."""
+    """The guard's settings with its limits multiplied by `factor`."""
     shipped = GuardConfig()
     return {key: max(1.01, factor * getattr(shipped, key)) for key in LIMITS}
 

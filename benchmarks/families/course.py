@@ -24,10 +24,10 @@ HEALTHY = 10
 
 @dataclass
 class Course:
-    """What became of a run. applied, skipped: windows, of every attempt. told: (code, window) of what was said.
+    """How a run went. applied, skipped: windows, of every attempt. told: (code, window) of every report.
 
-    rollbacks, returned_to: the windows that each passed over, and the step that it went back to. limits: (loss, norm)
-    of every step.
+    rollbacks, returned_to: the windows that each skipped, and the step that it went back to. limits: (loss, norm) of
+    every step.
     """
 
     status: str = "done"
@@ -42,7 +42,7 @@ class Course:
 
     @property
     def codes(self) -> set[str]:
-        """What was said at all."""
+        """The codes of all reports."""
         return {code for code, _ in self.told}
 
 
@@ -63,8 +63,10 @@ def resumed(ledger: RunLedger, on_disk: str, step: int) -> RunLedger:
 def drive(
     formula: Formula, steps: int, every: int = 20, resume_every: int = 0, **keys: Any
 ) -> Course:
-    """`steps` steps, or until it halts. every: steps between states that a rollback can go back to. resume_every: steps
-    after which another process goes on, 0: none.
+    """Runs `steps` steps, or until it halts.
+
+    every: steps between states that a rollback can go back to
+    resume_every: steps after which a new process continues; 0: never
     """
     guard = GuardConfig.model_validate(keys)
     monitors = built(guard)

@@ -30,28 +30,10 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from attack_plans import FAMILIES, KINDS, Attack, Episode, draw  # noqa: E402
+from reliability_page import commit  # noqa: E402
 
 LEDGER = HERE / "attack_ledger.jsonl"
 RESULTS: tuple[str, ...] = ("same", "refused", "finding")
-
-
-def commit() -> str:
-    """Of the harness that was attacked; a + where it has changes that are not committed."""
-    head = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "harness"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
 
 
 def main() -> int:

@@ -158,7 +158,7 @@ def kill(scene: Scene) -> Episode:
 
 
 def signals(scene: Scene) -> Episode:
-    """One or more requests to stop, at a step or in any stage."""
+    """One or more requests to stop, at a step or while the run starts or saves."""
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
     # Before they know of each other only what all ranks are told ends all of them.
@@ -173,7 +173,7 @@ def signals(scene: Scene) -> Episode:
 
 
 def freeze(scene: Scene) -> Episode:
-    """A rank, or everything (a machine that suspends), stands still for a while and goes on."""
+    """One rank, or all processes, stop for a while and go on."""
     at, seconds = scene.step(), round(scene.chance.uniform(0.1, 2.0), 2)
     if scene.ranks > 1 and scene.chance.random() < 0.2:
         seconds = 14.0  # engine.timeout_seconds are over
@@ -185,19 +185,19 @@ def freeze(scene: Scene) -> Episode:
 
 
 def disk(scene: Scene) -> Episode:
-    """No room for bytes from a step on; then room, a request to stop, a kill."""
+    """The disk is full from a step on; then there is room, a request to stop, or a kill."""
     return _disk(
         scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000)))))
     )
 
 
 def no_names(scene: Scene) -> Episode:
-    """Room for bytes, and none for a name (a disk without inodes), from a step on."""
+    """The disk has no inodes left from a step on: room for bytes, none for names."""
     return _disk(scene, "no inodes", "names")
 
 
 def read_only(scene: Scene) -> Episode:
-    """Nothing can be changed from a step on, nor what is open: a file system that was remounted after an error."""
+    """From a step on no file can be changed, open ones included, as on a file system remounted after an error."""
     return _disk(scene, "read-only", "readonly")
 
 
@@ -227,7 +227,7 @@ def _disk(scene: Scene, family: str, state: str) -> Episode:
 
 
 def full_at_start(scene: Scene) -> Episode:
-    """A disk that takes nothing from the first moment of a start."""
+    """The disk takes nothing from the first moment of a start."""
     state = scene.chance.choice(("0", "names", "readonly", "100"))
     return Episode("full at start", events=[{"at": "begin", "do": ["disk", state]}],
                    reactions=[{"when": "paused", "after": 0.5, "do": "room"}],
@@ -246,14 +246,14 @@ def failing_call(scene: Scene) -> Episode:
 
 
 def torn_rename(scene: Scene) -> Episode:
-    """A folder whose renames are several calls, and a kill among them."""
+    """A kill within a rename, on a disk whose renames are several calls."""
     at, number = scene.step(), scene.chance.randint(1, 120)
     return Episode("torn rename", events=[{"at": "begin", "do": ["disk", "parts"]},
                                           {"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])  # fmt: skip
 
 
 def power_cut(scene: Scene) -> Episode:
-    """All is killed, and of what was written last, on a disk that only said so, parts are missing."""
+    """Everything is killed, and parts of what was written last are missing, though the disk had confirmed them."""
     at = scene.step()
     lost = {
         "what": "power",
@@ -265,7 +265,7 @@ def power_cut(scene: Scene) -> Episode:
 
 
 def files(scene: Scene) -> Episode:
-    """One or two files of the run folder are damaged, lost, swapped or put back, between two starts."""
+    """One or two files of the run folder are damaged, lost, swapped or replaced by older ones, between two starts."""
     damage = [
         {
             "what": scene.chance.choice(FILES),
@@ -278,7 +278,7 @@ def files(scene: Scene) -> Episode:
 
 
 def lost(scene: Scene) -> Episode:
-    """Checkpoints, all or the newest, the data, or more are gone."""
+    """All checkpoints, the newest, the data, or all but the checkpoints are gone."""
     what = scene.chance.choice(
         ("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints")
     )
@@ -291,7 +291,7 @@ def lost(scene: Scene) -> Episode:
 
 
 def forged(scene: Scene) -> Episode:
-    """A file of the run folder holds what somebody else has written."""
+    """A file of the run folder has content from somebody else."""
     what = scene.chance.choice(("good.json", "incidents.json", "plan.json", "outcome.json", "manifest", "state",
                                 "corpus.json", "journal.jsonl", "config.yaml"))  # fmt: skip
     how = scene.chance.choice(FORGED) if scene.chance.random() < 0.5 else "value"
@@ -300,12 +300,12 @@ def forged(scene: Scene) -> Episode:
 
 
 def changed(scene: Scene) -> Episode:
-    """The command is another one: refused by name, and nothing is changed by it."""
+    """The run is started with other settings, which must be refused by name and change nothing."""
     return Episode("changed", change=scene.chance.choice(CHANGES), may=[2])
 
 
 def live(scene: Scene) -> Episode:
-    """A file goes while the run writes or has read it."""
+    """A file is deleted while the run writes it or after it has read it."""
     names = (
         "incidents.json",
         "config.yaml",
@@ -330,8 +330,8 @@ def writers(scene: Scene) -> Episode:
 
 
 def suspend(scene: Scene) -> Episode:
-    """Every process, launcher included, stands still at once, as on a machine that is put to sleep; when it goes on,
-    the wall clock is another. Some sleep for longer than the ranks would wait for each other.
+    """Every process stops at once, launcher included, as on a machine that is put to sleep; then the clock has moved.
+    Some sleep for longer than the ranks would wait for each other.
     """
     at, jump = scene.step(), scene.chance.choice((-3600, -5, 60, 28_800, 31_536_000))
     seconds = 12.0 if scene.chance.random() < 0.15 else round(scene.chance.uniform(0.2, 2.0), 2)
@@ -342,7 +342,7 @@ def suspend(scene: Scene) -> Episode:
 
 
 def clock(scene: Scene) -> Episode:
-    """The wall clock is set, between starts and within."""
+    """The wall clock is set, between starts and within one."""
     events = [{"at": at, "do": ["clock", str(scene.chance.choice((-3600, 3600, 31_536_000, -31_536_000, 0, 7)))]}
               for at in sorted({scene.step(), scene.step()})]  # fmt: skip
     return Episode("clock", events=[*events, *scene.end(scene.last)], may=[-9, 75, 1])
@@ -361,7 +361,7 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow's server goes and comes ten times, denies access in between, or fails three in ten requests."""
+    """MLflow's server disappears and returns ten times, denies access, or fails three in ten requests."""
     kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
     faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}
@@ -371,7 +371,7 @@ def tracking(scene: Scene) -> Episode:
 
 
 def server(scene: Scene) -> Episode:
-    """MLflow's server itself is killed and started again, with other credentials until a while later."""
+    """MLflow's server is killed and started again, with other credentials at first."""
     at = scene.step()
     return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "240"]},
                                      *scene.end(at)],
@@ -379,7 +379,7 @@ def server(scene: Scene) -> Episode:
 
 
 def threads(scene: Scene) -> Episode:
-    """Two other models train in two threads, within the process of the run, between two of its steps."""
+    """Two other models train in two threads of the run's process, between two of its steps."""
     at = scene.step()
     do = ["threads", str(scene.chance.randrange(1000))]
     return Episode(

@@ -78,7 +78,7 @@ def fuzz(
     limited(given(strategy)(counted))()
     figure(
         24,
-        f"random damage to {what}: refused by name or passed over, in bounded time",
+        f"random damage to {what}: refused by name or skipped, in bounded time",
         (done, done),
     )
 

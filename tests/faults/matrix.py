@@ -1,4 +1,4 @@
-"""The fault matrix: what can go wrong with a run, and what must happen then, row by row."""
+"""The fault matrix: what can go wrong with a run, and what must happen then: rows of docs/studies/reliability.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """number: stable, used by the marker `faults(1)`, by figures and by mutation_list."""
+    """number: stable; the marker `faults(1)`, figures and mutation_list refer to it."""
 
     number: int
     fault: str
@@ -19,17 +19,17 @@ MATRIX = (
     Row(
         2,
         "killed in retention or in a rollback",
-        "at least two checkpoints verify; done again, it ends the same",
+        "at least two checkpoints verify; repeated, it ends the same",
     ),
     Row(
         3,
         "disk full, I/O error, a failing fsync",
-        "the save fails loudly, nothing is left over, training goes on",
+        "the save fails with an error, nothing is left over, training goes on",
     ),
     Row(
         4,
         "a shard cut short, a bit flipped in a shard or manifest",
-        "found always, set aside, the one before loads",
+        "always found and set aside; the one before it loads",
     ),
     Row(
         5,
@@ -39,52 +39,56 @@ MATRIX = (
     Row(
         6,
         "SIGTERM, SIGUSR1, Ctrl-C, to a rank or only the launcher; twice",
-        "step finished, saved, outcome.json",
+        "the step is finished and saved; outcome.json says so",
     ),
     Row(
         7,
         "two runs in one folder; a stale lock",
-        "the second is refused and told the owner; a dead owner's is free",
+        "the second run is refused and the owner named; a dead owner's lock is free",
     ),
-    Row(8, "NaN or Inf in a batch", "samples named, step skipped on all ranks, state unchanged"),
-    Row(9, "a label out of range", "named before any kernel sees it"),
+    Row(
+        8,
+        "NaN or Inf in a batch",
+        "the samples are named, all ranks skip the step, no state changes",
+    ),
+    Row(9, "a label out of range", "named before any kernel reads it"),
     Row(
         10,
         "NaN or Inf in one layer, forward or backward",
-        "module, direction, tensor and sample named",
+        "module, direction, tensor and sample are named",
     ),
     Row(
         11,
         "gradient or loss 10, 100, 1000 times too large",
         "clipped or skipped; rolled back; halted within budget",
     ),
-    Row(12, "NaN fed to the detectors", "later decisions are the same"),
-    Row(13, "the same window bad again after a rollback", "passed over once, then a halt: no loop"),
+    Row(12, "NaN fed to the detectors", "later decisions do not change"),
+    Row(13, "the same window bad again after a rollback", "skipped once, then a halt: no loop"),
     Row(14, "a loss scale that collapses, or only grows", "halt at its floor; held at its cap"),
     Row(
         15,
         "amax 0, Inf or NaN in a history",
-        "scale kept, Inf taken out, recovered at the next update",
+        "the scale is kept, Inf is dropped, the next update recovers",
     ),
     Row(
         16,
         "saturation or underflow storm in a layer, oscillation",
-        "that layer to BF16; ever longer stays",
+        "that layer moves to BF16; its stays get longer",
     ),
-    Row(17, "a skipped step", "weights, moments and FP8 state bit-equal"),
+    Row(17, "a skipped step", "weights, moments and FP8 state keep every bit"),
     Row(
         18,
         "MLflow refuses, answers 500, hangs, is locked or gone",
-        "no step waits; delivered once, in order, later",
+        "no step waits; rows are delivered later, once and in order",
     ),
-    Row(19, "the journal's disk is full", "rows dropped are counted and told; training goes on"),
+    Row(19, "the journal's disk is full", "lost rows are counted and reported; training goes on"),
     Row(20, "a rank killed or frozen", "every rank ends, no orphan, the last checkpoint is valid"),
-    Row(21, "one bit differs on one rank", "parameter named, all ranks back to one state"),
+    Row(21, "one bit differs on one rank", "the parameter is named; all ranks return to one state"),
     Row(22, "NaN on one rank only", "every rank skips"),
     Row(
         23,
         "data missing, corrupt, cut short or slow to come",
-        "named; policy skip or fail; recorded",
+        "named and recorded; skipped or fatal, by policy",
     ),
     Row(
         24,
@@ -99,7 +103,7 @@ MATRIX = (
     Row(26, "the clock jumps", "order by step; durations from a clock that does not jump"),
     Row(
         27,
-        "the run's own files lost, swapped, older",
-        "refused by name: never another run in silence",
+        "the run's own files lost, swapped or older",
+        "refused by name; never another run without a word",
     ),
 )

@@ -1,4 +1,4 @@
-"""docs/studies/reliability.md from what the fault tests wrote down: `make test-faults`.
+"""Writes docs/studies/reliability.md from the records of the fault tests: `make test-faults`.
 
     python tests/faults/reliability_page.py FIGURES.jsonl docs/studies/reliability.md
     python tests/faults/reliability_page.py docs/studies/reliability.md         only the sums of the attack's ledger
@@ -11,101 +11,159 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attack_plans import FAMILIES
 from matrix import MATRIX
-from mutation_list import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LEDGER = Path(__file__).with_name("attack_ledger.jsonl")
-ENEMY = "## The standing enemy\n"
-NEXT = "## The fault matrix\n"
-ABOUT = f"""`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends
-well if the run went through with an undisturbed run's bytes and its whole history; where it refused, by a message that
-names what was touched and, once that was put back, in the same way. Every end before that has a true exit code and no
-traceback. Where rows of the journal were altered, nothing else may differ. `{LEDGER.relative_to(ROOT)}` has a line for
-each. Most runs are forked from a process that has imported everything; a sixth ("new python", torchrun, deepspeed)
-start as a user's do. Two other models may train in two threads beside the run; each must end as it ends alone. A run
-that is tracked has a secret in its address or its variables, and a server that may fail three in ten requests: the
-secret may stand in no file of the run, on no screen nor in MLflow.
+ATTACK = "## Random sequences of faults\n"
+ABOUT = """\
+`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends well in one
+of two ways:
+
+- The run finished, with the bytes and the whole history of an undisturbed run.
+- The run refused to start, and its message named what was touched. After that was restored, it finished in the same
+  way.
+
+Every process before that ended with a true exit code and without a traceback. Rows of the journal that the attack
+removed, doubled or changed may differ, and no others: nothing checks for such edits.
+
+Most runs are forked from a process that has imported everything. A sixth ("new python", torchrun, deepspeed) start as a
+user's runs do. Two other models may train in two threads beside the run, and each must end as it ends alone. A tracked
+run has a secret in its address or its environment variables, and a server that may fail three in ten requests. The
+secret must not appear in any file of the run, on the screen or in MLflow.
+
+`tests/faults/attack_ledger.jsonl` has a line for each sequence.
 """
+UNPROTECTED = ("a journal cut, deleted or doubled is not noticed",)
+"""Findings about edits of a run's own journal, which are no faults any more; `ABOUT` says so."""
+SHOWN = 120
+"""Characters of a finding."""
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.intervals import binomial_upper  # noqa: E402
 
 HEAD = """# Reliability
 
-Written by `make test-faults` from what its tests measured; do not edit. Every test asserts that its fault fired.
-`make mutations` takes the protections in the last column away, one by one, and sees that the tests notice.
+What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail:
+the faults that are tested, with figures. For whoever has to rely on a run. All on CPUs.
+
+```python
+import json
+from pathlib import Path
+
+import benchmarks
+
+root = Path(benchmarks.__file__).parents[1]
+lines = (root / "tests" / "faults" / "attack_ledger.jsonl").read_text().splitlines()
+ends = [json.loads(line)["result"] for line in lines]
+print(f"of {len(ends):,} random sequences of faults {ends.count('finding')} ended wrong; all of these are listed below")
+```
+
+`make test-faults` writes this page from what its tests measured; do not edit it. Every test asserts that its fault
+happened. `make mutations` removes the protections of `tests/faults/mutation_list.py` from the code, one by one, and
+checks that a test fails each time.
+"""
+FIGURES = """## Figures
+`pytest tests/faults/TEST` measures a figure again. The bound says how many could still fail, at 95% confidence. Rows
+are those of the matrix.
+
+| row | what | measured | wanted | TEST |
+|---|---|---|---|---|
 """
 
 
+def commit() -> str:
+    """Of the harness under test; a + where it has changes that are not committed."""
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "harness"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
+
+
 def page(records: Sequence[Mapping[str, Any]], machine: str) -> str:
-    """The page as Markdown. records: lines of the figures file."""
+    """The page as Markdown. records: lines of the figures file. machine: where and of which commit they are."""
     tests = [record for record in records if record["kind"] == "test"]
     figures = [record for record in records if record["kind"] == "figure"]
     minutes = sum(test["seconds"] for test in tests) / 60
     passed = sum(test["outcome"] == "passed" for test in tests)
+    summary = f"{passed} of {len(tests)} tests passed, in {minutes:.0f} minutes. {machine}"
+    return "\n".join(
+        [HEAD, summary, "", matrix(tests), figures_table(figures), attacks(read_lines(LEDGER))]
+    )
+
+
+def matrix(tests: Sequence[Mapping[str, Any]]) -> str:
+    """What can go wrong, what must happen then, and how many tests of which files show it."""
     lines = [
-        HEAD,
-        f"{passed} of {len(tests)} tests passed, {minutes:.0f} minutes of them in all. {machine}",
-        "",
-    ]
-    lines += [
-        "## Figures",
-        "| row | what | measured | n | to be reached | command |",
-        "|---|---|---|---|---|---|",
-    ]
-    for figure in merged(figures):
-        measured, n = _measured(figure["value"], figure["n"])
-        cells = (
-            figure["row"],
-            figure["what"],
-            measured,
-            n or "",
-            figure["target"],
-            f"`pytest {_plain(figure)}`",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", enemy(read_lines(LEDGER))]
-    lines += [NEXT.rstrip()]
-    lines += [
-        "| row | fault | what must happen | tests | protections taken away |",
-        "|---|---|---|---|---|",
+        "## The fault matrix",
+        "| row | fault | what must happen | tests that passed |",
+        "|---|---|---|---|",
     ]
     for row in MATRIX:
         found = "<br>".join(_files([test for test in tests if row.number in test["rows"]]))
-        taken = "<br>".join(each.protection for each in MUTATIONS if each.row == row.number)
-        lines.append(f"| {row.number} | {row.fault} | {row.must} | {found} | {taken} |")
+        lines.append(f"| {row.number} | {row.fault} | {row.must} | {found} |")
     return "\n".join(lines) + "\n"
 
 
+def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    lines: list[str] = []
+    for figure in merged(figures):
+        measured = _measured(figure["value"])
+        test = _plain(figure).removeprefix("tests/faults/")
+        cells = (figure["row"], figure["what"], measured, figure["target"], f"`{test}`")
+        line = "| " + " | ".join(map(str, cells)) + " |"
+        if line not in lines:
+            lines.append(line)
+    return FIGURES + "\n".join(lines) + "\n"
+
+
 def merged(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Trials of one kind in one row, with the sum of their n: those of one test, of which a word before a colon tells
-    what they were tried on, or nothing does. Ordered by row of the matrix.
+    """Figures by row of the matrix, with trials of one kind in one line.
+
+    A word before a colon says what trials were tried on ("bf16: runs that end"): those of all such words are summed.
+    A test that repeats the same trials with a larger n counts once, with the largest n.
     """
     kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, figure in enumerate(sorted(figures, key=lambda each: (each["row"], each["what"]))):
         head, _, tail = figure["what"].partition(": ")
         trials = not isinstance(figure["value"], str)
         what, of = (tail, head) if trials and tail and " " not in head else (figure["what"], "")
-        kind = kinds.setdefault(
-            (figure["row"], _plain(figure), what, None if trials else number), {**figure, "of": []}
-        )
+        key = (figure["row"], _plain(figure), what, None if trials else number)
+        kind = kinds.setdefault(key, {**figure, "what": what, "of": {}})
         if trials:
-            good, n = kind["value"] if kind["of"] or kind.get("sum") else (0, 0)
-            kind |= {"value": [good + figure["value"][0], n + figure["value"][1]], "sum": True}
-            kind["of"] += [of] if of else []
-            kind["what"] = what
+            largest = max(
+                kind["of"].get(of, figure["value"]), figure["value"], key=lambda each: each[1]
+            )
+            kind["of"][of] = largest
     for kind in kinds.values():
-        if len(kind["of"]) > 1:
-            kind["what"] += f" ({', '.join(dict.fromkeys(kind['of']))})"
-        elif kind["of"]:
-            kind["what"] = f"{kind['of'][0]}: {kind['what']}"
+        if not kind["of"]:
+            continue
+        kind["value"] = [sum(column) for column in zip(*kind["of"].values(), strict=True)]
+        names = [name for name in kind["of"] if name]
+        if len(names) > 1:
+            counts = ", ".join(f"{name} {kind['of'][name][1]}" for name in names)
+            kind["what"] += f" ({counts})"
+        elif names:
+            kind["what"] = f"{names[0]}: {kind['what']}"
     return list(kinds.values())
 
 
@@ -114,56 +172,56 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def enemy(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What `make attack` has found so far, by family. lines: of its ledger, oldest first."""
-    told = [ENEMY, ABOUT]
-    everything, lines = lines, [line for line in lines if line["result"] != "void"]
+def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
+    """What `make attack` has found so far, by family. ledger: its lines, oldest first."""
+    lines = [line for line in ledger if line["result"] != "void"]
     kinds: dict[str, int] = defaultdict(int)
     for line in lines:
         kinds[line["kind"]] += 1
+    by_kind = sorted(kinds.items(), key=lambda each: -each[1])
     faults, commits = sum(line["faults"] for line in lines), len({line["commit"] for line in lines})
-    shares = ", ".join(
-        f"{kind} {count:,}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])
-    )
-    told += [
-        f"{len(lines):,} sequences of {faults:,} faults, at {commits} commits: {shares}; not counted: "
-        f"{len(everything) - len(lines)} in which the attack itself was wrong.\n"
+    text = [
+        ATTACK,
+        ABOUT,
+        f"So far {len(lines):,} sequences of {faults:,} faults, at {commits} commits, the last of them "
+        f"{lines[-1]['commit']}: {', '.join(f'{kind} {count:,}' for kind, count in by_kind)}. "
+        f"Not counted: {len(ledger) - len(lines)} in which the attack itself was wrong.\n",
+        "| family | what it does | sequences | as undisturbed | refused, then as undisturbed | known gap | wrong | "
+        "since the last wrong one |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    told += [
-        "| family | sequences | as undisturbed | refused, then so | known gap | found | since the last |"
-    ]
-    told += ["|---|---|---|---|---|---|---|"]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})
     for name in (*families, "all"):
         own = [line for line in lines if name == "all" or name in line["families"]]
-        by = [
-            sum(line["result"] == result for line in own)
-            for result in ("same", "refused", "known", "finding")
-        ]
+        ends = [line["result"] for line in own]
+        counts = [ends.count(result) for result in ("same", "refused", "known", "finding")]
         since = next(
-            (number for number, line in enumerate(reversed(own)) if line["result"] == "finding"),
-            len(own),
+            (number for number, end in enumerate(reversed(ends)) if end == "finding"), len(ends)
         )
-        bound = f"{since:,} (at most {binomial_upper(0, since):.1%} fail, 95%)" if since else "0"
-        told.append(
-            f"| {name} | {len(own):,} | {by[0]:,} | {by[1]:,} | {by[2]:,} | {by[3]:,} | {bound} |"
-        )
-    return "\n".join([*told, "", *_found(lines)]) + "\n"
+        bound = f"{since:,} (at most {binomial_upper(0, since):.1%} fail)" if since else "0"
+        cells = [name, _about(name), *(f"{count:,}" for count in (len(own), *counts)), bound]
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*text, "", *_found(lines)]) + "\n"
+
+
+def _about(family: str) -> str:
+    """The first sentence of the function that draws it."""
+    documented = FAMILIES[family][1].__doc__ if family in FAMILIES else None
+    return " ".join((documented or "").split()).partition(". ")[0].rstrip(".")
 
 
 def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each thing that was found or is known, once, with the seed that shows it and whether that seed is well by now."""
+    """Each wrong end once, with the seed that shows it, and how that sequence ends by now."""
     last = {(line["again"], line["plans"]): line for line in lines}
     shown: dict[str, Mapping[str, Any]] = {}
     for line in lines:
-        if line["finding"] and line["result"] != "void":  # where the attack itself was wrong
-            shown.setdefault(
-                line["finding"][:60] if line["result"] == "finding" else line["finding"], line
-            )
+        if line["finding"] and line["finding"] not in UNPROTECTED:
+            name = line["finding"][:60] if line["result"] == "finding" else line["finding"]
+            shown.setdefault(name, line)
     if not shown:
         return []
-    told = [
-        "| what was found | `make attack ARGS=` | at | that sequence now |",
+    text = [
+        "| what was wrong | `make attack ARGS=` | at | that sequence now |",
         "|---|---|---|---|",
     ]
     for line in shown.values():
@@ -171,16 +229,14 @@ def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         ended = {"known": "known gap", "finding": "open"}.get(
             now["result"], f"well at {now['commit']}"
         )
-        text = " ".join(line["finding"].split())[:160].replace("|", "/").replace("`", "'")
-        told.append(f"| {text} | `{line['again']}` | {line['commit']} | {ended} |")
-    return told
+        finding = " ".join(line["finding"].split())[:SHOWN].replace("|", "/").replace("`", "'")
+        text.append(f"| {finding} | `{line['again']}` | {line['commit']} | {ended} |")
+    return text
 
 
-def renewed(text: str, lines: Sequence[Mapping[str, Any]]) -> str:
+def renewed(text: str, ledger: Sequence[Mapping[str, Any]]) -> str:
     """A page with the attack's sums as they are now."""
-    head, _, rest = text.partition(ENEMY) if ENEMY in text else text.partition(NEXT)
-    matrix = rest.partition(NEXT)[2] if ENEMY in text else rest
-    return f"{head}{enemy(lines)}\n{NEXT}{matrix}"
+    return text.partition(ATTACK)[0] + attacks(ledger)
 
 
 def problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -192,15 +248,12 @@ def problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ] + [f"row {row.number} has no test: {row.fault}" for row in MATRIX if row.number not in shown]
 
 
-def _measured(value: str | list[int], n: int) -> tuple[str, int]:
-    """Trials with what n of them can tell: the share that may still fail, at 95%."""
+def _measured(value: str | list[int]) -> str:
+    """A figure as text; trials with the share that may still fail, at 95%."""
     if isinstance(value, str):
-        return value, n
+        return value
     good, trials = value
-    return (
-        f"{good:,} of {trials:,} (95% upper bound of failure {binomial_upper(trials - good, trials):.2%})",
-        trials,
-    )
+    return f"{good:,} of {trials:,} (at most {binomial_upper(trials - good, trials):.2%} fail)"
 
 
 def _files(tests: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -222,7 +275,10 @@ def _plain(figure: Mapping[str, Any]) -> str:
 def _machine() -> str:
     import torch
 
-    return f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch.__version__}."
+    where = (
+        f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    return f"{where}. Figures and tests are those of commit {commit()}."
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from attack_job import Ended
 from attack_oracle import Rows, compare, compare_history, figures, traceback
 from attack_plans import FAMILIES, KINDS, SECRETS, Episode, draw, fits
 from attack_run import Finding, _Sequence, credentials, leaks, secrets_of
-from reliability_page import enemy, merged
+from reliability_page import attacks, merged
 
 from harness.checkpoint.store import Store
 from harness.tracking.journal import encode
@@ -492,7 +492,7 @@ def test_figures_of_one_kind_are_one_row() -> None:
     rows = merged([trials("bf16: runs that end", 5), trials("fp32: runs that end", 50), trials("kills", 25),
                    trials("kills", 1000), trials("kills", 7, "b.py::y")])  # fmt: skip
     assert [(row["what"], row["value"]) for row in rows] == [
-        ("runs that end (bf16, fp32)", [55, 55]), ("kills", [1025, 1025]), ("kills", [7, 7]),
+        ("runs that end (bf16 5, fp32 50)", [55, 55]), ("kills", [1000, 1000]), ("kills", [7, 7]),
     ]  # fmt: skip
 
 
@@ -507,12 +507,16 @@ def test_the_page_tells_the_sums_of_the_ledger() -> None:
         "faults": 2,
     }
     ends = [("a", "finding", "bytes: x"), ("b", "same", ""), ("b", "void", "the attack was wrong")]
-    told = enemy(
+    told = attacks(
         [
             {**line, "commit": commit, "result": result, "finding": text}
             for commit, result, text in ends
         ]
     )
-    assert "2 sequences of 4 faults, at 2 commits: python 2; not counted: 1 in which" in told
-    assert "| kill | 2 | 1 | 0 | 0 | 1 | 1 (at most 95.0% fail, 95%) |" in told
+    assert (
+        "2 sequences of 4 faults, at 2 commits, the last of them b: python 2. Not counted: 1 in"
+        in told
+    )
+    assert "| kill | SIGKILL: after a step, " in told
+    assert " | 2 | 1 | 0 | 0 | 1 | 1 (at most 95.0% fail) |" in told
     assert "| bytes: x | `--seed=1` | a | well at b |" in told

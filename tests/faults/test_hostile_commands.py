@@ -123,7 +123,7 @@ def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[...
     assert metrics(run) == metrics(undisturbed / "runs" / "r")
     assert json.loads((run / "outcome.json").read_text())["step"] == 6
     assert not canary.exists()
-    told = "hostile files that only advise, passed over by a resume that ends as if undisturbed"
+    told = "hostile files that a resume does not need: it ignores them and ends as if undisturbed"
     figure(24, told, (len(ADVICE), len(ADVICE)))
 
 
