@@ -142,7 +142,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         "--card", "H1000", "--config", "quickstart", "--recipe", "fp8_hybrd", "train.stepz=3"
     )
     assert done.returncode == 2
-    assert "no such card on paper" in done.stderr
+    assert "no datasheet of such a card" in done.stderr
     assert "A100-80GB" in done.stderr
     assert 'no recipe "fp8_hybrd"' in done.stderr
     assert "stepz" in done.stderr
@@ -206,10 +206,10 @@ def planted(fault: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("fault", ["mask", "recurrent"])
-def test_a_model_that_cannot_be_put_on_paper_is_named(fault: str) -> None:
+def test_a_model_that_cannot_run_on_fake_tensors_is_named(fault: str) -> None:
     done = planted(fault)
     assert done.returncode == 2, done.stderr
-    assert "cannot be put on paper" in done.stderr
+    assert "cannot run on fake tensors" in done.stderr
     assert "planted_models" in done.stderr
 
 
