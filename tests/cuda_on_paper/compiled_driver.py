@@ -54,7 +54,7 @@ class Stop(Exception):
 
 
 class Driver:
-    """Of Triton, for a card on paper."""
+    """Of Triton, for a fake card."""
 
     def __init__(self, card: Card) -> None:
         self._target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)

@@ -2,7 +2,7 @@
 
     python tests/cuda_on_paper/paper_driver.py SCENE [ARGUMENT]
 
-The tests cannot measure in their own process: it may have imported torch already, and a device on paper comes first.
+The tests cannot measure in their own process: a fake device must be loaded before torch, which may be loaded there.
 """
 
 from __future__ import annotations

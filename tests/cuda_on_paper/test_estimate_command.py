@@ -192,7 +192,7 @@ def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> No
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
-    """An empty cache and an empty PATH: there is nothing to build the device on paper with."""
+    """An empty cache and an empty PATH: no compiler can be found to build the fake device."""
     done = run("--card", "H100", *QUICK, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 4
     assert "there is no C++ compiler" in done.stderr
