@@ -1,14 +1,18 @@
-"""What a card really does with this project: tests, bits, speed, memory. For whoever has one.
+"""Measures what a real card does with this project: tests, bits, speed and memory.
 
     python -m benchmarks.proof                      # on a machine with an NVIDIA card, under a quarter of an hour
     python -m benchmarks.proof --only gemm native   # some rows
-    python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows that the rows run, nothing else
+    python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows only that the rows run
 
-Each row runs in a process of its own with a time limit; one that crashes, hangs or runs out of memory becomes a line
-with its reason. Writes one JSON, one Markdown table and, with Transformer Engine, a record of its bits.
+A proof is a table, and each row answers one question. Each row runs in a process of its own with a time limit. A row
+that crashes, hangs or runs out of memory becomes a line with its reason, and the others still run. The proof writes one
+JSON file, one Markdown table and, with Transformer Engine, a record of its bits.
 
-Exit code 0: all rows that could run passed; 1: a row failed, or it was interrupted; 2: wrong command line, or nowhere
-to write; 4: no card that can be used.
+Exit codes:
+0: all rows that could run passed
+1: a row failed, or the proof was interrupted
+2: wrong command line, or no folder to write to
+4: no usable card
 """
 
 from __future__ import annotations
@@ -103,14 +107,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def as_command(options: argparse.Namespace) -> str:
-    """What gives the same rows again, wherever results go."""
+    """The command that runs the same rows again, without the folder for results."""
     words = ["python -m benchmarks.proof", *(["--rehearse"] if options.rehearse else [])]
     words += [f"--minutes {options.minutes:g}"] if options.minutes != MINUTES else []
     return " ".join([*words, *(["--only", *options.only] if options.only else [])])
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written there; empty if it can."""
+    """Why the folder cannot be written to; empty if it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -122,9 +126,9 @@ def unwritable(folder: Path) -> str:
 def ask(
     rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The rows' outcomes, in order, and whether all of them had their turn.
+    """The rows' outcomes, in order, and whether all rows were started.
 
-    A row may run until the budgets of all rows up to it are used up: what one leaves over, the next may use.
+    A row may run until the budgets of all rows up to it are used up. So it may use what earlier rows left over.
     """
     keep = work / "keep"
     keep.mkdir()
@@ -166,7 +170,7 @@ def ask(
 
 
 def usable(machine: Mapping[str, Any], rehearsal: bool) -> bool:
-    """Whether the rows after `machine` have anything to run on."""
+    """Whether there is a card (or a rehearsal) for the rows after `machine`."""
     return bool(machine["figures"]) and (rehearsal or bool(machine["figures"].get("card")))
 
 
@@ -184,7 +188,7 @@ def skipped(row: Row, reason: str) -> dict[str, Any]:
 
 
 def no_card(outcomes: Sequence[Mapping[str, Any]]) -> int:
-    """Say why there is nothing to prove."""
+    """Print why no card can be used."""
     if not outcomes:
         return FAILED
     machine = outcomes[0]
@@ -197,7 +201,7 @@ def no_card(outcomes: Sequence[Mapping[str, Any]]) -> int:
 
 
 def write(proof: Mapping[str, Any], out: Path, keep: Path) -> list[Path]:
-    """The JSON, the table, and what rows kept; the files written."""
+    """Write the JSON, the table, and the files that rows kept. Returns the paths."""
     machine = next(row["figures"] for row in proof["rows"] if row["name"] == "machine")
     name = page.stem(machine, proof["rehearsal"], proof["complete"])
     written = [out / f"{name}.json", out / f"{name}.md"]
@@ -211,7 +215,7 @@ def write(proof: Mapping[str, Any], out: Path, keep: Path) -> list[Path]:
 
 
 def tell(outcome: Mapping[str, Any]) -> None:
-    """One line for people, as a row ends."""
+    """Print one line when a row ends."""
     said = "; ".join(filter(None, (outcome["reason"], outcome["summary"])))
     say(f"{outcome['name']:17s} {outcome['status']:8s} {outcome['seconds']:5.0f} s  {said}")
 
@@ -219,7 +223,7 @@ def tell(outcome: Mapping[str, Any]) -> None:
 def farewell(
     rehearsal: bool, outcomes: Sequence[Mapping[str, Any]], written: Sequence[Path]
 ) -> None:
-    """What there is now, and what to do with it."""
+    """Print which files there are, and what to do with them."""
     count = {
         status: sum(row["status"] == status for row in outcomes)
         for status in ("passed", "failed", "not run")
@@ -241,7 +245,7 @@ def farewell(
 
 
 def say(text: str) -> None:
-    """Print, whatever the terminal can show."""
+    """Print text, also on a terminal that lacks some of its characters."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 

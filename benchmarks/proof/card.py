@@ -38,7 +38,7 @@ VERSIONS = (
     "numpy",
     "pytest",
 )
-# Over these at the start, somebody else is using the card.
+# If the card is in use by more than this at the start, something else is running on it.
 BUSY_PERCENT, BUSY_BYTES = 10, 2 * GIB
 SMI_BASE = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
 SMI_MORE = (
@@ -52,7 +52,10 @@ SMI_LOAD = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
 def machine(task: Task) -> Answer:
-    """What every other figure depends on. `problem`: why there is no card that can be used; empty with one."""
+    """The card, its software and this source: every other figure depends on them.
+
+    The figure `problem` says why no card can be used; it is empty if one can.
+    """
     facts = probe(task.folder)
     problem = "; ".join(" ".join(str(each).split()) for each in check_usable(facts))
     if not problem and not facts.cuda_available:
@@ -61,7 +64,9 @@ def machine(task: Task) -> Answer:
     if not problem:
         try:
             card = about_card()
-        except Exception as error:  # driver, fabric manager, exclusive mode: whatever it is, no row can use this card
+        except (
+            Exception
+        ) as error:  # driver, fabric manager, exclusive mode: in any case no row can use this card
             problem = f"the card does not compute: {describe(error)}"
     figures = {
         "card": card,
@@ -86,7 +91,7 @@ def machine(task: Task) -> Answer:
 
 
 def no_card(facts: MachineFacts) -> str:
-    """Why torch sees none, on a machine where nothing speaks for one."""
+    """Why torch sees no card, on a machine without any sign of one."""
     if facts.cpu_on_purpose:
         return "CUDA_VISIBLE_DEVICES hides every card"
     told = f": {facts.torch_error}" if facts.torch_error else ""
@@ -95,7 +100,7 @@ def no_card(facts: MachineFacts) -> str:
 
 
 def about_card() -> dict[str, Any]:
-    """The first card that torch sees. busy: who else seems to be using it, empty if nobody."""
+    """Facts of the first card that torch sees. busy: what else seems to use it; empty if nothing does."""
     device = torch.device("cuda", 0)
     if torch.ones(8, device=device).sum().item() != 8.0:
         raise RuntimeError("a sum of eight ones is not eight")
@@ -124,14 +129,14 @@ def about_card() -> dict[str, Any]:
 
 
 def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
-    """Those fields of the card that torch uses, as far as nvidia-smi tells; a field it does not know makes it fail."""
+    """These fields of the card that torch uses, as nvidia-smi reports them. An unknown field makes nvidia-smi fail."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}
     identity = getattr(torch.cuda.get_device_properties(0), "uuid", None)
     which = ["-i", f"GPU-{identity}"] if identity is not None else []
     command = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    for wanted in (which, []):  # a MIG slice's identity is none that it knows
+    for wanted in (which, []):  # nvidia-smi does not know the identity of a MIG slice
         try:
             done = subprocess.run([*command, *wanted], capture_output=True, timeout=10, check=False)
         except (OSError, subprocess.TimeoutExpired):
@@ -148,7 +153,7 @@ def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
 
 
 def no_compiling(facts: MachineFacts) -> str:
-    """Why neither torch.compile nor a Triton kernel can be built here; empty if nothing speaks against it."""
+    """Why torch.compile and Triton cannot build kernels here; empty if nothing is known to prevent it."""
     compilers = (os.environ.get("CC", "cc"), "cc", "gcc", "clang")
     if not any(shutil.which(name) for name in compilers):
         return "there is no C compiler, which Triton and torch.compile start: apt install gcc g++"
@@ -160,7 +165,7 @@ def no_compiling(facts: MachineFacts) -> str:
 
 
 def versions(facts: MachineFacts) -> dict[str, str | None]:
-    """Of everything whose version changes what a card does; None: not there, or it does not tell."""
+    """Versions of everything that changes what a card does; None if it is missing or has no version."""
     found: dict[str, str | None] = {
         "python": facts.python,
         "torch": facts.torch_version,
@@ -179,7 +184,7 @@ def versions(facts: MachineFacts) -> dict[str, str | None]:
 
 
 def cublas() -> str | None:
-    """Version of the cuBLAS that torch brought as a package, else of the one that is loaded."""
+    """Version of the cuBLAS package that came with torch, else of the library that is loaded."""
     for each in distributions():
         name = (each.name or "").lower()
         if name == "nvidia-cublas" or name.startswith("nvidia-cublas-cu"):
@@ -193,7 +198,7 @@ def cublas() -> str | None:
 
 
 def cpu_model() -> str:
-    """As /proc/cpuinfo names it."""
+    """The processor's name in /proc/cpuinfo."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -202,7 +207,7 @@ def cpu_model() -> str:
 
 
 def source() -> dict[str, Any]:
-    """Which code this is: commit and what differs from it, as far as git tells, and a hash of the sources."""
+    """Which code this is: the commit and what differs from it, if git knows, and a hash of the sources."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "harness").rglob("*.py")):
         digest.update(
@@ -219,7 +224,7 @@ def source() -> dict[str, Any]:
         if Path(top).resolve() != ROOT:
             raise OSError("this folder is part of another checkout")
         found["commit"] = commit
-        # What a proof itself writes is no change of the code.
+        # Files that a proof writes are no change of the code.
         status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
         found["changed"] = [line[3:] for line in status.splitlines()][:20]
     except (OSError, subprocess.SubprocessError) as error:
@@ -228,7 +233,7 @@ def source() -> dict[str, Any]:
 
 
 def git(*arguments: str) -> str:
-    """Output of git in the checkout, whoever owns that (in containers often somebody else)."""
+    """Output of git in the checkout, also if another user owns it (as often in containers)."""
     command = ["git", "-c", "safe.directory=*", "--no-optional-locks", *arguments]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=20, check=True
@@ -276,7 +281,7 @@ def gemm(task: Task) -> Answer:
 
 
 def under_load(action: Any, each: float) -> dict[str, str]:
-    """Clock and power while the card has some two seconds of work queued."""
+    """Clock and power while the card works for about two seconds."""
     for _ in range(int(min(4000, 2.0 / each))):
         action()
     smi = nvidia_smi(SMI_LOAD)
@@ -313,9 +318,9 @@ def bandwidth(task: Task) -> Answer:
 
 
 def attention(task: Task) -> Answer:
-    """FLOP/s of causal attention, 32 heads of 128: forward 2 products, backward 5, half of each under the mask.
+    """FLOP/s of causal attention, 32 heads of 128: 2 products in forward, 5 in backward; the mask halves each.
 
-    The kernel is torch's choice, as in training: on an H100 that was cuDNN's, and flash took twice its time.
+    torch chooses the kernel, as in training. On an H100 it chose cuDNN's, and FlashAttention took twice the time.
     """
     device = task.device
     batch, heads, length, width = (1, 2, 64, 16) if task.rehearsal else (2, 32, 4096, 128)
@@ -353,7 +358,7 @@ def attention(task: Task) -> Answer:
 
 
 def launch(task: Task) -> Answer:
-    """Seconds of one eager launch of a kernel that has nothing to do; bytes that a context keeps from the allocator."""
+    """Seconds of one eager launch of an empty kernel, and the bytes that a CUDA context takes."""
     device = task.device
     x = torch.zeros(1, device=device)
     count, rounds = (200, 3) if task.rehearsal else (5000, 9)
@@ -375,7 +380,7 @@ def launch(task: Task) -> Answer:
 
 
 def context_bytes(task: Task, device: torch.device) -> int:
-    """What is used of the card beside torch's allocator, once the libraries of a training step are loaded."""
+    """Bytes in use outside of torch's allocator, once the libraries of a training step are loaded."""
     dtype = torch.float16 if task.capability < (8, 0) else torch.bfloat16
     a = torch.randn(256, 256, device=device, dtype=dtype, requires_grad=True)
     heads = (a @ a).view(1, 4, 64, 256)

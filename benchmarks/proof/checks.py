@@ -24,8 +24,8 @@ KERNEL_HOME = "harness.precision.backends.native_triton"
 CONFIG = "llama3_8b_8layers"
 GIB = 2**30
 _PATIENCE = 4.0
-# Rows that measured memory in eager mode -> the recipe that `harness estimate` takes for them. It puts the native
-# backend in Transformer Engine's place, and says so.
+# Rows that measure memory in eager mode, and the recipe that `harness estimate` takes for them. It estimates
+# Transformer Engine by the native backend, and says so.
 ESTIMATED = {"native": "fp8_hybrid", "te": "fp8_hybrid", "torchao": "fp8_dynamic"}
 BF16 = "autocast:bf16"
 MODEL_ARGS = ("vocab", "dim", "layers", "heads", "kv_heads", "ffn")
@@ -33,7 +33,7 @@ TOLERANCE = 0.1
 
 
 def tests(task: Task) -> Answer:
-    """tests/gpu by pytest. Warnings do not fail them here: other versions of torch have other ones."""
+    """Run tests/gpu with pytest. Warnings are no errors here, because they differ between versions of torch."""
     report = task.folder / "junit.xml"
     command = [
         sys.executable,
@@ -84,7 +84,7 @@ def tests(task: Task) -> Answer:
 
 
 def golden(task: Task) -> Answer:
-    """A record of Transformer Engine's rolls and casts on this card, kept, and compared bit for bit."""
+    """Record Transformer Engine's rolls and casts on this card, keep the record, and compare it bit for bit."""
     from benchmarks import te_golden
     from harness.core.files import write_json
 
@@ -99,7 +99,7 @@ def golden(task: Task) -> Answer:
 
 
 def kernels(task: Task) -> Answer:
-    """The fused quantise kernel against the reference in torch ops, bit for bit."""
+    """Compare the fused quantise kernel with the reference in torch operations, bit for bit."""
     if find_spec(KERNEL_HOME) is None:
         raise NotHere("this version has no fused kernel")
     found: Sequence[str] = import_module(KERNEL_HOME).check(task.device)
@@ -111,10 +111,10 @@ def kernels(task: Task) -> Answer:
 
 
 def estimated(task: Task) -> Answer:
-    """Peak memory and step time of the eager step rows beside what `harness estimate` says of that card and size.
+    """Compare peak memory and time of the eager step rows with the predictions of `harness estimate`.
 
-    Memory fails this row if it is more than TOLERANCE off; times do not, and are predicted with this proof's own
-    roofline as far as it was measured.
+    The row fails if memory is off by more than TOLERANCE. Times never fail it. They are predicted with the roofline
+    rates that this proof has measured.
     """
     measured = {name: task.earlier[name] for name in ESTIMATED if name in task.earlier}
     if not measured:
@@ -173,7 +173,7 @@ def estimated(task: Task) -> Answer:
 
 
 def beside(contender: Mapping[str, Any], gib: float, milliseconds: float) -> dict[str, float]:
-    """Measured and predicted, and the one over the other."""
+    """The measured and the predicted value, and their ratio."""
     peak, seconds = contender["peak"] / GIB, contender["seconds"]["median"]
     return {
         "measured_gib": peak,
@@ -186,7 +186,7 @@ def beside(contender: Mapping[str, Any], gib: float, milliseconds: float) -> dic
 
 
 def predict(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
-    """`harness estimate --json`, which makes a card of its own. Raises NotHere if it does not answer."""
+    """The output of `harness estimate --json`, which runs on a fake card. Raises NotHere if it fails."""
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     code, output = run(
         [sys.executable, "-m", "harness.cli", "estimate", *arguments, "--json"], seconds, env=hidden
@@ -207,7 +207,7 @@ def run(
 ) -> tuple[int | None, str]:
     """Exit code (None: stopped after `seconds`) and output of a command in the checkout.
 
-    gently: as by Ctrl-C, so that it can tell how far it came; if it does not end then either, it is killed.
+    gently: stop it first as Ctrl-C does, so that it can report how far it came. If it goes on, it is killed.
     """
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""One row of a proof, in this process: `python -m benchmarks.proof.child FOLDER`.
+"""Runs one row of a proof in this process: `python -m benchmarks.proof.child FOLDER`.
 
-Reads FOLDER/request.json; writes FOLDER/result.json, and before it FOLDER/partial.json with the figures so far.
-Whatever is printed is for people alone.
+Reads FOLDER/request.json and writes FOLDER/result.json. While the row runs, FOLDER/partial.json has the figures so far.
+Output on the screen is for people; no program reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Where Linux offers it: a proof that is killed leaves nothing on the card."""
+    """End this process when its parent ends (Linux only), so that a killed proof leaves nothing on the card."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     except (OSError, AttributeError):
@@ -29,7 +29,7 @@ def die_with_parent() -> None:
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """Run the row; its status ("passed", "failed", "not run"), reason, summary and figures."""
+    """Run the row. Returns its status ("passed", "failed", "not run"), reason, summary and figures."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
         module, _, function = request["target"].partition(":")
@@ -52,13 +52,13 @@ def answer(folder: Path) -> dict[str, Any]:
 
 
 def describe(error: Exception) -> str:
-    """One line for people."""
+    """The error in one line."""
     kind, text = type(error).__name__, " ".join(str(error).split())
     return f"out of memory: {text}"[:400] if kind == "OutOfMemoryError" else f"{kind}: {text}"[:400]
 
 
 def write(path: Path, value: Any) -> None:
-    """Strict JSON, never half of it. Raises ValueError for a number that is not finite."""
+    """Write strict JSON, whole or not at all. Raises ValueError for a number that is not finite."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Run a row in a process of its own that cannot take the others down, and leave nothing of it behind."""
+"""Runs each row in a process of its own, so that a crash stays there, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.proof.registry import Row
 ROOT = Path(__file__).resolve().parents[2]
 STATUSES = ("passed", "failed", "not run")
 LOG_LINES = 40
-# A row hears of an end that is this much earlier than the one it is killed at.
+# A row is given a deadline that is this much earlier than the time at which it is killed.
 MARGIN = 4.0
 FIRST = 60.0
 """Seconds that the first row has at least: the first `import torch` from a slow disk may take most of it."""
@@ -28,7 +28,7 @@ LEAST = 6.0
 """Seconds under which starting a row is of no use: importing torch alone takes that long."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Of a launcher, or of debugging: with these the figures would be others'.
+# Variables of launchers and of debugging. With them the row would measure something else.
 _DROPPED = (
     "RANK",
     "WORLD_SIZE",
@@ -42,7 +42,7 @@ _DROPPED_PREFIXES = ("MASTER_", "TORCHELASTIC_", "PYTEST_")
 
 
 def environment(work: Path, rehearsal: bool, environ: Mapping[str, str]) -> dict[str, str]:
-    """Of every row: one card at most, caches and temporary files inside `work`, UTF-8, no colour."""
+    """The environment of every row: at most one card, caches and temporary files inside `work`, UTF-8, no colour."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -72,7 +72,7 @@ def environment(work: Path, rehearsal: bool, environ: Mapping[str, str]) -> dict
 
 
 def adopt_orphans() -> None:
-    """Processes whose parents end become ours, so that they can be found (Linux)."""
+    """Become the parent of processes whose own parent ends, so that they can be found (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -87,10 +87,10 @@ def run_row(
     earlier: Mapping[str, Mapping[str, Any]],
     keep: Path,
 ) -> dict[str, Any]:
-    """The row's outcome: status, reason, summary, figures, seconds, log (its last lines, if it failed).
+    """Run the row. Returns its outcome: status, reason, summary, figures, seconds, log (last lines, if it failed).
 
-    seconds: after that its process group is killed. Never raises for what the row does; on the way out of an interrupt
-    the row is killed as well.
+    seconds: the time after which the row's process group is killed.
+    No failure of the row raises here. If this process is interrupted, the row is killed too.
     """
     folder = work / "rows" / row.name
     folder.mkdir(parents=True)
@@ -139,14 +139,14 @@ def run_row(
 
 
 def end(child: subprocess.Popen[bytes], others: Set[int]) -> None:
-    """Kill the child's process group and whatever of it has left the group, and reap all of them.
+    """Kill the child's process group and its descendants outside of the group, and reap all of them.
 
-    others: children of this process that have nothing to do with the row.
+    others: children of this process that do not belong to the row.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    for _ in range(100):  # a killed process may leave children of its own, which are ours then
+    for _ in range(100):  # children of a killed process become ours
         orphans = children_of(os.getpid()) - others
         if not orphans:
             return
@@ -158,7 +158,7 @@ def end(child: subprocess.Popen[bytes], others: Set[int]) -> None:
 
 
 def children_of(parent: int) -> set[int]:
-    """Ids of the processes whose parent it is; none where there is no /proc."""
+    """Ids of the children of process `parent`; none without /proc."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):

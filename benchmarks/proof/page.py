@@ -1,4 +1,4 @@
-"""What a proof leaves: one JSON, one Markdown table, and nothing in them that says whose machine it was."""
+"""The files of a proof: one JSON and one Markdown table, without anything that says whose machine it was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.proof.children import ROOT
 
 SCHEMA = 1
 REHEARSAL = "REHEARSAL ON A CPU: it shows that the rows run, and says nothing of any card"
-# Names that everybody's machine or account may have, and that our own text is full of.
+# Names that many machines and accounts have, and that our own texts contain: they reveal nothing and stay.
 _COMMON = {
     "root", "user", "ubuntu", "debian", "admin", "localhost", "host", "linux", "gpu", "cuda", "torch", "python", "main",
     "test", "tests", "card", "machine", "work", "train", "trainer", "native", "harness", "benchmarks", "proof",
@@ -35,7 +35,7 @@ _PATTERNS = (
 
 
 class Scrubber:
-    """Takes host names, user names, private folders and secrets of this machine out of texts."""
+    """Removes host names, user names, private folders and secrets of this machine from texts."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scrubber:
         with suppress(RuntimeError, KeyError):
             paths[str(Path.home())] = "~"
         paths |= {str(Path(path).resolve()): name for path, name in paths.items()}
-        # Longest first: the checkout lies in the home folder more often than not.
+        # Longest first, because the checkout is usually inside the home folder.
         self._paths = sorted(
             ((path.rstrip("/"), name) for path, name in paths.items() if len(path.rstrip("/")) > 4),
             key=lambda pair: -len(pair[0]),
@@ -95,7 +95,7 @@ class Scrubber:
         ]
 
     def text(self, text: str) -> str:
-        """The same without what is private."""
+        """The text without what is private."""
         for secret in self._secrets:
             text = text.replace(secret, "<secret>")
         for path, instead in self._paths:
@@ -105,7 +105,7 @@ class Scrubber:
         return text
 
     def all(self, value: Any) -> Any:
-        """JSON-able data with every text in it scrubbed."""
+        """JSON-able data in which every text is scrubbed."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -116,9 +116,9 @@ class Scrubber:
 
 
 def roofline(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures for `harness estimate --calibration`: FLOP/s, B/s, s and bytes; null where not measured.
+    """Rates for `harness estimate --calibration`, in FLOP/s, B/s, s and bytes; null where not measured.
 
-    figures: of the rows that passed, by name. All are null if `flaw` finds that they are no whole card's.
+    figures: those of the rows that passed, by row. If `flaw` finds a fault in them, all rates are null.
     """
     card = figures.get("machine", {}).get("card") or {}
 
@@ -141,7 +141,7 @@ def roofline(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flaw(card: Mapping[str, Any]) -> str:
-    """Why a card's figures are not those of a whole, idle card; empty if they are."""
+    """Why these are not the figures of a whole, idle card; empty if they are."""
     if not card:
         return "no card"
     return "; ".join(
@@ -155,12 +155,12 @@ def passed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
 
 
 def slug(text: str) -> str:
-    """As part of a file's name."""
+    """The text as part of a file's name."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
 def stem(machine: Mapping[str, Any], rehearsal: bool, complete: bool) -> str:
-    """Name of the files, without ending. A rehearsal's is another than any proof's."""
+    """Name of the files, without ending. A rehearsal never has the name of a proof."""
     if rehearsal:
         return "rehearsal_cpu"
     return f"proof_{slug(machine['card']['name'])}" + ("" if complete else "_partial")
@@ -195,7 +195,7 @@ def record(
 
 
 def markdown(proof: Mapping[str, Any]) -> str:
-    """The table for people: who was asked, what each row said, and how to ask again."""
+    """The table for people: the machine, what each row found, and how to run it again."""
     card, source, versions = proof["card"], proof["source"], proof["versions"]
     title = f"Rehearsal: {REHEARSAL}" if proof["rehearsal"] else f"Proof on {card['name']}"
     lines = [f"# {title}", ""]

@@ -1,6 +1,6 @@
-"""The rows of a proof: what each one answers, what it needs, how long it may take, and the function that answers it.
+"""The rows of a proof: the question of each one, what it needs, how long it may take, and its function.
 
-Nothing here imports torch: the process that starts the rows stays free of whatever may crash or hang in them.
+Nothing here imports torch. So the process that starts the rows cannot crash or hang with it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 
 class NotHere(Exception):
-    """A row cannot run on this machine or in this version; the argument says why."""
+    """A row cannot run on this machine or with these versions. The argument says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a row found. summary: one line. figures: JSON-able. failed: what is wrong, if what it checks is wrong."""
+    """What a row found.
+
+    summary: one line.
+    figures: JSON-able.
+    failed: what is wrong, if a check of the row failed; else empty.
+    """
 
     summary: str
     figures: dict[str, Any]
@@ -32,9 +37,11 @@ class Answer:
 class Task:
     """What a row's function is given, in a process of its own.
 
-    deadline: of time.monotonic(), a little before the process is killed. folder: for scratch files, removed afterwards.
-    keep: what is written there is stored beside the results. earlier: figures of the rows before, by name. note:
-    figures so far, which stay if the row does not come to its end.
+    deadline: on the clock of time.monotonic(), a little before the process is killed.
+    folder: for scratch files; it is removed afterwards.
+    keep: a folder for files that are stored beside the results.
+    earlier: the figures of earlier rows, by name.
+    note: records the figures so far, which stay if the row does not finish.
     """
 
     rehearsal: bool
@@ -46,14 +53,14 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """The card, or in a rehearsal the CPU."""
+        """The card; in a rehearsal, the CPU."""
         import torch
 
         return torch.device("cpu") if self.rehearsal else torch.device("cuda", 0)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability; of a CPU (0, 0)."""
+        """Compute capability of the card; (0, 0) for a CPU."""
         import torch
 
         return (0, 0) if self.rehearsal else torch.cuda.get_device_capability(0)
@@ -65,7 +72,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. needs: names in NEEDS. budget: seconds, of BUDGET for all rows. target: "module:function"."""
+    """One row.
+
+    needs: names in NEEDS.
+    budget: seconds; a part of BUDGET, which is for all rows.
+    target: its function, as "module:function".
+    """
 
     name: str
     question: str
@@ -97,7 +109,8 @@ def _packages(names: Sequence[str], what: str) -> Callable[[Mapping[str, Any]], 
     return lacking
 
 
-# name -> why the machine (figures of the row `machine`) lacks it, empty if it does not
+# What a row may need, by name. Each function takes the figures of the row `machine`, and returns why the machine lacks
+# it; empty if it does not.
 NEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "card": _card,
     "fp8": _fp8,

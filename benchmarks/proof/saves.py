@@ -1,4 +1,4 @@
-"""The row about checkpoints: what a save in the background costs the steps that go on meanwhile."""
+"""The row about checkpoints: how much a save in the background slows down the steps beside it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from benchmarks.proof.timing import spread
 from benchmarks.proof.training import TOY, best, llama, recipe_of, start, warm
 from harness.core.memory import free_memory
 
-# 277M parameters, 3.3 GB of state: large enough to see, small enough to be written several times.
+# 277M parameters, 3.3 GB of state: large enough to be seen, small enough to be written several times.
 SIZE = llama(1280, 512, layers=12)
 CHECKPOINT_BYTES = 12
 
 
 def saves(task: Task) -> Answer:
-    """(Time of a turn that begins with a save - time of one without), and the call of the save alone, in seconds."""
+    """Seconds that a save adds to the steps beside it, and seconds of the call alone.
+
+    The first is the time of a turn that begins with a save, minus that of a turn without one.
+    """
     size = TOY if task.rehearsal else SIZE
     state = CHECKPOINT_BYTES * size.parameters
     disk, memory = shutil.disk_usage(task.folder).free, free_memory()

@@ -1,4 +1,4 @@
-"""Times of things that take turns, on a card by its own events, on a CPU by the clock."""
+"""Times actions that take turns: on a card with CUDA events, on a CPU with the clock."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def wait(device: torch.device) -> None:
-    """Until all that was asked of the device is done."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(action: Action, repeats: int, device: torch.device) -> float:
-    """Of one call, averaged over `repeats`, the last one's end awaited."""
+    """Seconds of one call: the mean over `repeats` calls, including the wait for the end of the last one."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -44,10 +44,10 @@ def seconds(action: Action, repeats: int, device: torch.device) -> float:
 def in_turns(
     actions: Mapping[str, Action], device: torch.device, turn: float, rounds: int, deadline: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of one call of each action, one entry a round; and why an action is not among them.
+    """Seconds of one call of each action, one entry for each round; and why an action was left out.
 
-    In every round each takes its turn of about `turn` seconds. An action whose first call raises is left out; the
-    rounds end early at `deadline` (of time.monotonic()), but not before the first.
+    In every round each action runs for about `turn` seconds. An action whose first call raises is left out. The rounds
+    end early at `deadline` (on the clock of time.monotonic()), but never before the first is complete.
     """
     reasons: dict[str, str] = {}
     repeats: dict[str, int] = {}
@@ -73,12 +73,12 @@ def in_turns(
 def rates(
     times: Mapping[str, Sequence[float]], work: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Work (FLOP or bytes of one call) over seconds, with its spread."""
+    """Work (FLOPs or bytes of one call) per second, with its spread."""
     return {name: spread([work[name] / each for each in values]) for name, values in times.items()}
 
 
 def require(figures: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raises RuntimeError if nothing could be timed."""
+    """Raise RuntimeError if nothing could be timed."""
     if not figures:
         raise RuntimeError(
             "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed"

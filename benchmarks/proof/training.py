@@ -1,8 +1,8 @@
-"""Rows that train through the trainer's own path: step times, what watching costs, and that no step waits for the card.
+"""Rows that train on the trainer's own path: step times, the cost of monitoring, and that no step waits for the card.
 
-The model is a slice of Llama-3-8B on bytes: 8 of its layers at its width where two copies of the state fit the card,
-half or a quarter of the width where not. Contenders of a row take their turns in one process, so that whatever slows
-the machine slows both; a ratio is a contender's time over the other's in the same round.
+The model is a slice of Llama-3-8B on bytes: 8 of its layers at its width. On a card that cannot hold two copies of the
+state, the width is a half or a quarter. The contenders of a row take turns in one process. So whatever slows down the
+machine slows down both, and a ratio compares times of the same round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harness.tracking.console import Console
 
 GIB = 2**30
 NEVER = 10**6
-# AdamW on fp32 weights: weight, gradient and two moments of 4 bytes each.
+# Bytes a parameter, with AdamW on fp32 weights: weight, gradient and two moments of 4 bytes each.
 STATE_BYTES = 16
 
 
@@ -48,7 +48,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Of the model, embedding and head included."""
+        """Number of the model's parameters, with embedding and head."""
         dim, ffn, vocab = self.args["dim"], self.args["ffn"], self.args["vocab"]
         width = dim // self.args["heads"] * (self.args["heads"] + 2 * self.args["kv_heads"])
         return (
@@ -77,7 +77,7 @@ SMALL = llama(512, 256, layers=2)
 
 
 def sizes(task: Task, copies: float, candidates: Sequence[Size] = SIZES) -> Sequence[Size]:
-    """The sizes that `copies` states fit into the card's free memory of, largest first; the smallest in any case."""
+    """The sizes of which `copies` states fit into the card's free memory, largest first; at least the smallest size."""
     if task.rehearsal:
         return (TOY,)
     free = torch.cuda.mem_get_info(task.device)[0]
@@ -86,9 +86,9 @@ def sizes(task: Task, copies: float, candidates: Sequence[Size] = SIZES) -> Sequ
 
 
 def recipe_of(backend: str, *, fuse: bool = False, **fp8: Any) -> Recipe:
-    """The shipped recipe that `backend` ("16 bit", or one with FP8) comes first in, cut down to that rung.
+    """The shipped recipe whose first rung has `backend` ("16 bit", or one with FP8), with only that rung.
 
-    fuse: with `layers.fuse`.
+    fuse: value of `layers.fuse`.
     """
     if backend == "16 bit":
         return load_recipe("bf16")
@@ -99,15 +99,15 @@ def recipe_of(backend: str, *, fuse: bool = False, **fp8: Any) -> Recipe:
 
 
 def best(task: Task) -> str:
-    """The backend of rows that do not compare backends: FP8 where the card has it."""
+    """The backend of rows that do not compare backends: FP8 if the card has it."""
     return "native" if task.rehearsal or task.capability >= (8, 9) else "16 bit"
 
 
 @dataclass
 class Contender:
-    """A run that trains when it is its turn, one step ahead of what is judged, as in the trainer's loop.
+    """A run that trains when it is its turn. As in the trainer's loop, a step is judged while the next one runs.
 
-    fused: pairs of a norm and its Linear, and MLPs, that are computed as one.
+    fused: number of pairs of a norm and its Linear, and of MLPs, that are computed as one.
     """
 
     run: Run
@@ -118,7 +118,7 @@ class Contender:
     demoted: set[str] = field(default_factory=set)
 
     def steps(self, count: int, before: Callable[[], None] = lambda: None) -> float:
-        """Seconds of `count` steps, the last one's end awaited. before: called inside that time, at its beginning."""
+        """Seconds of `count` steps, including the wait for the last one. before: called first; its time counts."""
         wait(self.run.engine.device)
         began = time.perf_counter()
         before()
@@ -145,7 +145,7 @@ class Contender:
         self.demoted |= set(facts.demoted)
 
     def told(self) -> dict[str, Any]:
-        """That it trained, and in what: raises RuntimeError if it did not."""
+        """How the last step was trained: rung, loss, layers that left FP8. Raises RuntimeError if it was not."""
         facts = self.last
         assert facts is not None
         if not facts.applied:
@@ -175,10 +175,10 @@ def start(
     recipe: Recipe,
     over: Mapping[str, Any] | None = None,
 ) -> Contender:
-    """A run of `recipe`, built as `harness train` builds one, closed with `stack`. over: sections of the config.
+    """A run of `recipe`, built as `harness train` builds one; `stack` closes it. over: sections of the config.
 
-    Weights are drawn on the device. Snapshots and saves are off unless `over` says otherwise: they take host memory of
-    the size of the state. Raises NotHere if the plan refuses the combination, or a library that it needs does not load.
+    Weights are initialised on the device. Snapshots and saves take as much host memory as the state, so they are off
+    unless `over` switches them on. Raises NotHere if the plan refuses the combination, or if a library does not load.
     """
     folder = task.folder / name
     folder.mkdir()
@@ -249,7 +249,10 @@ def allocated(device: torch.device) -> int:
 
 
 def warm(contender: Contender, steps: int) -> dict[str, Any]:
-    """First steps, which compile, allocate and load; bytes of tensors at the height of a step, beside other runs'."""
+    """Run the first steps, which compile, allocate and load. Returns the first one's time, and the peak bytes.
+
+    The peak includes what other runs hold on the card; it is None on a CPU.
+    """
     device = contender.run.engine.device
     before = time.perf_counter()
     contender.steps(1)
@@ -269,9 +272,9 @@ def in_rounds(
     rounds: int,
     period: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of a step, one entry a round; `so_far` plus the times is noted after each.
+    """Seconds of a step, one entry for each round. After each round, `so_far` and the times are noted.
 
-    turn: seconds of one turn, in whole periods of so many steps.
+    turn: about how many seconds a turn takes. period: the steps of a turn are a multiple of this.
     """
     once = max(contender.steps(2) / 2 for contender in contenders.values())
     count = max(1 if task.rehearsal else 3, min(50, round(turn / once)))
@@ -280,7 +283,7 @@ def in_rounds(
     for number in range(rounds):
         if number and task.left() < 1.5 * count * sum(values[-1] for values in times.values()):
             break
-        # Whoever comes second finds a warmer machine: take turns at that too.
+        # Whoever runs second finds a warmer machine, so the order changes from round to round.
         for name in list(contenders) if number % 2 else list(reversed(list(contenders))):
             times[name].append(contenders[name].steps(count) / count)
         task.note({**so_far, "steps_per_turn": count, "seconds": times})
@@ -300,9 +303,9 @@ def compared(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[
 
 
 def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer:
-    """The FP8 backend's step against that of bf16 (fp16 on cards without it), both eager or both compiled.
+    """Compare the FP8 backend's step with that of bf16 (fp16 on cards without bf16), both eager or both compiled.
 
-    fuse: the FP8 backend's with norms and MLPs fused.
+    fuse: whether the FP8 backend fuses norms and MLPs.
     """
     over = {"engine": {"compile": "blocks" if compiled else "none"}}
 
@@ -315,7 +318,7 @@ def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer
         ):
             others = allocated(task.device)
             contenders[name] = start(stack, task, name, size, recipe, over)
-            # Past a step that samples statistics: it is the one that takes the most memory.
+            # Include a step that samples statistics, because it takes the most memory.
             facts[name] = warm(contenders[name], 2 if task.rehearsal else recipe.fp8.stats_every)
             if facts[name]["peak"] is not None:
                 facts[name]["peak"] -= others
@@ -380,10 +383,11 @@ def torchao_compiled(task: Task) -> Answer:
 
 
 def watching(task: Task) -> Answer:
-    """Steps with the journal and FP8 statistics of every step, with the guard, and as shipped (statistics of one step
-    in ten, the guard, and as in the first 200 steps a copy of the state at one in twenty), over steps with none of it.
+    """Compare steps with monitoring to steps without: what the journal, the guard and FP8 statistics cost.
 
-    MLflow is a process of its own that reads the journal; it is not part of this.
+    Three contenders have monitoring. The first has the journal and the FP8 statistics of every step. The second has the
+    guard. The third is as shipped: the guard, statistics of one step in ten, and, as in the first 200 steps, a copy of
+    the state at one step in twenty. MLflow is not part of this: it runs in a process of its own and reads the journal.
     """
     off = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
     shipped = 2 if task.rehearsal else GuardConfig().snapshot_every
@@ -414,14 +418,14 @@ def watching(task: Task) -> Answer:
         without = "" if figures["snapshots"] else "; without snapshots, for want of memory"
         return Answer(f"of a step without: {told}; {size.name}{without}", figures)
 
-    # A step of this width does not wait for Python, and four states of it fit a card of 80 GB.
+    # At this width a step is not bound by Python, and four states fit a card of 80 GB.
     return at_the_largest(
         task, sizes(task, 4.6, (llama(4096, 4096, layers=4), *SIZES[1:])), measure
     )
 
 
 def syncs(task: Task) -> Answer:
-    """Steps of every rung under torch's own detector, which raises where the host waits for the card."""
+    """Run steps of every rung under torch's own detector, which raises wherever the host waits for the card."""
     rungs = ["16 bit"] + [
         name for name in ("native", "transformer_engine", "torchao") if task.capability >= (8, 9)
     ]
@@ -451,9 +455,9 @@ def syncs(task: Task) -> Answer:
 
 
 def waits(contender: Contender) -> None:
-    """Raises RuntimeError if one of ten steps, after the first that allocate, makes the host wait.
+    """Raise RuntimeError if the host waits in one of ten steps. The first steps, which allocate, do not count.
 
-    Ten, so that one is among them that measures the parameters (`guard.measure_every`).
+    One of ten steps measures the parameters (`guard.measure_every`), so it is among them.
     """
     run = contender.run
     contender.steps(2)

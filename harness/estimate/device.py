@@ -1,7 +1,11 @@
-"""A CUDA device on paper: build and load what makes PyTorch's autograd believe in one. Torch-free.
+"""A fake CUDA device: builds and loads the small C++ library that makes PyTorch's autograd accept one. Torch-free.
 
-It must be loaded before torch, which asks once whether there is CUDA and keeps the answer. From then on the process
-has one CUDA device that computes nothing, and no other: a GPU that is there is neither used nor touched.
+Fake tensors can claim to be on CUDA without any GPU. Autograd cannot: it asks C++ hooks whether there is CUDA, and a
+C++ guard for the device and its streams. `paper_device.cpp` has both. It is compiled once against the installed torch
+and kept in the user's cache.
+
+The library must be loaded before torch, which asks once whether there is CUDA and keeps the answer. From then on the
+process has exactly one CUDA device, which computes nothing. A real GPU is neither used nor touched.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from harness.core.files import cached
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
-# Some compilers link the C++ library in: it stays inside, or torch takes its symbols for those of its own.
+# Some compilers link the C++ standard library statically. Its symbols must stay hidden, or torch would use them.
 _EXPORTS = "{ global: paper_use_guard; local: *; };"
 _BUILD_SECONDS = 120
 _WHERE = "harness estimate"
@@ -30,19 +34,18 @@ _WHERE = "harness estimate"
 
 @cache
 def load() -> None:
-    """Put the device on paper into this process; a second call does nothing.
+    """Put the fake device into this process. A second call does nothing.
 
-    Raises MisuseError if torch is loaded already; MachineError without torch or a C++ compiler, or if the build fails.
+    Raises MisuseError if torch is loaded already. Raises MachineError without torch or a C++ compiler, and if the build
+    fails.
     """
     if "torch" in sys.modules:
-        what, why = "torch is loaded already", "it has asked for CUDA once, and keeps the answer"
-        raise MisuseError(
-            Problem(
-                what, _WHERE, why, "call harness.estimate.device.load() first, in its own process"
-            )
-        )
+        what = "torch is loaded already"
+        why = "it has asked for CUDA once, and keeps the answer"
+        fix = "call harness.estimate.device.load() first, in its own process"
+        raise MisuseError(Problem(what, _WHERE, why, fix))
     library = ctypes.CDLL(str(_build()))
-    import torch  # noqa: F401  # its own guard registers itself while it is loaded
+    import torch  # noqa: F401  # registers its own guard as it loads; ours then replaces it
 
     library.paper_use_guard()
 
@@ -50,15 +53,9 @@ def load() -> None:
 def _build() -> Path:
     """The shared library, built into the user's cache unless it is there for this torch, compiler and source."""
     root = _torch_folder()
-    compiler = (
-        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("g++") or shutil.which("clang++")
-    )
-    if compiler is None:
-        what, why = (
-            "there is no C++ compiler",
-            "a CUDA device on paper is built against the installed torch, once",
-        )
-        raise MachineError(Problem(what, _WHERE, why, "install g++ (apt install g++)"))
+    compiler = _compiler()
+
+    # Whatever changes the library is in its name: source, flags, compiler and torch.
     version = runpy.run_path(str(root / "version.py"))
     facts = (_FLAGS, _EXPORTS, compiler, str(root), version["__version__"], version["git_version"])
     key = hashlib.sha256(_SOURCE.read_bytes() + repr(facts).encode()).hexdigest()
@@ -77,19 +74,28 @@ def _build() -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
-            said = (
-                (getattr(error, "stderr", b"") or str(error).encode())
-                .decode(errors="replace")
-                .strip()
-            )
-            what = "the CUDA device on paper did not build"
+            output = getattr(error, "stderr", b"") or str(error).encode()
+            why = output.decode(errors="replace").strip()[-400:]
+            what = "the fake CUDA device did not build"
             fix = f"g++ with C++20 is needed (11 or newer); torch is {version['__version__']}"
-            raise MachineError(Problem(what, _WHERE, said[-400:], fix)) from error
+            raise MachineError(Problem(what, _WHERE, why, fix)) from error
 
     return cached(f"paper_device-{key[:16]}.so", build)
 
 
+def _compiler() -> str:
+    """The C++ compiler that $CXX names, else g++ or clang++. Raises MachineError."""
+    for name in (os.environ.get("CXX", "g++"), "g++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    what = "there is no C++ compiler"
+    why = "a fake CUDA device is built against the installed torch, once"
+    raise MachineError(Problem(what, _WHERE, why, "install g++ (apt install g++)"))
+
+
 def _torch_folder() -> Path:
+    """The folder of the installed torch, found without importing it. Raises MachineError."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise MachineError(Problem("PyTorch is not installed", _WHERE, fix="make setup"))

@@ -1,7 +1,7 @@
-// A CUDA device that is not there, for PyTorch's autograd: one device, one stream, events that do nothing.
+// A fake CUDA device for PyTorch's autograd: one device, one stream, events that do nothing.
 //
-// Built once against the installed torch and loaded before it, so that the hooks are the ones that torch finds when it
-// first asks whether there is CUDA. Nothing here ever computes: on paper every tensor is a fake one.
+// Built once against the installed torch and loaded before it, so that torch finds these hooks when it first asks
+// whether there is CUDA. Nothing here ever computes: every tensor on this device is a fake one.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -53,11 +53,11 @@ struct Hooks final : public at::CUDAHooksInterface {
 
 namespace at {
 using CUDAHooks = paper::Hooks;
-// Preferred: in a build of torch with CUDA, its own hooks of the same name stand back.
+// Preferred: in a CUDA build of torch, these hooks win over its own ones of the same name.
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
-// After torch is loaded: from now on the guard is this one, whatever torch has registered.
+// Called after torch is loaded: this guard replaces the one that torch has registered.
 extern "C" void paper_use_guard() {
   c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new paper::Guard());
 }

@@ -1,4 +1,14 @@
-"""What a config and a recipe would take on a card: memory from the trace, time from the roofline."""
+"""Predicts what a config and a recipe take on a card: memory from the trace, time from the roofline.
+
+`predict` picks the rung that the recipe would take on the card and traces a step on it (`trace.py`). It traces the same
+run in bf16 too, as the baseline.
+
+Memory: the trace's peak of live storages, plus what a process's CUDA context takes. Fragmentation is not predicted.
+
+Time: each operation of the traced step takes as long as the roofline says (`roofline.py`), one after the other. If the
+host needs longer to launch the kernels, the host's time counts instead. A run samples FP8 statistics on one of
+`stats_every` steps, so the mean step is a weighted mean of a usual step and a sampled one.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +45,20 @@ from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = f"{PLAIN}:bf16"
 _MOST_KINDS = 6
-_ROUTED = (
-    "experts: each gets as many tokens as any other; how a trained router chooses is not known beforehand",
-)
+_ROUTED = "experts: each gets as many tokens as any other; how a trained router chooses is not known beforehand"
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Predicted seconds. usual: of a step that measures nothing extra; sampled: of one that samples FP8 statistics;
-    mean: over `stats_every` steps. host_bound: the host could not launch kernels as fast as the card runs them."""
+    """Predicted times, in seconds.
+
+    usual: a step that measures nothing extra.
+    sampled: a step that samples FP8 statistics.
+    mean: the mean over `stats_every` steps.
+    kernels: kernel launches of a usual step.
+    host_bound: whether the host launches kernels more slowly than the card runs them.
+    by_purpose: seconds of a usual step by purpose, longest first.
+    """
 
     usual: float
     sampled: float
@@ -55,8 +70,19 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Everything that `harness estimate` says. bf16, bf16_timing: of the same run on the rung autocast:bf16; None on
-    a card that has none. tokens: of a step over all ranks, as `counted` says: "tokens", or "samples" of a data set."""
+    """Everything that `harness estimate` reports.
+
+    card, recipe: what was asked for.
+    taken: the rung that the card takes.
+    rungs: the verdict on each rung of the recipe.
+    trace, timing: of that rung, or of the backend that stands in for it.
+    bf16, bf16_timing: the same run on the rung autocast:bf16; None on a card without bf16.
+    tokens: tokens or samples of a step, over all ranks.
+    counted: what `tokens` counts: "tokens", or "samples" of a data set.
+    ranks: processes that share the global batch.
+    calibration: the card's rates.
+    notes: what the reader has to know of the estimate.
+    """
 
     card: Card
     recipe: str
@@ -74,45 +100,53 @@ class Prediction:
 
     @property
     def needed(self) -> int:
-        """Bytes: the allocator's peak and what CUDA itself takes."""
+        """Bytes on the card: the allocator's peak, plus what CUDA itself takes."""
         return self.trace.peak + self.calibration.rates.context_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the card's memory; fragmentation is not foreseen."""
+        """Whether `needed` is within the card's memory. Fragmentation is not predicted."""
         return self.needed <= self.card.memory
 
     @property
     def flops(self) -> int:
-        """Of the matrix products (convolutions, attention) of a usual step of one rank; of experts, those that run."""
+        """FLOPs of the GEMMs, convolutions and attention of a usual step of one rank.
+
+        Of a mixture of experts, the experts that run count.
+        """
         return round(sum(op.flops for op in self.trace.steps[USUAL]))
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks, FLOPs of one."""
-        timing, baseline = self.timing, self.bf16_timing
+        """The output of `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks, FLOPs of one rank."""
+        timing = self.timing
+        baseline = self.bf16_timing
+        skipped = [
+            {"rung": rung.rung, "reason": rung.reason} for rung in self.rungs if not rung.taken
+        ]
+        ratio = usual_ratio = bf16_ms = None
+        if baseline is not None:
+            ratio = round(timing.mean / baseline.mean, 4)
+            usual_ratio = round(timing.usual / baseline.usual, 4)
+            bf16_ms = _ms(baseline.mean)
         return {
             "card": self.card.name,
             "recipe": self.recipe,
             "rung": self.taken,
             "estimated": self.trace.rung.name,
-            "passed_over": [
-                {"rung": rung.rung, "reason": rung.reason} for rung in self.rungs if not rung.taken
-            ],
+            "passed_over": skipped,
             "peak_gib": _gib(self.trace.peak),
             "bf16_peak_gib": None if self.bf16 is None else _gib(self.bf16.peak),
             "context_gib": _gib(self.calibration.rates.context_bytes),
             "card_gib": _gib(self.card.memory),
             "fits": self.fits,
             "at_peak_gib": {kind: _gib(size) for kind, size in largest(self.trace)},
-            "ratio_vs_bf16": None if baseline is None else round(timing.mean / baseline.mean, 4),
-            "ratio_vs_bf16_usual_step": None
-            if baseline is None
-            else round(timing.usual / baseline.usual, 4),
+            "ratio_vs_bf16": ratio,
+            "ratio_vs_bf16_usual_step": usual_ratio,
             "calibrated": self.calibration.calibrated,
             "step_ms": _ms(timing.mean),
             "usual_step_ms": _ms(timing.usual),
             "sampled_step_ms": _ms(timing.sampled),
-            "bf16_step_ms": None if baseline is None else _ms(baseline.mean),
+            "bf16_step_ms": bf16_ms,
             f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
             "flops": self.flops,
@@ -120,7 +154,7 @@ class Prediction:
             "host_bound": timing.host_bound,
             "by_purpose_ms": {name: _ms(seconds) for name, seconds in timing.by_purpose.items()},
             "waits": [{"what": wait.what, "where": list(wait.where)} for wait in self.trace.waits],
-            "pageable_copies": sum(1 for copy in pageable(self.trace)),
+            "pageable_copies": len(pageable(self.trace)),
             "parameters": self.trace.parameters,
             "fp8_layers": sum(layer.precision == "fp8" for layer in self.trace.layers),
             "linear_layers": sum(bool(layer.shape) for layer in self.trace.layers),
@@ -129,57 +163,51 @@ class Prediction:
 
 
 # Optimizers whose update runs on fake tensors: torch's own.
-_ON_PAPER = ("adamw", "sgd", "muon")
+_RUN_ON_FAKES = ("adamw", "sgd", "muon")
 
 
 def predict(
     config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1
 ) -> Prediction:
-    """Trace the run on `card` and, where the card has it, the same run in bf16.
+    """Trace the run on `card` and, if the card has bf16, the same run in bf16.
 
-    ranks: processes that share the global batch; each is estimated alone, without what they say to each other.
-    Raises MachineError if no rung of the recipe runs on the card, ConfigError as training would, and if the model
-    or optimizer cannot be put on paper or the config asks for DeepSpeed.
+    ranks: processes that share the global batch. Each is estimated alone, without communication.
+    Raises MachineError if no rung of the recipe runs on the card. Raises ConfigError as training would, and if the
+    config asks for DeepSpeed, or the model or optimizer cannot run on fake tensors.
     """
-    if read_launch().launched:
-        what, fix = (
-            "this is one process of a launcher's",
-            "start it alone, with --ranks for the number of processes",
-        )
-        raise ConfigError(Problem(what, "harness estimate", fix=fix))
-    check_world(config.train.global_batch, config.train.micro_batch, ranks)
-    for key, asked in (
-        ("deepspeed", config.engine.deepspeed is not None),
-        ("name", config.engine.name == "deepspeed"),
-    ):
-        if asked:
-            what, why = (
-                "DeepSpeed is not estimated",
-                "its engine moves memory and gradients in ways of its own",
-            )
-            raise ConfigError(
-                Problem(what, f"engine.{key}", why, "leave it out to estimate the engine for torch")
-            )
-    if config.train.optimizer not in _ON_PAPER:
-        what, why = "its update is not estimated", "it does not run on fake tensors"
-        fix = f"one of {', '.join(_ON_PAPER)}; docs/guide/training.md has what each keeps for a parameter"
-        raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
+    _check_estimable(config, ranks)
     notes = _notes(config, recipe, ranks)
 
+    # Trace the first rung of the ladder that the card supports and that has something to run in this model.
     def on(
         rung: Rung, rungs: list[RungVerdict]
     ) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
-        estimated, stand_in, said = _in_place_of(rung, recipe)
-        return rung, rungs, estimated, said, _trace(config, stand_in, card, estimated, ranks)
+        estimated, stand_in, replaced = _stand_in(rung, recipe)
+        made = _trace(config, stand_in, card, estimated, ranks)
+        return rung, rungs, estimated, replaced, made
 
-    rung, rungs, estimated, said, made = take_rung(recipe, facts_of(card), torch.device("cpu"), on)
+    rung, rungs, estimated, replaced, made = take_rung(
+        recipe, facts_of(card), torch.device("cpu"), on
+    )
     timing = _time(made, calibration.rates, recipe.fp8.stats_every)
-    bf16: Trace | None = made if estimated.name == _BF16 else None
-    if bf16 is None and card.capability >= (8, 0):
+
+    # The baseline: the same run in bf16, unless it is in bf16 already.
+    bf16: Trace | None = None
+    bf16_timing: Timing | None = None
+    if estimated.name == _BF16:
+        bf16 = made
+    elif card.capability >= (8, 0):
         baseline = Rung(backend=PLAIN, precision="bf16", tiers=list(rung.tiers))
         bf16 = _trace(config, recipe, card, baseline, ranks)
-    elif bf16 is None:
+    else:
         notes.append(f"a {card.name} has no bf16 to compare with")
+    if bf16 is not None:
+        bf16_timing = _time(bf16, calibration.rates, recipe.fp8.stats_every)
+
+    # A step of text has tokens. A data set of the user's own has samples.
+    of_text = config.data.target is None
+    tokens = config.train.global_batch * (config.data.context if of_text else 1)
+    routed = [_ROUTED] if made.routed else []
     return Prediction(
         card=card,
         recipe=recipe.name,
@@ -188,44 +216,66 @@ def predict(
         trace=made,
         timing=timing,
         bf16=bf16,
-        bf16_timing=None
-        if bf16 is None
-        else _time(bf16, calibration.rates, recipe.fp8.stats_every),
-        tokens=config.train.global_batch
-        * (config.data.context if config.data.target is None else 1),
-        counted="tokens" if config.data.target is None else "samples",
+        bf16_timing=bf16_timing,
+        tokens=tokens,
+        counted="tokens" if of_text else "samples",
         ranks=ranks,
         calibration=calibration,
-        notes=(
-            *said,
-            *_assumed(rung),
-            *(_ROUTED if made.routed else ()),
-            *notes,
-            *calibration.notes,
-        ),
+        notes=(*replaced, *_assumed(rung), *routed, *notes, *calibration.notes),
     )
 
 
+def _check_estimable(config: RunConfig, ranks: int) -> None:
+    """Raise ConfigError for what an estimate does not cover."""
+    if read_launch().launched:
+        what = "this is one process of a launcher's"
+        fix = "start it alone, with --ranks for the number of processes"
+        raise ConfigError(Problem(what, "harness estimate", fix=fix))
+
+    check_world(config.train.global_batch, config.train.micro_batch, ranks)
+
+    key = ""
+    if config.engine.deepspeed is not None:
+        key = "engine.deepspeed"
+    elif config.engine.name == "deepspeed":
+        key = "engine.name"
+    if key:
+        what = "DeepSpeed is not estimated"
+        why = "its engine moves memory and gradients in ways of its own"
+        fix = "leave it out to estimate the engine for torch"
+        raise ConfigError(Problem(what, key, why, fix))
+
+    if config.train.optimizer not in _RUN_ON_FAKES:
+        what = "its update is not estimated"
+        why = "it does not run on fake tensors"
+        fix = f"one of {', '.join(_RUN_ON_FAKES)}; docs/guide/training.md has what each keeps for a parameter"
+        raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
+
+
 def largest(made: Trace) -> list[tuple[str, int]]:
-    """What the peak is made of, largest first; what is under 1% of it is left out."""
-    return [
-        (kind, size)
-        for kind, size in made.peak_kinds.most_common(_MOST_KINDS)
-        if size > made.peak / 100
-    ]
+    """The kinds of bytes at the peak, largest first. Kinds under 1% of the peak are left out."""
+    kinds: list[tuple[str, int]] = []
+    for kind, size in made.peak_kinds.most_common(_MOST_KINDS):
+        if size > made.peak / 100:
+            kinds.append((kind, size))
+    return kinds
 
 
 def pageable(made: Trace) -> list[str]:
-    """Where tensors go to the card from memory that is not page-locked: such a copy keeps the host busy."""
-    return [
-        copy.where[0] if copy.where else "?"
-        for copy in made.transfers
-        if copy.direction == "cpu->cuda" and not copy.pinned
-    ]
+    """Code that copies to the card from memory that is not page-locked. The host waits for such a copy."""
+    found: list[str] = []
+    for copy in made.transfers:
+        if copy.direction == "cpu->cuda" and not copy.pinned:
+            innermost = copy.where[0] if copy.where else "?"
+            found.append(innermost)
+    return found
 
 
-def _in_place_of(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
-    """What is traced for `rung`, with which recipe, and what to say of it."""
+def _stand_in(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
+    """The rung that is traced for `rung`, its recipe, and notes that say so if they differ.
+
+    A library whose kernels cannot run on fake tensors names a backend that stands in for it.
+    """
     backend = BACKENDS[rung.backend]
     if not backend.stand_in:
         return rung, recipe, []
@@ -233,13 +283,15 @@ def _in_place_of(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
     note = f"{rung.name} is estimated as {other.name}: {rung.backend}'s kernels do not run on fake tensors"
     if recipe.fp8.scaling in BACKENDS[backend.stand_in].scalings:
         return other, recipe, [note]
+
+    # The stand-in has no such scaling either: take its default one.
     fp8 = Fp8Config(format=recipe.fp8.format, stats_every=recipe.fp8.stats_every)
     note += f", and {recipe.fp8.scaling} scaling as {fp8.scaling} scaling"
     return other, recipe.model_copy(update={"fp8": fp8}), [note]
 
 
 def _assumed(rung: Rung) -> list[str]:
-    """Software that the card's machine is taken to have, whether or not this one has it."""
+    """Notes on software that the card's machine is assumed to have, whether or not this one has it."""
     if rung.precision != "fp8":
         return []
     needed = f"{BACKENDS[rung.backend].library} and " if BACKENDS[rung.backend].stand_in else ""
@@ -247,10 +299,11 @@ def _assumed(rung: Rung) -> list[str]:
 
 
 def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
+    """Notes on parts of the run that the estimate leaves out."""
     notes: list[str] = []
     if ranks > 1:
         notes.append(
-            f"one of {ranks} processes: what they say to each other takes time that is not in here"
+            f"one of {ranks} processes: communication between them takes time that is not included"
         )
     if config.engine.compile != "none":
         notes.append(f"engine.compile={config.engine.compile} is left out: this is the eager step")
@@ -262,31 +315,32 @@ def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
 
 
 def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int) -> Trace:
+    """`trace`. Raises ConfigError also for a model that cannot run on fake tensors."""
+    where = f"model.target {config.model.target}"
     try:
         return trace(config, recipe, card, rung, ranks)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        what = "the model cannot be put on paper: the size of one of its tensors depends on computed values"
-        where = f"model.target {config.model.target}"
+        what = "the model cannot run on fake tensors: the size of one of its tensors depends on computed values"
         fix = "choose experts by the indices of topk or argmax, or estimate a model without such an operation"
         raise ConfigError(Problem(what, where, str(error), fix)) from error
     except (NotImplementedError, UnsupportedOperatorException) as error:
-        what = "the model cannot be put on paper: PyTorch does not know the shapes of one of its operations beforehand"
-        where, why = (
-            f"model.target {config.model.target}",
-            str(error.__context__ or error).partition("\n")[0][:300],
-        )
-        raise ConfigError(
-            Problem(what, where, why, "estimate a model without such an operation")
-        ) from error
+        what = "the model cannot run on fake tensors: PyTorch cannot infer the shapes of one of its operations"
+        # The first error names the operation.
+        why = str(error.__context__ or error).partition("\n")[0][:300]
+        fix = "estimate a model without such an operation"
+        raise ConfigError(Problem(what, where, why, fix)) from error
 
 
 def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:
+    """Times of the traced steps; one of `stats_every` steps is a sampled one."""
     usual, sampled = made.steps[USUAL], made.steps[SAMPLED]
-    usual_seconds, sampled_seconds = step_seconds(usual, rates), step_seconds(sampled, rates)
+    usual_seconds = step_seconds(usual, rates)
+    sampled_seconds = step_seconds(sampled, rates)
+    mean_seconds = (usual_seconds * (stats_every - 1) + sampled_seconds) / stats_every
     return Timing(
         usual=usual_seconds,
         sampled=sampled_seconds,
-        mean=(usual_seconds * (stats_every - 1) + sampled_seconds) / stats_every,
+        mean=mean_seconds,
         kernels=sum(op.kernels for op in usual),
         host_bound=usual_seconds > device_seconds(usual, rates),
         by_purpose=_by_purpose(usual, rates),
@@ -294,6 +348,7 @@ def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:
 
 
 def _by_purpose(ops: Sequence[Op], rates: Rates) -> dict[str, float]:
+    """Seconds on the device by purpose, longest first."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for op in ops:
         seconds[op.purpose] += seconds_of(op, rates)

@@ -1,7 +1,16 @@
-"""Every operation on its way to a device: what it costs, where it comes from, and how much memory is allocated.
+"""Records every operation of a step: what it costs, which code called it, and how much memory is live.
 
-Launches, bytes and FLOPs of an ATen operation follow from its name and its tensors' shapes. Kernel counts are those of
-PyTorch's CUDA implementations, read from its sources (aten/src/ATen/native/cuda).
+PyTorch dispatches each ATen operation (`mm`, `add`, `_fused_adamw_`) through `Recorder.__torch_dispatch__` before it
+reaches a kernel. At this point name, arguments and results are known, also for fake tensors. Two things follow:
+
+- Work. Kernel launches, bytes read and written, and FLOPs depend only on the operation's name and its tensors'
+  shapes. `kernels`, `traffic` and `flops` compute them. Launch counts are those of PyTorch's CUDA implementations,
+  read from its sources (aten/src/ATen/native/cuda).
+- Memory. A storage counts as live from the operation that made it until Python frees it, rounded up as the caching
+  allocator does. The largest sum is the peak. Each storage has a kind, such as "gradients", by the phase in which it
+  was made.
+
+The recorder also notes where the host waits for the device, and copies between the two.
 """
 
 from __future__ import annotations
@@ -30,7 +39,8 @@ from harness.precision.backends.registry import BACKENDS
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"})
 CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
-# And where `is_causal` stands among their arguments; PyTorch leaves out the last ones that are as by default: False.
+# Attention kernels, with the position of `is_causal` among their arguments. PyTorch omits trailing arguments that have
+# their default, so a missing one means False.
 _CAUSAL = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6,
@@ -38,7 +48,7 @@ _CAUSAL = {
     "_scaled_dot_product_efficient_attention_backward": 11,
 }
 ATTENTION = frozenset(_CAUSAL)
-# The host waits for the device: the result, or its size, is a value that the device has computed.
+# The host waits for the device in these: the result, or its size, is a value that the device computes.
 WAITING = frozenset(
     {
         "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select",
@@ -68,36 +78,42 @@ _FRESH = frozenset(
     | {"scalar_tensor", "normal_", "uniform_"}
 )
 
-# aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors and blocks that one launch takes, by number of lists.
+# aten/src/ATen/native/cuda/MultiTensorApply.cuh: how many tensors one launch takes, by number of lists, and how many
+# blocks of how many elements.
 _TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 _BLOCKS_PER_LAUNCH = 320
 _CHUNK = 65536
-# Of the fused optimizers, which pass a step counter beside each list.
+# Fused optimizers pass a step counter beside each list, so fewer tensors fit.
 _TENSORS_PER_FUSED_LAUNCH = 36
-# aten/src/ATen/native/cuda/Embedding.cu: up to here one kernel counts the indices, else they are sorted.
+# aten/src/ATen/native/cuda/Embedding.cu: up to this many indices, one kernel counts them; more are sorted.
 _EMBEDDING_SMALL = 3072
 _CAT_PER_LAUNCH = 128
 
 
 def touched(tensor: Tensor) -> int:
     """Bytes of the distinct elements: an expanded dimension counts once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return (
-        math.prod(size if stride else min(size, 1) for size, stride in sizes)
-        * tensor.element_size()
-    )
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        expanded = not stride
+        elements *= min(size, 1) if expanded else size
+    return elements * tensor.element_size()
 
 
 def kernels(
     func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> int:
-    """Launches of `func` on CUDA, 0 for views and allocations."""
+    """Kernel launches of `func` on CUDA; 0 for views and allocations."""
+    # No launch: views, allocations, and a cast that returns its input.
     if name in _FREE or name in _VIEWS or (func.is_view and name != "_to_copy"):
         return 0
     if name == "_to_copy" and ins and outs and ins[0] is outs[0]:
         return 0
+
+    # Operations on lists of tensors take many tensors in a launch.
     if name.startswith(("_foreach", "_fused_")) and args and isinstance(args[0], (list, tuple)):
         return _multi_tensor(name, args)
+
+    # Operations of several kernels; all others are one.
     if name == "_scaled_dot_product_flash_attention_backward":
         return 3
     if name == "_scaled_dot_product_efficient_attention_backward":
@@ -112,14 +128,19 @@ def kernels(
 
 
 def _multi_tensor(name: str, args: Sequence[Any]) -> int:
-    lists = sum(
-        1 for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)
-    )
-    most = (
-        _TENSORS_PER_FUSED_LAUNCH
-        if name.startswith("_fused")
-        else _TENSORS_PER_LAUNCH.get(lists, 30)
-    )
+    """Launches of an operation on lists of tensors, counted as multi_tensor_apply fills its launches.
+
+    A launch is full at a number of tensors or of blocks. A tensor whose blocks do not all fit goes on in the next one.
+    """
+    if name.startswith("_fused"):
+        most = _TENSORS_PER_FUSED_LAUNCH
+    else:
+        lists = 0
+        for arg in args:
+            if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor):
+                lists += 1
+        most = _TENSORS_PER_LAUNCH.get(lists, 30)
+
     launches = blocks = tensors = 0
     for tensor in args[0]:
         if not isinstance(tensor, Tensor) or not tensor.numel():
@@ -131,36 +152,52 @@ def _multi_tensor(name: str, args: Sequence[Any]) -> int:
             last = chunk == chunks - 1
             if blocks == _BLOCKS_PER_LAUNCH or (tensors == most and last):
                 launches += 1
-                blocks, tensors = 0, 0 if last else 1
-    return launches + bool(blocks) + (name == "_foreach_norm")
+                blocks = 0
+                tensors = 0 if last else 1
+    if blocks:
+        launches += 1
+    # A second kernel adds up the norms of the chunks.
+    if name == "_foreach_norm":
+        launches += 1
+    return launches
 
 
 def traffic(
     name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Bytes read and written, were nothing kept in a cache."""
+    """Bytes read and written, as if no cache kept anything."""
+    # An embedding reads only the rows that it returns, not its whole table.
     if name == "embedding":
         return touched(ins[1]) + touched(outs[0]), touched(outs[0])
     if name == "embedding_dense_backward":
         return touched(ins[0]) + touched(ins[1]), touched(outs[0])
+
+    # Reads: each input once, but not one that is only overwritten.
     distinct = {id(tensor): touched(tensor) for tensor in ins}
     if name in _WRITE_ONLY and ins:
         distinct.pop(id(ins[0]), None)
     reads = 0 if name in _FRESH else sum(distinct.values())
+
+    # Writes: the results, or the lists that are updated in place.
     if name.startswith("_fused_") and args and isinstance(args[0], (list, tuple)):
         # Weights and moments are written back, gradients (the second list) are not.
-        written = [args[0], *args[2:4]]
+        updated = [args[0], *args[2:4]]
     elif name.startswith("_foreach") and name.endswith("_"):
-        written = [args[0]]
+        updated = [args[0]]
     else:
         return reads, sum(touched(tensor) for tensor in outs)
-    return reads, sum(
-        touched(t) for group in written if isinstance(group, (list, tuple)) for t in group
-    )
+    writes = 0
+    for group in updated:
+        if isinstance(group, (list, tuple)):
+            writes += sum(touched(tensor) for tensor in group)
+    return reads, writes
 
 
 def flops(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
-    """Of GEMMs, convolutions and attention, 2 for a multiplication with its addition; causal attention has half."""
+    """FLOPs of a GEMM, convolution or attention; 0 for all else. A multiplication with its addition counts 2.
+
+    Causal attention counts half.
+    """
     if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"):
         left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
         return 2.0 * math.prod(left.shape) * right.shape[-1]
@@ -174,25 +211,39 @@ def flops(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
         backward = name.endswith("_backward")
         query, key = args[1:3] if backward else args[:2]
         batch, heads, time, width = query.shape
-        # Two GEMMs forward, five backward (one of them makes the scores again), half of each under a causal mask.
-        whole = (10.0 if backward else 4.0) * batch * heads * time * key.shape[2] * width
-        return whole / 2 if len(args) > _CAUSAL[name] and args[_CAUSAL[name]] else whole
+        # Forward has two GEMMs. Backward has five, one of which computes the scores again.
+        gemms = 5.0 if backward else 2.0
+        whole = 2.0 * gemms * batch * heads * time * key.shape[2] * width
+        # A causal mask leaves out half of the scores.
+        causal = len(args) > _CAUSAL[name] and args[_CAUSAL[name]]
+        return whole / 2 if causal else whole
     return 0.0
 
 
 def _of_convolution(name: str, args: Sequence[Any], outs: Sequence[Tensor]) -> float:
-    """Every weight meets every position of the output, of the input if transposed; backward does it again for each of
-    the gradients of input and weight that are wanted."""
-    backward = name.endswith("_backward")
-    image, weight = args[1:3] if backward else args[:2]
-    transposed, result = (args[7], args[0]) if backward else (args[6], outs[0])
+    """FLOPs of a convolution: each weight is multiplied at each position of the output.
+
+    A transposed convolution multiplies at each position of the input. Backward repeats the work for each of the two
+    gradients (input, weight) that are wanted.
+    """
+    if name.endswith("_backward"):
+        result, image, weight = args[:3]
+        transposed = args[7]
+        times = sum(args[10][:2])
+    else:
+        image, weight = args[:2]
+        result = outs[0]
+        transposed = args[6]
+        times = 1
     positions = (image if transposed else result).shape
-    times = sum(args[10][:2]) if backward else 1
     return 2.0 * times * positions[0] * math.prod(positions[2:]) * weight.numel()
 
 
 def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
-    """What computes a GEMM, convolution or attention of these operands. tf32: the card has it."""
+    """Which arithmetic unit computes a GEMM, convolution or attention of these operands; "none" for all else.
+
+    tf32: whether the card has TF32.
+    """
     if name not in GEMMS and name not in ATTENTION and name not in CONVOLUTIONS:
         return "none"
     if name.startswith("_scaled_mm"):
@@ -206,6 +257,7 @@ def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
 
 # The caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
 _BLOCK = 512
+# Frames of a call stack that are looked at, and those that a report shows.
 _DEPTH = 80
 _SHOWN_FRAMES = 8
 _TORCH = str(Path(torch.__file__ or "").parent) + "/"
@@ -218,6 +270,7 @@ _GEMM_NAMES = {
     "fp32": "GEMMs in fp32",
 }
 WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
+# Fused optimizers cannot run on fakes: they have no meta kernel.
 _NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 _COMPARISONS = ("lt", "le", "gt", "ge")
@@ -226,7 +279,12 @@ _COPIES = ("_to_copy", "copy_", "_copy_from")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A place where the host waits for the device. what: the operation. where: innermost frame first."""
+    """A place where the host waits for the device.
+
+    what: the operation.
+    phase: the phase of the step, such as "forward".
+    where: the call stack, innermost frame first.
+    """
 
     what: str
     phase: str
@@ -235,7 +293,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy between host and device. direction: such as "cpu->cuda". pinned: the host's side is page-locked."""
+    """One copy between host and device.
+
+    direction: such as "cpu->cuda".
+    bytes: size of the copy.
+    pinned: whether the host's side is page-locked.
+    non_blocking: whether the host goes on at once.
+    phase, where: as in `Wait`.
+    """
 
     direction: str
     bytes: int
@@ -246,38 +311,56 @@ class Transfer:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operations on one kind of device, from all threads that autograd starts, while it is entered.
+    """Records the operations on one kind of device while this context is active, also those of autograd's threads.
 
-    device: "cuda" (fakes) or "cpu" (fakes or real tensors). tf32: the card has it. live, peak: bytes of storages in
-    `_BLOCK` roundings, now and at most; kinds, kinds_at_peak: the same by kind (see `label`). ops, waits, transfers:
-    what was seen since `forget`. phase, step, micro: what the driver of a step says of the operations that follow.
-
-    A host read of a fake value is answered, by zero or true unless it is known, so that the code that asked goes on.
+    device: "cuda" (fakes) or "cpu" (fakes or real tensors).
+    tf32: whether the card has TF32.
+    ops: the operations since `forget`.
+    micros: for each of them, the number of its micro-batch.
+    waits, transfers: those since `forget`.
+    phase, step, micro: set by the driver of a step; they apply to the operations that follow.
+    live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
+    kinds, kinds_at_peak: the same bytes by kind (see `label`).
     routing: which rows go to which expert.
+
+    Code that reads a fake value on the host gets an answer, so that it goes on: the value if it is known, else zero or
+    True.
     """
 
     def __init__(self, device: str = "cuda", tf32: bool = True) -> None:
         super().__init__()
-        self.device, self.tf32 = device, tf32
+        self.device = device
+        self.tf32 = tf32
+        self.routing = Routing()
+
+        # What was recorded since `forget`.
         self.ops: list[Op] = []
         self.micros: list[int] = []
         self.waits: list[Wait] = []
         self.transfers: list[Transfer] = []
-        self.phase, self.step, self.micro = "build", "", 0
+
+        # Set by the driver of a step.
+        self.phase = "build"
+        self.step = ""
+        self.micro = 0
+
+        # Memory; `_storages` has (bytes, kind, weak reference) by the storage's id.
         self.live = self.peak = 0
         self.kinds: Counter[str] = Counter()
         self.kinds_at_peak: Counter[str] = Counter()
-        self._shapes: frozenset[tuple[int, ...]] = frozenset()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
+        self._weight_shapes: frozenset[tuple[int, ...]] = frozenset()
+
+        # Facts about fakes that fakes themselves do not have.
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._values = WeakIdKeyDictionary()
-        self.routing = Routing()
         self._paused = 0
 
     @contextmanager
     def phased(self, phase: str) -> Iterator[None]:
-        """Operations in here belong to `phase`."""
-        before, self.phase = self.phase, phase
+        """Operations in this context belong to `phase`."""
+        before = self.phase
+        self.phase = phase
         try:
             yield
         finally:
@@ -285,7 +368,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations in here are not recorded: they stand for work that is not the step's."""
+        """Operations in this context are not recorded, because they are not part of the step."""
         self._paused += 1
         try:
             yield
@@ -293,7 +376,7 @@ class Recorder(TorchDispatchMode):
             self._paused -= 1
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
-        """Call the storages of these tensors `kind`; returns their bytes."""
+        """Give the storages of these tensors the kind `kind`. Returns the bytes whose kind changed."""
         size = 0
         for tensor in tensors:
             key = id(tensor.untyped_storage())
@@ -306,18 +389,24 @@ class Recorder(TorchDispatchMode):
         return size
 
     def weights_are(self, parameters: Iterable[Tensor]) -> None:
-        """What gradients are told by: their shapes. Labels the weights themselves."""
+        """Label the weights, and keep their shapes: in backward, a tensor of such a shape counts as a gradient."""
         weights = list(parameters)
-        # Some libraries compute the gradient of the transposed weight.
-        self._shapes = frozenset(
-            shape for w in weights for shape in (tuple(w.shape), tuple(w.shape[::-1]))
-        )
+        shapes: set[tuple[int, ...]] = set()
+        for weight in weights:
+            shapes.add(tuple(weight.shape))
+            # Some libraries compute the gradient of the transposed weight.
+            shapes.add(tuple(weight.shape[::-1]))
+        self._weight_shapes = frozenset(shapes)
         self.label(WEIGHTS, weights)
 
     def forget(self) -> None:
-        """Drop what was recorded; the peak starts from what lives now."""
-        self.ops, self.micros, self.waits, self.transfers = [], [], [], []
-        self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
+        """Drop what was recorded. The peak starts again from what is live now."""
+        self.ops = []
+        self.micros = []
+        self.waits = []
+        self.transfers = []
+        self.peak = self.live
+        self.kinds_at_peak = Counter(self.kinds)
 
     def __torch_dispatch__(
         self,
@@ -326,22 +415,29 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Tensor subclasses, such as torchao's, first turn into plain operations, which come here again.
         if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
-            return NotImplemented  # torchao's tensors: they say of what plain operations theirs are made
+            return NotImplemented
+
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fake = any(isinstance(tensor, FakeTensor) for tensor in ins)
+
+        # Fakes cannot be page-locked: the recorder remembers which ones stand for page-locked memory.
         if name == "is_pinned" and fake:
             return ins[0].untyped_storage() in self._pinned
         if name == "_pin_memory" and fake:
             return self._pin(ins[0])
         if self._paused:
             return func(*args, **kwargs)
+
+        # The host asks for a value. A fake has none, so the recorder answers.
         self._note_wait(func, name, args, ins)
         if fake and name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
             return self._answer(name, ins[0])
-        # Fused optimizers have no meta kernel; they work in place and return nothing.
+
+        # Run the operation. Fused optimizers work in place and return nothing, so skipping them is enough.
         if fake and name in _NO_META:
             out = None
         elif self.device == "cuda":
@@ -351,55 +447,66 @@ class Recorder(TorchDispatchMode):
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if fake:
             self._remember(func, name, args, outs)
-        of_weights = name not in GEMMS and any(
-            self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins
-        )
+
+        # Memory: what the operation made. A cast or transpose of a weight has as many elements as the weight.
+        reads_weights = any(self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins)
+        may_copy = name not in GEMMS and reads_weights
         for tensor in outs:
-            self._track(
-                tensor, of_weights and any(tensor.numel() == source.numel() for source in ins)
-            )
+            same_size = any(tensor.numel() == source.numel() for source in ins)
+            self._track(tensor, may_copy and same_size)
+
         self._note(func, name, args, kwargs, ins, outs)
         return out
 
     def _remember(self, func: Any, name: str, args: tuple[Any, ...], outs: list[Tensor]) -> None:
-        """Values of 0-d fakes that code gave as numbers, such as a learning rate, and of comparisons with them."""
+        """Keep the values of 0-d fakes that were made from numbers, such as a learning rate.
+
+        Comparisons of such a fake with a number are kept too: code may branch on them.
+        """
         source = args[0] if args and isinstance(args[0], FakeTensor) else None
-        known = None if source is None else self._values.get(source, source.constant)
-        if source is not None and name.endswith("_") and source in self._values:
-            del self._values[source]  # written in place
-        elif known is not None and outs and name == "_to_copy":
-            self._values[outs[0]] = known
-        elif (
-            known is not None and outs and name in _COMPARISONS and not isinstance(args[1], Tensor)
-        ):
+        if source is None:
+            return
+        value = self._values.get(source, source.constant)
+        if name.endswith("_") and source in self._values:
+            # Written in place: its value is no longer known.
+            del self._values[source]
+        elif value is None or not outs:
+            return
+        elif name == "_to_copy":
+            self._values[outs[0]] = value
+        elif name in _COMPARISONS and not isinstance(args[1], Tensor):
             with unset_fake_temporarily():
-                self._values[outs[0]] = torch.tensor(getattr(known.item(), f"__{name}__")(args[1]))
+                compare = getattr(value.item(), f"__{name}__")
+                self._values[outs[0]] = torch.tensor(compare(args[1]))
 
     def _answer(self, name: str, tensor: Tensor) -> bool | float | int:
-        known = self._values.get(tensor)
-        if known is None:
-            known = self.routing.value(tensor)
-        if known is not None:
+        """The value of `tensor` where it is known. Else True for a question, and zero for a number."""
+        value = self._values.get(tensor)
+        if value is None:
+            value = self.routing.value(tensor)
+        if value is not None:
             with unset_fake_temporarily():
-                return known.item()
+                return value.item()
         if name in ("is_nonzero", "equal") or tensor.dtype == torch.bool:
             return True
         return 0.0 if tensor.dtype.is_floating_point else 0
 
     def _pin(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` that counts as page-locked."""
         with self.paused():
             copy = torch.empty_like(tensor)
         self._pinned[copy.untyped_storage()] = True
         return copy
 
     def _note_wait(self, func: Any, name: str, args: tuple[Any, ...], ins: list[Tensor]) -> None:
+        """Record a wait if the host needs a value, or a size, that the device computes."""
         waits = name in WAITING
         if name in ("index", "index_put", "index_put_", "_index_put_impl_") and len(args) > 1:
-            # A mask is turned into indices, whose number the host must know; one value for all of them is not.
-            masked = any(
-                isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
-                for i in args[1] or ()
-            )
+            # A mask becomes indices, and the host must know how many. Writing one value through a mask needs none.
+            masked = False
+            for index in args[1] or ():
+                if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                    masked = True
             waits = masked and (name == "index" or args[2].numel() != 1)
         if waits and any(tensor.device.type == self.device == "cuda" for tensor in ins):
             self.waits.append(Wait(str(func), self.phase, _where()))
@@ -413,6 +520,7 @@ class Recorder(TorchDispatchMode):
         ins: list[Tensor],
         outs: list[Tensor],
     ) -> None:
+        """Record the operation's work, if it runs on the device and launches a kernel."""
         devices = {tensor.device.type for tensor in (*ins, *outs)}
         if self.device not in devices:
             return
@@ -435,7 +543,7 @@ class Recorder(TorchDispatchMode):
             attention=name in ATTENTION,
             kernels=count,
             shapes=tuple(tuple(tensor.shape) for tensor in (*ins[:4], *outs[:2])),
-            where=_told(frames),
+            where=_shown(frames),
             step=self.step,
         )
         self.ops.append(op)
@@ -444,17 +552,21 @@ class Recorder(TorchDispatchMode):
     def _note_transfer(
         self, name: str, args: Any, kwargs: dict[str, Any], ins: list[Tensor], outs: list[Tensor]
     ) -> None:
-        source, target = (ins[1] if name == "copy_" else ins[0]), outs[0]
+        """Record a copy between host and device, and that the host waits for it unless it is non_blocking."""
+        source = ins[1] if name == "copy_" else ins[0]
+        target = outs[0]
         if source.device.type == target.device.type:
             return
-        position = 2 if name in ("copy_", "_copy_from") else len(args)
-        non_blocking = bool(
-            kwargs.get("non_blocking", args[position] if len(args) > position else False)
-        )
+
+        # `non_blocking` may be a positional argument of these two; of `_to_copy` it is always named.
+        by_position = False
+        if name in ("copy_", "_copy_from") and len(args) > 2:
+            by_position = args[2]
+        non_blocking = bool(kwargs.get("non_blocking", by_position))
+
         direction = f"{source.device.type}->{target.device.type}"
-        pinned = (
-            source if source.device.type == "cpu" else target
-        ).untyped_storage() in self._pinned
+        on_host = source if source.device.type == "cpu" else target
+        pinned = on_host.untyped_storage() in self._pinned
         where = _where()
         self.transfers.append(
             Transfer(direction, touched(target), pinned, non_blocking, self.phase, where)
@@ -468,6 +580,7 @@ class Recorder(TorchDispatchMode):
         return self._storages.get(id(tensor.untyped_storage()), (0, "", None))[1]
 
     def _track(self, tensor: Tensor, of_weights: bool) -> None:
+        """Count the tensor's storage as live until it is freed. of_weights: it may be a copy of a weight."""
         if tensor.device.type != self.device:
             return
         storage = tensor.untyped_storage()
@@ -486,15 +599,17 @@ class Recorder(TorchDispatchMode):
         self.live += size
         self.kinds[kind] += size
         if self.live > self.peak:
-            self.peak, self.kinds_at_peak = self.live, Counter(self.kinds)
+            self.peak = self.live
+            self.kinds_at_peak = Counter(self.kinds)
 
     def _kind(self, tensor: Tensor, of_weights: bool) -> str:
+        """What a new storage is, by the phase in which it is made."""
         if self.phase == "build":
             return BUILT
         if self.phase == "forward":
             return COPIES if of_weights else "activations"
         if self.phase == "backward":
-            gradient = tensor.dtype == torch.float32 and tuple(tensor.shape) in self._shapes
+            gradient = tensor.dtype == torch.float32 and tuple(tensor.shape) in self._weight_shapes
             return "gradients" if gradient else "backward's own"
         return "the update's own"
 
@@ -503,54 +618,68 @@ Frame = tuple[str, str, int]
 
 
 def _frames() -> list[Frame]:
-    """(file, qualified name, line) of what is not PyTorch's (but its optimizers) nor this recorder, innermost first."""
+    """The call stack as (file, qualified name, line), innermost frame first.
+
+    Frames of PyTorch (but not of its optimizers), of this package and of generated code say nothing about the step and
+    are left out.
+    """
     found: list[Frame] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < _DEPTH:
         path = frame.f_code.co_filename
-        own = path.startswith((_TORCH, _HERE)) and not path.startswith(_OPTIM)
-        if (
-            not own
-            and not path.startswith("<")
-            and not path.endswith(("/contextlib.py", "/threading.py"))
-        ):
+        internal = path.startswith((_TORCH, _HERE)) and not path.startswith(_OPTIM)
+        generated = path.startswith("<")
+        plumbing = path.endswith(("/contextlib.py", "/threading.py"))
+        if not (internal or generated or plumbing):
             found.append((path, frame.f_code.co_qualname, frame.f_lineno))
         frame = frame.f_back
     return found
 
 
 def _where() -> tuple[str, ...]:
-    return _told(_frames())
+    return _shown(_frames())
 
 
-def _told(frames: list[Frame]) -> tuple[str, ...]:
-    return tuple(
-        f"{_short(path)}:{line} {function.rpartition('.')[2]}"
-        for path, function, line in frames[:_SHOWN_FRAMES]
-    )
+def _shown(frames: list[Frame]) -> tuple[str, ...]:
+    """The innermost frames as text: `file:line function`."""
+    texts: list[str] = []
+    for path, function, line in frames[:_SHOWN_FRAMES]:
+        texts.append(f"{_short(path)}:{line} {function.rpartition('.')[2]}")
+    return tuple(texts)
 
 
 def _short(path: str) -> str:
-    for mark in ("/site-packages/", "/harness/"):
-        before, found, after = path.rpartition(mark)
-        if found:
-            return after if mark == "/site-packages/" else f"harness/{after}" if before else path
+    """`path` from the package's folder on, or from the working folder on."""
+    _, found, after = path.rpartition("/site-packages/")
+    if found:
+        return after
+    before, found, after = path.rpartition("/harness/")
+    if found:
+        return f"harness/{after}" if before else path
     return path.removeprefix(f"{os.getcwd()}/")
 
 
 def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -> str:
-    """What an operation is for, by where it is called from. Backward's kernels have no frames but of own Functions."""
+    """What an operation is for, as reports group it.
+
+    GEMMs, attention and convolutions follow from the operation. Everything else follows from the calling code. Backward
+    has no Python frames except those of our own autograd Functions, so there the phase decides.
+    """
     if name in GEMMS:
         return _GEMM_NAMES[kind]
     if name in ATTENTION:
         return "attention"
     if name in CONVOLUTIONS:
         return "convolutions"
+
+    # Statistics are called from FP8 code, so they are asked for first.
+    for _, function, _ in frames:
+        statistics = function in ("quantization_stats", "channel_stats")
+        if statistics or function.startswith("SampledStats."):
+            return "FP8 statistics"
+
     files = [_short(path) for path, _, _ in frames]
-    sums = ("quantization_stats", "channel_stats")
-    if any(function in sums or function.startswith("SampledStats.") for _, function, _ in frames):
-        return "FP8 statistics"
-    libraries = (f"{backend.library}/" for backend in BACKENDS.values() if backend.library)
+    libraries = [f"{backend.library}/" for backend in BACKENDS.values() if backend.library]
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
         return "FP8 casts and scales"

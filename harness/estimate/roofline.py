@@ -1,7 +1,16 @@
-"""The roofline: how long an operation takes at a usual share of a card's peaks. Torch-free.
+"""The roofline model: how long an operation takes on a card. Torch-free.
 
-Everything that this gives is a prediction. The constants stand for sustained training on a card that nothing else
-uses; they change only with measurements from a card (`harness estimate --calibration`), never to please a result.
+An operation moves bytes and does arithmetic, and a card does both at the same time. So the operation takes as long as
+the slower of the two:
+
+    seconds = max(bytes / bandwidth, FLOPs / rate of the unit that computes it)
+
+No kernel is shorter than a minimum. The times of a step's operations add up. If the host cannot launch the kernels as
+fast as the card runs them, the step takes the host's time instead.
+
+No kernel reaches the peaks of a datasheet, so each rate is a peak times a usual share. The shares stand for sustained
+training on a card that nothing else uses. Measurements from a real card replace them (`harness estimate
+--calibration`). They are never tuned to please a result: everything here is a prediction.
 """
 
 from __future__ import annotations
@@ -24,22 +33,31 @@ _ALIASES = {"A100": "A100-80GB", "V100": "V100-16GB", "4090": "RTX4090"}
 # Share of the dense peak that large GEMMs reach. torchao's own roofline of float8 training on an H100 takes 0.78
 # (torchao/testing/training/roofline_utils.py); a step of many sizes, on a card that lowers its clock, a little less.
 _GEMM_SHARE = 0.75
-# FlashAttention-2, forward and backward, causal, head_dim 128: half of the 16-bit peak of an A100 and more (Dao 2023,
-# arXiv 2307.08691); less of an H100, for which it was not written.
+# FlashAttention-2, forward and backward, causal, head_dim 128, reaches half of the 16-bit peak of an A100 and more (Dao
+# 2023, arXiv 2307.08691). It reaches less of an H100, for which it was not written.
 _ATTENTION_SHARE = 0.5
 # Share of the datasheet's bandwidth that a streaming kernel reaches: torchao's roofline takes 0.84 to 0.92.
 _BANDWIDTH_SHARE = 0.85
-# The shortest kernel, from its start to the start of the next one in the same stream. Usual figures, of no datasheet.
+# The next three are usual figures; no datasheet has them.
+# The shortest kernel, from its start to the start of the next one in the same stream.
 _SHORTEST_SECONDS = 2e-6
-# What eager PyTorch's host side spends on an operation: dispatcher, allocator, launch. The same.
+# What the host spends on an operation in eager PyTorch: dispatcher, allocator, launch.
 _LAUNCH_SECONDS = 4e-6
-# A process's CUDA context with its loaded kernels, and cuBLAS's workspaces. The same.
+# A process's CUDA context with its loaded kernels, and cuBLAS's workspaces.
 _CONTEXT_BYTES = int(0.65 * GIB)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a card sustains. GEMMs and attention: FLOP/s; bandwidth: B/s; times: seconds a kernel; context: bytes."""
+    """What a card sustains.
+
+    gemm_half, gemm_fp8, gemm_tf32, gemm_fp32: FLOP/s of GEMMs by unit.
+    attention: FLOP/s of attention in 16 bits.
+    bandwidth: bytes a second.
+    shortest_seconds: the shortest kernel.
+    launch_seconds: the host's time for a kernel.
+    context_bytes: memory of the CUDA context.
+    """
 
     gemm_half: float
     gemm_fp8: float
@@ -53,22 +71,31 @@ class Rates:
 
     def gemm(self, unit: Unit) -> float:
         """FLOP/s of GEMMs on `unit`; 0 where the card has none."""
-        return {
+        rates: dict[Unit, float] = {
             "fp8": self.gemm_fp8,
             "half": self.gemm_half,
             "tf32": self.gemm_tf32,
             "fp32": self.gemm_fp32,
             "none": 0.0,
-        }[unit]
+        }
+        return rates[unit]
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation on the device, as the recorder saw it.
 
-    reads, writes: bytes, each distinct element once. flops: of GEMMs and attention, else 0. unit: what computes them.
-    kernels: launches. phase: forward, backward, update or step (what is around them). purpose: for people. shapes: of
-    the tensors in, then out. where: `file:line function`, innermost first. step: which step of the trace.
+    name: the ATen operation.
+    phase: forward, backward, update, or step (everything around them).
+    purpose: what it is for, as reports group it.
+    reads, writes: bytes; each distinct element counts once.
+    flops: FLOPs of GEMMs, convolutions and attention; 0 for all else.
+    unit: the arithmetic unit that computes them.
+    attention: whether it is an attention kernel.
+    kernels: kernel launches.
+    shapes: shapes of the inputs, then of the outputs.
+    where: `file:line function` of the calling code, innermost frame first.
+    step: name of the step in the trace.
     """
 
     name: str
@@ -86,7 +113,7 @@ class Op:
 
 
 def usual_rates(card: Card) -> Rates:
-    """The uncalibrated roofline: datasheet peaks times a usual share."""
+    """The uncalibrated roofline: the datasheet's peaks times a usual share."""
     return Rates(
         gemm_half=card.half * _GEMM_SHARE,
         gemm_fp8=card.fp8 * _GEMM_SHARE,
@@ -98,7 +125,7 @@ def usual_rates(card: Card) -> Rates:
 
 
 def seconds_of(op: Op, rates: Rates) -> float:
-    """Predicted seconds on the device: traffic or arithmetic, whichever takes longer, and no kernel under a minimum."""
+    """Predicted seconds on the device: memory traffic or arithmetic, whichever takes longer; at least the minimum."""
     seconds = (op.reads + op.writes) / rates.bandwidth
     if op.flops:
         rate = rates.gemm(op.unit)
@@ -109,29 +136,34 @@ def seconds_of(op: Op, rates: Rates) -> float:
 
 
 def device_seconds(ops: Iterable[Op], rates: Rates) -> float:
-    """Predicted seconds of a stream that runs `ops` one after the other."""
+    """Predicted seconds on the device for `ops`, one after the other."""
     return sum(seconds_of(op, rates) for op in ops)
 
 
 def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
-    """Predicted seconds of a step: the device's, or the host's if it cannot launch as fast as the device works."""
-    return max(device_seconds(ops, rates), rates.launch_seconds * sum(op.kernels for op in ops))
+    """Predicted seconds of a step: the device's time, or the host's for launching all kernels if that is longer."""
+    launches = sum(op.kernels for op in ops)
+    return max(device_seconds(ops, rates), rates.launch_seconds * launches)
 
 
 def find_card(name: str) -> Card:
-    """The card of that short name, in any case. Raises ConfigError that lists the cards."""
+    """The card with that short name; upper and lower case are the same. Raises ConfigError that lists the cards."""
     key = name.upper().replace("RTX ", "RTX").replace(" ", "-")
     key = _ALIASES.get(key, key)
     if key in CARDS:
         return CARDS[key]
+
+    fix = f"known cards: {', '.join(CARDS)}"
     hint = near_match(key, [*CARDS, *_ALIASES])
-    fix = f"{hint + ' ' if hint.startswith('did') else ''}known cards: {', '.join(CARDS)}"
-    raise ConfigError(Problem("no such card on paper", f"--card {name}", fix=fix))
+    if hint.startswith("did"):
+        fix = f"{hint} {fix}"
+    raise ConfigError(Problem("no datasheet of such a card", f"--card {name}", fix=fix))
 
 
 _SECTION = "roofline"
-# Without these a prediction is not called calibrated; a card without FP8 units cannot give their rate.
+# Predictions rest mostly on these, so a calibration has to have them; on a card with FP8 units, gemm_fp8 too.
 _NEEDED = ("gemm_bf16", "bandwidth")
+# Keys of the file, and the fields of `Rates`.
 _FIELDS = {
     "gemm_bf16": "gemm_half",
     "gemm_fp8": "gemm_fp8",
@@ -140,14 +172,18 @@ _FIELDS = {
     "launch_seconds": "launch_seconds",
     "context_bytes": "context_bytes",
 }
-# How far a measurement may be over the datasheet, and under it.
+# How far a measurement may be above the datasheet, and below it.
 _FASTER, _SLOWER = 2.0, 1e-9
-_KNOWN = ("card", "capability", *_FIELDS)
+_KEYS = ("card", "capability", *_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Rates of a card. calibrated: what predictions rest on most was measured on this very card. notes: for people."""
+    """Rates of a card.
+
+    calibrated: whether the rates that matter most were measured on such a card.
+    notes: what the reader has to know of the rates.
+    """
 
     rates: Rates
     calibrated: bool = False
@@ -160,16 +196,18 @@ def uncalibrated(card: Card) -> Calibration:
 
 
 def read_calibration(path: Path, card: Card) -> Calibration:
-    """The rates in the `roofline` section of a proof's JSON; what it lacks (or says null) keeps the constant, and a
-    note says so. Those of another card are not used.
+    """The rates in the section `roofline` of the JSON that `make proof` wrote.
 
+    A rate that is missing (or null) keeps the constant, and a note says so. Rates of another card are not used.
     Raises ConfigError with every problem of the file.
     """
     section = _section(path)
-    problems = [
-        Problem("no such key", f"{path}: {_SECTION}.{name}", fix=near_match(name, _KNOWN))
-        for name in sorted(section.keys() - set(_KNOWN))
-    ]
+
+    # Check every key before anything is refused.
+    problems: list[Problem] = []
+    for name in sorted(section.keys() - set(_KEYS)):
+        where = f"{path}: {_SECTION}.{name}"
+        problems.append(Problem("no such key", where, fix=near_match(name, _KEYS)))
     rates: dict[str, float] = {}
     for name in _FIELDS:
         value = section.get(name)
@@ -186,29 +224,32 @@ def read_calibration(path: Path, card: Card) -> Calibration:
         problems.append(Problem("must name the card, as torch does", f"{path}: {_SECTION}.card"))
     if problems:
         raise ConfigError(problems)
+
     measured_on = section["card"]
     if measured_on != card.name:
-        return replace(
-            uncalibrated(card),
-            notes=(f"{path} is of a {measured_on}, not of a {card.name}: not used",),
-        )
+        note = f"{path} is of a {measured_on}, not of a {card.name}: not used"
+        return replace(uncalibrated(card), notes=(note,))
     _check_plausible(rates, path, card)
-    own = [name for name in _FIELDS if name not in rates and (name != "gemm_fp8" or card.fp8)]
-    notes = (
-        (f"{path} has no {', '.join(own)}: the roofline's own constants stand for them",)
-        if own
-        else ()
-    )
-    known = {_FIELDS[name]: value for name, value in rates.items()}
-    if "context_bytes" in known:
-        known["context_bytes"] = int(known["context_bytes"])
-    made = replace(usual_rates(card), **known)  # type: ignore[arg-type]
+
+    # A card without FP8 units has no rate for them.
+    expected = [name for name in _FIELDS if name != "gemm_fp8" or card.fp8]
+    missing = [name for name in expected if name not in rates]
+    notes: tuple[str, ...] = ()
+    if missing:
+        note = f"{path} has no {', '.join(missing)}: the roofline's own constants stand for them"
+        notes = (note,)
+
+    measured = {_FIELDS[name]: value for name, value in rates.items()}
+    if "context_bytes" in measured:
+        measured["context_bytes"] = int(measured["context_bytes"])
+    made = replace(usual_rates(card), **measured)  # type: ignore[arg-type]
     needed = (*_NEEDED, "gemm_fp8") if card.fp8 else _NEEDED
-    return Calibration(made, all(name in rates for name in needed), notes)
+    calibrated = all(name in rates for name in needed)
+    return Calibration(made, calibrated, notes)
 
 
 def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None:
-    """Raises ConfigError naming what no such card does: another unit, most likely."""
+    """Raise ConfigError naming rates that no such card can have. Most likely they are in another unit."""
     most = {
         "gemm_bf16": _FASTER * card.half,
         "gemm_fp8": _FASTER * card.fp8,
@@ -217,21 +258,19 @@ def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None
         "launch_seconds": 1.0,
         "context_bytes": card.memory,
     }
-    problems = [
-        Problem(
-            f"{value:g} is not a figure of a {card.name}",
-            f"{path}: {_SECTION}.{name}",
-            f"at most {most[name]:g}",
-        )
-        for name, value in rates.items()
-        if not most[name] * _SLOWER <= value <= most[name]
-    ]
+    problems: list[Problem] = []
+    for name, value in rates.items():
+        if not most[name] * _SLOWER <= value <= most[name]:
+            what = f"{value:g} is not a figure of a {card.name}"
+            problems.append(Problem(what, f"{path}: {_SECTION}.{name}", f"at most {most[name]:g}"))
     if problems:
         raise ConfigError(problems)
 
 
 def _section(path: Path) -> Mapping[str, Any]:
-    where, fix = f"--calibration {path}", "give the JSON file that `make proof` wrote on a card"
+    """The file's section `roofline`. Raises ConfigError."""
+    where = f"--calibration {path}"
+    fix = "give the JSON file that `make proof` wrote on a card"
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

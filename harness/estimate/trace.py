@@ -1,6 +1,20 @@
-"""A run as `harness train` builds it, on a card on paper, and some of its steps under the recorder.
+"""Traces a training step on fake tensors: what a run would do on a card that this machine does not have.
 
-In here PyTorch has one CUDA card, and every new tensor is a fake: shapes, dtypes and addresses, no memory.
+A fake tensor has a shape, a dtype and a device, but no memory and no values. PyTorch knows for nearly every operation
+which shapes come out of which shapes, so a whole training step runs on fakes in seconds. What the step does is not
+guessed: the real model, engine, precision backend and optimizer are called.
+
+The method, from a config to a `Trace`:
+
+1. `fake_card` gives this process one fake CUDA card. The questions that code asks of CUDA (how many devices, which
+   compute capability, how much memory) are answered from the card's datasheet. So the run takes the same branches as
+   on the real card.
+2. `built` builds the run as `harness train` does, with made-up tokens instead of data.
+3. `trace` runs three steps under the `Recorder`, which sees every ATen operation and every allocation. The first step
+   creates what is created once, such as the optimizer's state. The second is a usual step. The third also samples the
+   FP8 statistics.
+4. `prediction.py` turns the trace into memory and time. Memory is the peak of live storages. Time comes from
+   `roofline.py`, which says how long each operation takes.
 """
 
 from __future__ import annotations
@@ -48,15 +62,15 @@ from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
-# Kernels that CUDA has and a CPU-only build takes apart into many.
+# CUDA has a fused kernel for each of these. A CPU-only build decomposes them into many operations.
 _ONLY_ON_CUDA = ("_fused_rms_norm", "silu_backward", "mish_backward")
 # What FlashAttention-2 takes (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_HEAD_DIM = 256
 
 
-class PaperEvent:
-    """torch.cuda.Event of a device that is always done."""
+class FakeEvent:
+    """Stands for torch.cuda.Event. The fake device has always finished its work."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -70,7 +84,7 @@ class PaperEvent:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: PaperEvent) -> float:
+    def elapsed_time(self, other: FakeEvent) -> float:
         return 1.0
 
 
@@ -78,11 +92,14 @@ _ATTEND = F.scaled_dot_product_attention
 
 
 class _Attention(TorchFunctionMode):
-    """Which attention kernel a real card would take: flash from 8.0 on, memory-efficient below (not with grouped
-    queries), else plain mathematics. A CPU-only build knows the last one alone.
+    """Chooses the attention kernel that PyTorch would choose on the real card.
 
-    `attend` takes the place of torch's function: autograd knows of no mode when activation checkpointing computes
-    forward again in backward. The mode is for those who have imported the function itself.
+    FlashAttention: compute capability 8.0 or higher, 16 bits, no mask.
+    Memory-efficient attention: no mask, no grouped queries.
+    Plain mathematics: everything else. A CPU-only build would always choose this one.
+
+    `attend` replaces torch's function, because no mode is active when activation checkpointing recomputes the forward
+    pass in backward. The mode covers callers that imported the function before it was replaced.
     """
 
     def __init__(self, card: Card) -> None:
@@ -92,11 +109,14 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (self.attend if func is _ATTEND else func)(*args, **kwargs or {})
+        chosen = self.attend if func is _ATTEND else func
+        return chosen(*args, **kwargs or {})
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`F.scaled_dot_product_attention`."""
-        return (self._attend if _on_cuda(args, kwargs) else _ATTEND)(*args, **kwargs)
+        """Takes the arguments of `F.scaled_dot_product_attention`."""
+        if _on_cuda(args, kwargs):
+            return self._attend(*args, **kwargs)
+        return _ATTEND(*args, **kwargs)
 
     def _attend(
         self,
@@ -109,9 +129,11 @@ class _Attention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # Autocast acts on torch's function, which is not called here.
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+
         half = query.dtype in (torch.bfloat16, torch.float16)
         kernels = torch.ops.aten
         flashes = self._card.capability >= _FLASH_CAPABILITY and query.shape[-1] <= _FLASH_HEAD_DIM
@@ -120,10 +142,12 @@ class _Attention(TorchFunctionMode):
             return flash(
                 query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
             )[0]
+
         if attn_mask is None and not enable_gqa:
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]
+
         return _ATTEND(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -135,12 +159,15 @@ def _on_cuda(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def on_paper(card: Card) -> Iterator[FakeTensorMode]:
-    """One CUDA device, `card`, and fake tensors. What is changed in torch is as before when the context ends.
+def fake_card(card: Card) -> Iterator[FakeTensorMode]:
+    """In this context torch has one CUDA device, `card`, and every new tensor is a fake.
 
-    Call `device.load()` before torch is imported; raises MisuseError as that does.
+    All changes to torch are undone when the context ends. Call `device.load()` before torch is imported; otherwise
+    this raises MisuseError, as `device.load()` does.
     """
     device.load()
+
+    # What `torch.cuda.get_device_properties` returns.
     properties = SimpleNamespace(
         name=card.name,
         major=card.capability[0],
@@ -149,6 +176,8 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
         multi_processor_count=card.processors,
         gcnArchName="",
     )
+
+    # Everything that code asks of CUDA before and during a step: (owner, name, replacement).
     answers: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
@@ -162,18 +191,21 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
         (torch.cuda, "get_device_properties", lambda *_: properties),
         (torch.cuda, "get_device_capability", lambda *_: card.capability),
         (torch.cuda, "get_device_name", lambda *_: card.name),
-        (torch.cuda, "Event", PaperEvent),
+        (torch.cuda, "Event", FakeEvent),
         (torch.version, "cuda", torch.version.cuda or "13.0"),
-        # Fakes would otherwise start CUDA, to be sure that it can: a build with CUDA fails at that without a card.
+        # Without these two, fake tensors initialise CUDA first. A CUDA build of torch fails at that without a card.
         (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
         (fake_tensor, "init_gpu_context", lambda *_: None),
     ]
+
     with ExitStack() as stack:
         for owner, name, value in answers:
             stack.enter_context(mock.patch.object(owner, name, value))
+
+        # Code compares addresses to tell weights apart, and fakes have no address. Nothing here relies on it.
         stack.enter_context(warnings.catch_warnings())
-        # An address tells one weight from another; fakes have none, and one weight is not taken for another here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+
         stack.enter_context(_cuda_kernels())
         attention = stack.enter_context(_Attention(card))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention.attend))
@@ -182,7 +214,10 @@ def on_paper(card: Card) -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _cuda_kernels() -> Iterator[None]:
-    """Where torch has no CUDA kernels, say that there are those which it would otherwise do without."""
+    """Register a CUDA kernel for each of `_ONLY_ON_CUDA` that this build of torch lacks.
+
+    PyTorch then calls the fused operation, as a CUDA build does. The kernel itself is never run on fakes.
+    """
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _ONLY_ON_CUDA:
@@ -194,11 +229,11 @@ def _cuda_kernels() -> Iterator[None]:
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("a device on paper was asked to compute")
+    raise RuntimeError("a kernel was called on a fake CUDA device, which computes nothing")
 
 
-# The first micro-batch is not as the others (weights are quantised in it), nor is what follows the last; those between
-# are alike, so that one of them stands for all.
+# Three micro-batches stand for any number. The first one also quantises the weights, and the last one is followed by
+# the update. All between are alike, so the second one is traced and then counted as often as needed.
 _MICRO_BATCHES = 3
 _BETWEEN = 2
 FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
@@ -206,9 +241,19 @@ FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """What some steps did. steps: operations of each, with all its micro-batches. static: bytes that live between
-    steps. peak: at most, in any step; peak_kinds: what it is made of. parameters: elements of the model. routed: its
-    router chose which rows an expert computes, evenly here."""
+    """What the traced steps did.
+
+    rung: the rung of the recipe that was traced.
+    layers: the precision of every layer.
+    steps: the operations of each step by the step's name, for all micro-batches.
+    static: bytes that live between steps.
+    peak: the most bytes that were live at any time.
+    peak_kinds: bytes by kind at that time.
+    waits: places where the host waits for the device.
+    transfers: copies between host and device.
+    parameters: number of elements of the model's parameters.
+    routed: whether the model routes tokens to experts; the trace spreads them evenly.
+    """
 
     rung: Rung
     layers: tuple[LayerPlan, ...]
@@ -223,11 +268,16 @@ class Trace:
 
 
 def facts_of(card: Card, others: bool = True) -> MachineFacts:
-    """A machine with one `card` and the libraries of this one. others: what cannot run on paper is installed there."""
-    assumed = LibraryFacts(None, others, "taken to be installed" if others else "not looked at")
-    libraries = library_facts() | {
-        backend.library: assumed for backend in BACKENDS.values() if backend.stand_in
-    }
+    """A machine with one `card` and the libraries of this one.
+
+    others: whether the libraries whose kernels cannot run on fake tensors count as installed there.
+    """
+    reason = "taken to be installed" if others else "not looked at"
+    assumed = LibraryFacts(None, others, reason)
+    libraries = library_facts()
+    for backend in BACKENDS.values():
+        if backend.stand_in:
+            libraries = libraries | {backend.library: assumed}
     return MachineFacts(
         python=platform.python_version(),
         torch_version=str(torch.__version__),
@@ -239,8 +289,8 @@ def facts_of(card: Card, others: bool = True) -> MachineFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PaperRun:
-    """A run whose steps tell `recorder` their phases."""
+class FakeRun:
+    """A run on fake tensors. Its steps tell `recorder` which phase they are in."""
 
     run: Run
     plan: Plan
@@ -248,8 +298,9 @@ class PaperRun:
     recorder: Recorder
 
     def step(self, number: int, name: str) -> None:
-        """Run step `number` (from 1); its operations are recorded under `name`."""
-        self.recorder.step, self.recorder.micro = name, 0
+        """Run step `number` (from 1) and record its operations under `name`."""
+        self.recorder.step = name
+        self.recorder.micro = 0
         self.run.state.step = number - 1
         samples = np.zeros(self.run.config.train.global_batch, dtype=np.int64)
         with self.recorder.phased("step"):
@@ -257,15 +308,17 @@ class PaperRun:
 
 
 def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int = 1) -> Trace:
-    """A usual step and a sampled one of the run that `config`, `recipe` and `rung` make on `card`, after a first one.
+    """Trace the run that `config`, `recipe` and `rung` make on `card`: a first step, a usual one and a sampled one.
 
-    ranks: processes that share the global batch; what they say to each other is not part of the trace.
+    The first step only warms up; the trace has the operations of the other two.
+    ranks: processes that share the global batch. Communication between them is not part of the trace.
     Raises ConfigError as building the run does.
     """
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
     with on_card(config, recipe, card, rung, traced) as made:
         recorder, run = made.recorder, made.run
+        # Before the first step only the state is live that stays from step to step.
         static = recorder.live
         made.step(1, FIRST)
         made.step(_step(run, sampled=False), USUAL)
@@ -287,18 +340,17 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
 @contextmanager
 def on_card(
     config: RunConfig, recipe: Recipe, card: Card, rung: Rung, batches: int
-) -> Iterator[PaperRun]:
-    """The run on `card` on paper, with `batches` micro-batches a step; the recorder is on and knows nothing yet."""
-    device, facts, recorder = (
-        torch.device("cuda", 0),
-        facts_of(card),
-        Recorder(tf32=card.capability >= (8, 0)),
-    )
+) -> Iterator[FakeRun]:
+    """The run on a fake `card`, with `batches` micro-batches a step; the recorder is active and empty."""
+    device = torch.device("cuda", 0)
+    facts = facts_of(card)
+    recorder = Recorder(tf32=card.capability >= (8, 0))
     with (
-        on_paper(card),
+        fake_card(card),
         recorder,
         built(config, recipe, facts, device, rung, batches, recorder) as made,
     ):
+        # Operations of building the run are not part of a step.
         recorder.forget()
         yield made
 
@@ -312,49 +364,54 @@ def built(
     rung: Rung,
     batches: int,
     recorder: Recorder,
-) -> Iterator[PaperRun]:
+) -> Iterator[FakeRun]:
     """The run as `harness train` builds it on one process, with `batches` micro-batches a step of made-up tokens.
 
-    Whether its tensors are fakes is up to the caller. It writes no file that outlives this context.
+    The caller decides whether tensors are fakes. No file outlives this context.
     """
     worker = Worker(Launch(), "single", device, facts, ProcessGroup(device))
-    # Copies of the state on the host, for saves and rollbacks, are no memory of the card's.
-    config = config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(update={"background": False}),
-            "guard": config.guard.model_copy(update={"snapshot_every": 0}),
-        }
-    )
+
+    # Saves and rollbacks copy the state to host memory, which takes nothing on the card.
+    checkpoint = config.checkpoint.model_copy(update={"background": False})
+    guard = config.guard.model_copy(update={"snapshot_every": 0})
+    config = config.model_copy(update={"checkpoint": checkpoint, "guard": guard})
+
+    # Built on the device: a fake parameter cannot move to it and stay the same object.
     torch.manual_seed(config.train.seed)
-    # Made on the device: fake parameters cannot be moved and stay the same objects.
     with device:
         model = build_model(config.model)
     _bring(model, device)
+
     plan = make_plan(recipe, facts, rung, (), model)
     data = _Tokens(config, batches, recorder)
     with (
         tempfile.TemporaryDirectory(prefix="estimate-") as folder,
         open(os.devnull, "w") as nowhere,
     ):
+        # Journal and screen write to /dev/null; the store may only read.
         root = Path(folder)
-        screen, store = Console(config.train.steps, stream=nowhere), Store(root, readonly=True)
+        screen = Console(config.train.steps, stream=nowhere)
+        store = Store(root, readonly=True)
         telemetry = Telemetry(None, Journal(Path(os.devnull)), screen, config.tracking)
         run = build_run(
             config, recipe, root, worker, plan, model, data, telemetry, RunLedger(), store
         )
+
+        # Name what is live now, so that the estimate can say what the peak consists of.
         recorder.weights_are(model.parameters())
         recorder.label("buffers", model.buffers())
         optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
         state = (value for values in optimizer.state.values() for value in values.values())
         recorder.label("optimizer state", (value for value in state if isinstance(value, Tensor)))
+
         phased = dataclasses.replace(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
-        yield PaperRun(phased, plan, model, recorder)
+        yield FakeRun(phased, plan, model, recorder)
 
 
 def _bring(model: nn.Module, device: torch.device) -> None:
-    """What the model made elsewhere (of NumPy's arrays, say) to `device`, as `harness train` does; ties stay."""
+    """Move to `device` what the model made elsewhere, such as from NumPy arrays. Tied weights stay tied."""
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -363,59 +420,66 @@ def _bring(model: nn.Module, device: torch.device) -> None:
                     continue
                 if tensor not in moved:
                     there = tensor.detach().to(device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[tensor] = (
-                        nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-                    )
+                    if isinstance(tensor, nn.Parameter):
+                        there = nn.Parameter(there, tensor.requires_grad)
+                    moved[tensor] = there
                 held[name] = moved[tensor]  # type: ignore[assignment]
 
 
 def _step(run: Run, sampled: bool) -> int:
-    """A step that measures FP8 statistics or not, as asked, and nothing else beyond what every step does, if there is
-    one."""
-    seed, every, measured = run.config.train.seed, run.stats_every, run.config.guard.measure_every
-    steps = [sampled_step(seed, block, every) for block in range(2 * measured)]
-    if not sampled:
+    """The number of a step that samples FP8 statistics, or of one that does not.
+
+    Steps on which the guard measures extra facts are avoided where another one exists.
+    """
+    seed, every = run.config.train.seed, run.stats_every
+    measured = run.config.guard.measure_every
+    if sampled:
+        steps = [sampled_step(seed, block, every) for block in range(2 * measured)]
+    else:
         steps = [step for step in range(2, 2 + 4 * measured) if not is_sampled(seed, step, every)]
-    return next((step for step in steps if (step - 1) % measured), next(iter(steps), 2))
+    for step in steps:
+        if (step - 1) % measured:
+            return step
+    return steps[0] if steps else 2
 
 
 def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
-    """Operations of a step with `batches` micro-batches, of which at most three were traced: the second is repeated."""
+    """Operations of a step with `batches` micro-batches. Those that were not traced are copies of the second one."""
     ops = [op for op in recorder.ops if op.step == step]
     if batches <= _MICRO_BATCHES:
         return ops
-    again = [
-        op
-        for op, micro in zip(recorder.ops, recorder.micros, strict=True)
-        if op.step == step and micro == _BETWEEN
-    ]
-    return ops + again * (batches - _MICRO_BATCHES)
+    between: list[Op] = []
+    for op, micro in zip(recorder.ops, recorder.micros, strict=True):
+        if op.step == step and micro == _BETWEEN:
+            between.append(op)
+    return ops + between * (batches - _MICRO_BATCHES)
 
 
 class _Tokens:
-    """Batches of fake tokens on the host, or of what the config's own data set has: zeros of the shapes of its first
-    micro-batch."""
+    """Batches of zeros on the host: tokens, or tensors like those of the config's own data set.
 
-    name = "tokens on paper"
+    For a data set, one real micro-batch is read for the shapes and dtypes.
+    """
+
+    name = "tokens on fake tensors"
     masked, unit = False, "loss"
 
     def __init__(self, config: RunConfig, batches: int, recorder: Recorder) -> None:
-        train, shape = config.train, (config.train.micro_batch, config.data.context)
+        train = config.train
+        shape = (train.micro_batch, config.data.context)
         self.tokens_per_sample = config.data.context
         self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
         if config.data.target is not None:
+            ranks = train.global_batch // train.micro_batch
             with recorder.paused(), unset_fake_temporarily():
                 data = DatasetBatches(
                     config.data, train.seed, train.global_batch, train.micro_batch
                 )
-                first = data.micro_batches(
-                    data.window(0), 0, train.global_batch // train.micro_batch
-                )[0]
+                first = data.micro_batches(data.window(0), 0, ranks)[0]
             self.tokens_per_sample = data.tokens_per_sample
-            self._shapes = {
-                name: (tuple(values.shape), values.dtype) for name, values in first.items()
-            }
+            self._shapes = {}
+            for name, values in first.items():
+                self._shapes[name] = (tuple(values.shape), values.dtype)
         self._batches = batches
         self._recorder = recorder
 
@@ -430,14 +494,14 @@ class _Tokens:
         return []
 
     def _batch(self) -> Batch:
-        shapes = self._shapes.items()
-        return {
-            name: torch.zeros(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in shapes
-        }
+        batch: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self._shapes.items():
+            batch[name] = torch.zeros(shape, dtype=dtype, device="cpu")
+        return batch
 
 
 class _Engine:
-    """An engine whose backward and update tell the recorder their phase, and each micro-batch its number."""
+    """An engine that tells the recorder when backward and update run, and the number of each micro-batch."""
 
     def __init__(self, engine: Any, recorder: Recorder) -> None:
         self._engine, self._recorder = engine, recorder
@@ -466,7 +530,7 @@ class _Engine:
 
 
 class _Loss:
-    """A task whose loss is the forward phase."""
+    """A loss adapter that tells the recorder that the model's forward runs."""
 
     def __init__(self, task: Any, recorder: Recorder) -> None:
         self.vocab_size, self.classes, self.count = task.vocab_size, task.classes, task.count

@@ -1,9 +1,12 @@
-"""Bring your own model: `model.target: "pkg.mod:fn"`, and the loss contract it must meet.
+"""Builds the model of a run from `model.target: "pkg.mod:fn"`.
 
-fn(**model.args) returns an nn.Module. On text either its forward takes (inputs, targets) and returns the mean loss in
-nats per token as a 0-d tensor, or it takes (inputs) and returns logits [batch, time, vocab], over which the harness
-takes the cross-entropy; inputs and targets are int64 [batch, time]. What else it may take and return: `models/task.py`.
-A model that has an int `vocab_size` gets no token outside of it: such samples are named before they reach an embedding.
+fn(**model.args) returns an nn.Module. On text, inputs and targets are int64 [batch, time], and its forward is one of:
+
+- forward(inputs, targets), which returns the mean loss in nats per token as a 0-d tensor;
+- forward(inputs), which returns logits [batch, time, vocab]. The harness then computes the cross-entropy.
+
+`models/task.py` says what else forward may take and return. If the model has an int `vocab_size`, samples with larger
+token ids are reported before they reach its embedding.
 """
 
 from __future__ import annotations
@@ -24,49 +27,45 @@ __all__ = ["Task", "build_model", "check_vocab"]
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Import the target and call it. Raises ConfigError if it is missing, fails, returns no Module, or takes all of
-    this machine's memory."""
+    """Import the target and call it.
+
+    Raises ConfigError if it is missing, fails, returns no Module, or takes all of this machine's memory.
+    """
     where = f"model.target {config.target!r}"
     with watched(where):
         if config.target.startswith(huggingface.PREFIX):
-            model: Any = huggingface.build(
-                config.target.removeprefix(huggingface.PREFIX), config.args
-            )
+            folder = config.target.removeprefix(huggingface.PREFIX)
+            model: Any = huggingface.build(folder, config.args)
         else:
             model = call_target("model", config.target, config.args, "models")
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            Problem(
-                f"returned a {type(model).__name__}, not an nn.Module", where, fix="return a Module"
-            )
-        )
-    return _checked(model, where)
+        what = f"returned a {type(model).__name__}, not an nn.Module"
+        raise ConfigError(Problem(what, where, fix="return a Module"))
+    _check(model, where)
+    return model
 
 
-def _checked(model: nn.Module, where: str) -> nn.Module:
-    odd = [
-        f"{name} ({p.dtype})"
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype != torch.float32
-    ]
+def _check(model: nn.Module, where: str) -> None:
+    """Raise ConfigError for a model that cannot be trained as it is."""
+    odd: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            odd.append(f"{name} ({parameter.dtype})")
     if odd:
         why = "precisions are chosen by the recipe, over float32 parameters"
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         raise ConfigError(Problem(what, where, why, "return model.float()"))
     if next(model.parameters(), None) is None:
-        raise ConfigError(
-            Problem("returned a model without parameters", where, fix="return a trainable Module")
-        )
+        what = "returned a model without parameters"
+        raise ConfigError(Problem(what, where, fix="return a trainable Module"))
     huggingface.check(model, where)
-    return model
 
 
 def check_vocab(model: nn.Module, ids: int, target: str) -> None:
-    """Raises ConfigError if a model that tells its `vocab_size` cannot take `ids` different token ids."""
-    known = Task(model, target).vocab_size
-    if known is not None and known < ids:
+    """Raise ConfigError if the model has a `vocab_size` and it is less than `ids`, the number of the data's ids."""
+    size = Task(model, target).vocab_size
+    if size is not None and size < ids:
+        what = f"its vocab_size {size} is too small"
         why = f"the data has token ids up to {ids - 1}"
         fix = f"build it with at least {ids}, or give data of its own tokenizer"
-        raise ConfigError(
-            Problem(f"its vocab_size {known} is too small", f"model.target {target!r}", why, fix)
-        )
+        raise ConfigError(Problem(what, f"model.target {target!r}", why, fix))

@@ -1,16 +1,26 @@
-"""A Llama-style GPT: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
+"""The built-in GPT: Llama's architecture, or Qwen3's with `qk_norm`.
 
-With `qk_norm` it is Qwen3's instead. What it costs in memory can be bought back: `recompute` keeps fewer activations,
-`loss_chunk` never has the logits of all tokens at once. harness/models/llama.py gives its weights their names there.
+A pre-norm decoder with RMSNorm, rotary positions, grouped-query attention, SwiGLU, and a tied or untied head. From
+token ids to a loss:
+
+    x = embed(ids)
+    for each block:
+        x = x + attn(attn_norm(x))        queries, keys and values come from one matrix, `qkv`
+        x = x + mlp(mlp_norm(x))          gate and up come from one matrix, `gate_up`
+    loss = cross_entropy(lm_head(norm(x)), targets)
+
+Attention scores and the loss are modules of their own, so that a recipe can keep them in float32 by name. Two options
+trade time for memory: `recompute` keeps fewer activations for backward, and `loss_chunk` never holds the logits of all
+tokens at once. `llama.py` converts weights from and to Llama's and Qwen3's names.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +35,15 @@ ROPE_BASE = 10000.0
 EPS = 1e-5
 RECOMPUTE = ("none", "mlp", "block")
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys of `rope_scaling`, as Llama 3.1's config.json has them."""
+"""Keys of `rope_scaling`, as in Llama 3.1's config.json."""
 
 Rotation = tuple[Tensor, Tensor]
+"""cos and sin of the rotary angles, float32 [time, head_dim / 2]; with a batch dimension for packed documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a GPT is made of; see `build` for each."""
+    """Sizes and options of a GPT. `build` explains each."""
 
     vocab: int
     dim: int
@@ -57,32 +68,33 @@ class Settings:
 
 
 class Scores(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v over the past. A module, so that a recipe can keep it in fp32 by name."""
+    """Causal attention: softmax(q k^T / sqrt(head_dim)) v. A module, so that a recipe can keep it in fp32 by name."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q: [batch, heads, time, head_dim]; k, v: the same with as many or fewer heads -> the shape of q.
 
-        mask: [batch, 1, time, time], added to the scores in place of the plain causal one; in the dtype that they get.
+        mask: [batch, 1, time, time], in the dtype of the scores; added to them instead of the causal mask.
         """
         grouped = q.shape[1] != k.shape[1]
         if grouped and not _fuses_groups(q, mask):
-            k, v, grouped = spread(k, q.shape[1]), spread(v, q.shape[1]), False
+            # Without a fused kernel for groups, copies of the heads take less memory than unfused attention.
+            k = spread(k, q.shape[1])
+            v = spread(v, q.shape[1])
+            grouped = False
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; `kv_heads` < `heads` is grouped-query attention."""
+    """Causal self-attention with rotary positions. With `kv_heads` < `heads` it is grouped-query attention."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         dim = settings.dim
-        self.heads, self.kv_heads, self.head_dim = (
-            settings.heads,
-            settings.kv_heads,
-            settings.head_dim,
-        )
+        self.heads = settings.heads
+        self.kv_heads = settings.kv_heads
+        self.head_dim = settings.head_dim
         self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
@@ -93,21 +105,21 @@ class Attention(nn.Module):
         """x: [batch, time, dim] -> the same shape."""
         batch, time, dim = x.shape
         shape = (batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = (
-            self.qkv(x)
-            .view(shape)
-            .transpose(1, 2)
-            .split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        )
+        heads = self.qkv(x).view(shape).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q = self.q_norm(q.float()).to(v.dtype)
+            k = self.k_norm(k.float()).to(v.dtype)
+        q = rotate(q, *rotation)
+        k = rotate(k, *rotation)
+
         mixed = self.scores(q, k, v) if mask is None else self.scores(q, k, v, mask)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, dim))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Gate and up are one matrix."""
 
     fusible_swiglu: ClassVar = {"gate_up": "down"}
 
@@ -123,7 +135,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. recomputes_mlp: the feed-forward half keeps its input alone for backward."""
+    """Pre-norm transformer block.
+
+    recomputes_mlp: of the feed-forward half, only the input is kept for backward; the rest is computed again.
+    """
 
     fusible_norms: ClassVar = {"attn.qkv": "attn_norm", "mlp.gate_up": "mlp_norm"}
 
@@ -149,8 +164,8 @@ class Block(nn.Module):
 class TokenLoss(nn.Module):
     """Mean cross-entropy in nats per token. A module, so that a recipe can keep it in fp32 by name.
 
-    z_loss: what the mean of log(Z)^2, with Z the softmax's denominator, adds to the *gradient* (PaLM, arXiv 2204.02311,
-    has 1e-4). The value stays the cross-entropy, so that losses with it and without compare.
+    z_loss: weight of the mean of log(Z)^2, where Z is the softmax's denominator (PaLM, arXiv 2204.02311, takes 1e-4).
+    It changes only the gradient. The value stays the cross-entropy, so losses with and without z_loss are comparable.
     """
 
     def __init__(self, z_loss: float = 0.0) -> None:
@@ -160,22 +175,23 @@ class TokenLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor, counted: Tensor | None = None) -> Tensor:
         """logits: [..., vocab]; targets: int64 [...], -100 has no loss -> float32 0-d.
 
-        counted: how many targets have a loss, where these are only some of the tokens: the result is their share.
+        counted: number of targets with a loss in the whole micro-batch, if these are only some of its tokens. The
+        result is then their share of the mean.
         """
-        rows, targets = logits.float().flatten(0, -2), targets.flatten()
+        rows = logits.float().flatten(0, -2)
+        targets = targets.flatten()
         if counted is None:
             loss = F.cross_entropy(rows, targets)
         else:
             loss = F.cross_entropy(rows, targets, reduction="sum") / counted
         if not self.z_loss:
             return loss
+
         kept = targets != IGNORED
         squares = rows.logsumexp(-1).square()
-        penalty = (
-            self.z_loss
-            * torch.where(kept, squares, 0.0).sum()
-            / (kept.sum() if counted is None else counted)
-        )
+        total = torch.where(kept, squares, 0.0).sum()
+        penalty = self.z_loss * total / (kept.sum() if counted is None else counted)
+        # The value of this difference is 0; its gradient is the penalty's.
         return loss + (penalty - penalty.detach())
 
 
@@ -202,39 +218,50 @@ class GPT(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     def _initialise(self, layers: int, tied: bool) -> None:
-        """Normal(0, 0.02); the two projections into the residual stream scaled by 1/sqrt(2 * layers), as GPT-2.
+        """Fill all matrices from Normal(0, 0.02), as GPT-2 does.
 
-        An untied embedding starts at unit variance: the first RMSNorm divides by its size, and at 0.02 the gradient of
-        the embedding would be 50 times that of everything else.
+        The two projections into the residual stream are scaled by 1/sqrt(2 * layers). An untied embedding starts at
+        unit variance. The first RMSNorm divides by its size, so at 0.02 its gradient would be 50 times that of
+        everything else.
         """
         for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
-                into_residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                nn.init.normal_(
-                    parameter, std=0.02 / math.sqrt(2 * layers) if into_residual else 0.02
-                )
+            if parameter.ndim < 2:
+                continue
+            std = 0.02
+            if name.endswith(("attn.out.weight", "mlp.down.weight")):
+                std = 0.02 / math.sqrt(2 * layers)
+            nn.init.normal_(parameter, std=std)
         if not tied:
             nn.init.normal_(self.embed.weight)
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """int64 [batch, time] in. With targets: float32 0-d mean loss; without: logits [batch, time, vocab].
+        """inputs: int64 [batch, time]. With targets: float32 0-d mean loss; without: logits [batch, time, vocab].
 
-        targets: -100 has no loss. segments: the number of the document that each token is of. Attention stays within a
-        document, and its positions begin at 0, as if it were alone.
+        targets: int64 [batch, time]; -100 has no loss.
+        segments: int64 [batch, time], the number of each token's document. Attention stays within a document, and
+        positions begin at 0 in each, as if it were alone.
         """
         x = self.embed(inputs)
-        rotation, mask = self._rotation(inputs.shape[1], x.device), None
+
+        # Rotary angles, the same for all blocks. Packed documents have positions of their own, and a mask between them.
+        rotation = self._rotation(inputs.shape[1], x.device)
+        mask = None
         if segments is not None:
             position, mask = documents(segments)
-            rotation = (rotation[0][position][:, None], rotation[1][position][:, None])
-            # Autocast casts queries, keys and values, but not a mask: one tensor, which all blocks keep for backward.
+            cos, sin = rotation
+            rotation = (cos[position][:, None], sin[position][:, None])
+            # Autocast casts queries, keys and values but no mask. Cast here, it is one tensor that all blocks share.
             mask = mask.to(autocast_dtype(x.device.type) or x.dtype)
+
+        # The blocks. A recomputed block keeps only its input for backward.
         whole = self.settings.recompute == "block" and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             again = whole and self._recomputes(index)
             x = recomputed(block, x, rotation, mask) if again else block(x, rotation, mask)
+
+        # Head and loss, for all tokens at once or in chunks.
         if targets is None:
             return self.lm_head(self.norm(x))
         chunk = self.settings.loss_chunk
@@ -243,6 +270,7 @@ class GPT(nn.Module):
         return self._chunked(x.flatten(0, 1), targets.flatten(), chunk)
 
     def _recomputes(self, index: int) -> bool:
+        """Whether block `index` is one of those that `recompute` applies to."""
         return index % self.settings.recompute_every == 0
 
     def _rotation(self, time: int, device: torch.device) -> Rotation:
@@ -251,20 +279,19 @@ class GPT(nn.Module):
         )
 
     def _chunked(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        """The same loss, with the logits of `chunk` tokens at a time, which backward computes again.
+        """The same loss, holding the logits of only `chunk` tokens at a time. Backward computes them again.
 
         x: [tokens, dim]; targets: [tokens].
         """
         counted = (targets != IGNORED).sum()
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
+
+        # With autocast's cache, all chunks would share one copy of the weight in 16 bits. The gradients of the chunks
+        # would then be added up in 16 bits.
         dtype = autocast_dtype(x.device.type)
-        # Autocast's cache would give all chunks one copy of the weight in 16 bits, and its gradients, one for each
-        # chunk, would be added up in 16 bits.
-        uncached = (
-            torch.autocast(x.device.type, dtype=dtype, cache_enabled=False)
-            if dtype
-            else nullcontext()
-        )
+        uncached: AbstractContextManager[Any] = nullcontext()
+        if dtype:
+            uncached = torch.autocast(x.device.type, dtype=dtype, cache_enabled=False)
         with uncached:
             for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
                 if torch.is_grad_enabled():
@@ -274,45 +301,45 @@ class GPT(nn.Module):
         return loss
 
     def _share(self, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        # The norm within the chunk, too: a recipe may have it computed in one with the head.
+        # The norm is part of the chunk: a recipe may fuse it with the head.
         return self.loss(self.lm_head(self.norm(x)), targets, counted)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to now; None where it is off, or unknown to the device."""
-    known = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if known else None
+    """The dtype that autocast casts to now; None where it is off, or where the device has none."""
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def recomputed(function: Any, *args: Any) -> Any:
-    """function(*args), of whose activations nothing is kept: backward calls it again. Nothing in it may be random."""
+    """function(*args) without keeping its activations: backward calls it again. It must not use random numbers."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _fuses_groups(q: Tensor, mask: Tensor | None = None) -> bool:
     """Whether PyTorch has a fused attention kernel for grouped queries of this dtype on this device.
 
-    On CUDA that is FlashAttention alone: 16 bits, compute capability 8.0, no mask. Without it grouped queries fall to
-    plain mathematics, which keeps the scores of every pair of tokens.
+    On CUDA only FlashAttention has one: 16 bits, compute capability 8.0 or higher, no mask. Without it, PyTorch takes
+    unfused attention for grouped queries, which keeps the scores of every pair of tokens.
     """
     if q.device.type != "cuda":
         return True
-    return (
-        mask is None
-        and q.dtype != torch.float32
-        and torch.cuda.get_device_properties(q.device).major >= 8
-    )
+    if mask is not None or q.dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_properties(q.device).major >= 8
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
-    """[batch, kv_heads, time, head_dim] -> [batch, heads, time, head_dim]: each head repeated for its group of queries,
-    side by side, as `enable_gqa` shares them."""
+    """Repeat each key or value head for the queries of its group, side by side, as `enable_gqa` shares them.
+
+    x: [batch, kv_heads, time, head_dim] -> [batch, heads, time, head_dim].
+    """
     batch, kv_heads, time, width = x.shape
-    return (
-        x[:, :, None]
-        .expand(batch, kv_heads, heads // kv_heads, time, width)
-        .reshape(batch, heads, time, width)
-    )
+    repeated = x[:, :, None].expand(batch, kv_heads, heads // kv_heads, time, width)
+    return repeated.reshape(batch, heads, time, width)
 
 
 def rotary(
@@ -336,8 +363,11 @@ def rotary(
 
 
 def _stretched(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Llama 3.1's rule for long contexts (arXiv 2407.21783, and the reference code that came with it): waves of which
-    few fit into the original context turn `factor` times slower, those of which many fit stay, in between it blends."""
+    """Llama 3.1's frequencies for long contexts (arXiv 2407.21783 and its reference code).
+
+    A rotation that makes many turns in the original context keeps its frequency. One that makes few turns becomes
+    `factor` times slower. In between, the two are blended.
+    """
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -351,14 +381,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def documents(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's position in its document, int64 [batch, time], and who may attend to whom, float32
-    [batch, 1, time, time]: 0 for itself and earlier tokens of the same document, -inf for all others.
+    """Positions and attention mask of packed documents.
 
     segments: int64 [batch, time]. A document is a run of equal numbers.
+    position: int64 [batch, time], each token's position in its document.
+    mask: float32 [batch, 1, time, time]; 0 for the token itself and earlier ones of its document, else -inf.
     """
     place = torch.arange(segments.shape[1], device=segments.device)
+
+    # A token's position is its place minus the place at which its document begins.
     begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=False)
     position = place - torch.where(begins, place, 0).cummax(1).values
+
+    # Documents are numbered anew, because two runs in one sample may have the same number.
     document = begins.cumsum(1)
     allowed = (document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)
     mask = torch.zeros(allowed.shape, device=segments.device).masked_fill(~allowed, -math.inf)
@@ -384,17 +419,29 @@ def build(
 ) -> GPT:
     """A GPT with freshly initialised fp32 weights.
 
-    dim: width. kv_heads: default `heads`. ffn: hidden width of the SwiGLU, default 8/3 dim rounded up to a multiple of
-    16. tied: the head shares the embedding's weight. qk_norm: RMSNorm over each head of queries and keys, before they
-    are rotated. rope_base: the rotary embedding's (Llama 3: 500000). rope_scaling: Llama 3.1's for long contexts, with
-    the keys in SCALING. norm_eps: of every RMSNorm. z_loss: weight of log(Z)^2 in the gradient (PaLM: 1e-4).
-    loss_chunk: tokens whose logits are in memory at a time, 0: all of a micro-batch. recompute: "mlp" or "block": that
-    part of every `recompute_every`-th block keeps its input alone and is computed again in backward; "none".
-    Raises ConfigError naming every argument that cannot be, and for a model that exceeds this machine's memory.
+    vocab: number of token ids.
+    dim: width.
+    layers, heads: numbers of blocks, and of attention heads in each.
+    kv_heads: heads of keys and values; default `heads`.
+    ffn: hidden width of the SwiGLU; default 8/3 dim, rounded up to a multiple of 16.
+    tied: whether the head shares the embedding's weight.
+    qk_norm: whether each head of queries and keys gets an RMSNorm before the rotation.
+    rope_base: base of the rotary embedding (Llama 3: 500000).
+    rope_scaling: Llama 3.1's scaling for long contexts, with the keys in SCALING.
+    norm_eps: epsilon of every RMSNorm.
+    z_loss: weight of log(Z)^2 in the gradient (PaLM: 1e-4).
+    loss_chunk: tokens whose logits are in memory at a time; 0: all of a micro-batch.
+    recompute: "mlp" or "block": this part keeps only its input and is computed again in backward; "none".
+    recompute_every: apply `recompute` to every so many-th block.
+
+    Raises ConfigError naming every argument that is invalid, and for a model that exceeds this machine's memory.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    # Defaults that depend on other sizes. A wrong `dim` is reported below, with everything else.
+    if kv_heads is None:
+        kv_heads = heads
     if ffn is None and isinstance(dim, int):
         ffn = max(16, -(-8 * dim // 3 // 16) * 16)
+
     sizes = {
         "vocab": vocab,
         "dim": dim,
@@ -404,62 +451,15 @@ def build(
         "ffn": ffn,
     }
     problems = [
-        Problem(f"{value!r} is not a positive integer", f"model.args.{key}", fix="give a size")
-        for key, value in {**sizes, "recompute_every": recompute_every}.items()
-        if not _whole(value) or value < 1
+        *_wrong_sizes(sizes, recompute_every),
+        *_wrong_flags({"tied": tied, "qk_norm": qk_norm}),
+        *_wrong_numbers(rope_base, norm_eps, z_loss),
+        *_wrong_savings(loss_chunk, recompute),
+        *_wrong_scaling(rope_scaling),
     ]
-    if not problems and dim % (2 * heads):
-        near = max(2 * heads, round(dim / (2 * heads)) * 2 * heads)
-        problems.append(
-            Problem(
-                f"dim {dim} does not divide into {heads} heads of even size",
-                "model.args.dim",
-                fix=f"use dim: {near}",
-            )
-        )
-    if not problems and heads % kv_heads:
-        problems.append(
-            Problem(
-                f"{heads} heads are not a multiple of {kv_heads} kv_heads",
-                "model.args.kv_heads",
-                fix="use a divisor",
-            )
-        )
-    for key, value in {"tied": tied, "qk_norm": qk_norm}.items():
-        if not isinstance(value, bool):
-            problems.append(
-                Problem(
-                    f"{value!r} is not true or false",
-                    f"model.args.{key}",
-                    fix="write true or false",
-                )
-            )
-    for key, value, least in (("rope_base", rope_base, 1.0), ("norm_eps", norm_eps, 0.0)):
-        if not _number(value) or value <= least:
-            problems.append(
-                Problem(
-                    f"{value!r} is not over {least:g}", f"model.args.{key}", fix="give a larger one"
-                )
-            )
-    if not _number(z_loss) or z_loss < 0:
-        problems.append(
-            Problem(
-                f"{z_loss!r} is not 0 or more", "model.args.z_loss", fix="try 1e-4, or 0 for none"
-            )
-        )
-    if not _whole(loss_chunk) or loss_chunk < 0:
-        fix = "give a number of tokens, such as 1024, or 0 for all at once"
-        problems.append(
-            Problem(f"{loss_chunk!r} is not 0 or more", "model.args.loss_chunk", fix=fix)
-        )
-    if recompute not in RECOMPUTE:
-        fix = near_match(str(recompute), RECOMPUTE)
-        problems.append(
-            Problem(f"{recompute!r} is nothing to recompute", "model.args.recompute", fix=fix)
-        )
-    problems += _wrong_scaling(rope_scaling)
     if problems:
         raise ConfigError(problems)
+
     assert ffn is not None
     settings = Settings(
         vocab=vocab,
@@ -483,36 +483,94 @@ def build(
 
 
 def size_of(settings: Settings) -> tuple[int, int]:
-    """Parameters and modules of a GPT, without building it."""
+    """The numbers of parameters and of modules of a GPT, without building it."""
     dim, head_dim = settings.dim, settings.head_dim
     attention = dim * (settings.heads + 2 * settings.kv_heads) * head_dim + dim * dim
-    norms, modules = 2 * dim, 10
+    norms = 2 * dim
+    modules = 10
     if settings.qk_norm:
-        norms, modules = norms + 2 * head_dim, modules + 2
+        norms += 2 * head_dim
+        modules += 2
     block = attention + 3 * dim * settings.ffn + norms
     ends = settings.vocab * dim * (1 if settings.tied else 2) + dim
     return settings.layers * block + ends, settings.layers * modules + 6
 
 
-def _whole(value: object) -> bool:
+def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: object) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _wrong_sizes(sizes: Mapping[str, Any], recompute_every: int) -> list[Problem]:
+    """Problems of the sizes, by themselves and together."""
+    problems: list[Problem] = []
+    for key, value in {**sizes, "recompute_every": recompute_every}.items():
+        if not _whole(value) or value < 1:
+            what = f"{value!r} is not a positive integer"
+            problems.append(Problem(what, f"model.args.{key}", fix="give a size"))
+    if problems:
+        return problems
+
+    # Only valid sizes can be held against each other. Rotation needs heads of even size.
+    dim, heads, kv_heads = sizes["dim"], sizes["heads"], sizes["kv_heads"]
+    if dim % (2 * heads):
+        near = max(2 * heads, round(dim / (2 * heads)) * 2 * heads)
+        what = f"dim {dim} does not divide into {heads} heads of even size"
+        return [Problem(what, "model.args.dim", fix=f"use dim: {near}")]
+    if heads % kv_heads:
+        what = f"{heads} heads are not a multiple of {kv_heads} kv_heads"
+        return [Problem(what, "model.args.kv_heads", fix="use a divisor")]
+    return []
+
+
+def _wrong_flags(flags: Mapping[str, object]) -> list[Problem]:
+    problems: list[Problem] = []
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            what = f"{value!r} is not true or false"
+            problems.append(Problem(what, f"model.args.{key}", fix="write true or false"))
+    return problems
+
+
+def _wrong_numbers(rope_base: object, norm_eps: object, z_loss: object) -> list[Problem]:
+    problems: list[Problem] = []
+    for key, value, least in (("rope_base", rope_base, 1.0), ("norm_eps", norm_eps, 0.0)):
+        if not _number(value) or value <= least:
+            what = f"{value!r} is not over {least:g}"
+            problems.append(Problem(what, f"model.args.{key}", fix="give a larger one"))
+    if not _number(z_loss) or z_loss < 0:
+        what = f"{z_loss!r} is not 0 or more"
+        problems.append(Problem(what, "model.args.z_loss", fix="try 1e-4, or 0 for none"))
+    return problems
+
+
+def _wrong_savings(loss_chunk: object, recompute: object) -> list[Problem]:
+    """Problems of the options that save memory."""
+    problems: list[Problem] = []
+    if not _whole(loss_chunk) or loss_chunk < 0:
+        what = f"{loss_chunk!r} is not 0 or more"
+        fix = "give a number of tokens, such as 1024, or 0 for all at once"
+        problems.append(Problem(what, "model.args.loss_chunk", fix=fix))
+    if recompute not in RECOMPUTE:
+        what = f"{recompute!r} cannot be recomputed"
+        fix = near_match(str(recompute), RECOMPUTE)
+        problems.append(Problem(what, "model.args.recompute", fix=fix))
+    return problems
+
+
 def _wrong_scaling(scaling: object) -> list[Problem]:
-    """What is wrong with `rope_scaling`, which may be None; empty if nothing is."""
-    where, fix = (
-        "model.args.rope_scaling",
-        f"give {', '.join(SCALING)}, as in Llama 3.1's config.json",
-    )
+    """Problems of `rope_scaling`, which may be None."""
     if scaling is None:
         return []
+    where = "model.args.rope_scaling"
+    fix = f"give {', '.join(SCALING)}, as in Llama 3.1's config.json"
     if not isinstance(scaling, Mapping) or set(scaling) != set(SCALING):
         return [Problem(f"{scaling!r} is not a mapping with the keys of Llama 3.1", where, fix=fix)]
-    if odd := [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]:
+    odd = [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]
+    if odd:
         return [Problem(f"{key} {scaling[key]!r} is not over 0", where, fix=fix) for key in odd]
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return [Problem("high_freq_factor is not over low_freq_factor", where, fix=fix)]

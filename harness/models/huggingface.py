@@ -1,12 +1,16 @@
 """Hugging Face causal language models: `model.target: hf:FOLDER`, their loss, packed samples, and LoRA by peft.
 
-FOLDER is a local folder with config.json and safetensors (sharded too), or with config.json alone: then the weights are
-fresh. The network is never asked, code that comes with a model is never run, pickles are never read. Weights in bf16 or
-fp16 become fp32: the optimizer's masters, from which every lower precision is cast.
+FOLDER is a local folder with config.json and safetensors (one file or shards). With config.json alone the weights are
+fresh. Nothing is fetched from the network, code that comes with a model is never run, and pickles are never read.
+Weights in bf16 or fp16 become fp32: the optimizer's master weights, from which every lower precision is cast.
 
-What transformers leaves to its caller is done here, for every model of it, whoever built it: a loss over targets that
-are shifted already, positions and attention that respect the documents of a packed sample, auxiliary losses of experts.
-Whether a model really is causal, and really keeps documents apart, is tried on a few tokens before anything trains.
+For every causal model of transformers, whoever built it, `CausalLM` does what transformers leaves to its caller:
+
+- a loss over targets that are already shifted;
+- position_ids that begin at 0 in each document of a packed sample, by which transformers keeps documents apart;
+- the auxiliary loss of a mixture of experts.
+
+`check` tries a model on a few tokens before training: whether it is really causal, and really keeps documents apart.
 """
 
 from __future__ import annotations
@@ -37,15 +41,17 @@ from harness.core.schema import Strict, import_extra, validate
 
 PREFIX = "hf:"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# What a change of one token moves by less than this share of the largest logit is rounding.
+# Endings of weights in formats that are not read.
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+# Logits that differ by less than this share of the largest one differ only by rounding.
 _ROUNDING = 1e-5
-# Keys of config.json that tell of the file, or that a build here sets by itself.
+# Keys of config.json that describe the file, or that `build` sets by itself.
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
-# Attribute of a model that was tried: see `CausalLM.unpackable`.
+# The attribute in which `check` leaves its result on the model: see `CausalLM.unpackable`.
 _UNPACKABLE = "unpackable_because"
-# Two sums of the same cross-entropies.
+# Relative difference between two sums of the same cross-entropies.
 _SAME_LOSS = 1e-3
-# A document's logits alone and beside others: other shapes, so other roundings, TF32's among them.
+# The same for logits of a document at two places in a sample: other shapes round differently, TF32 above all.
 _SHIFTED = 2e-2
 
 
@@ -101,16 +107,21 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
     path = Path(folder).expanduser()
     path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").is_file():
-        why = "only local folders are read" if not path.is_dir() else "it has no config.json"
+        why = "it has no config.json" if path.is_dir() else "only local folders are read"
         fix = "give a folder with config.json and *.safetensors; fetch one from the hub with `hf download --local-dir`"
         raise ConfigError(Problem("is no folder of a Hugging Face model", where, why, fix))
+
+    # Check the files first: errors of transformers about them are hard to understand.
     transformers = import_extra("transformers", "hf", where)
-    if problems := [*_config_problems(path, where), *_weight_problems(path, options)]:
+    problems = [*_config_problems(path, where), *_weight_problems(path, options)]
+    if problems:
         raise ConfigError(problems)
+
     with _quiet(transformers):
         config = _read_config(transformers, path, options, where)
         model = _load(transformers, path, config, options, where)
     model.config.use_cache = False
+
     if options.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             what = f"{type(model).__name__} cannot compute its blocks again in backward"
@@ -118,10 +129,13 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
                 Problem(what, "model.args.gradient_checkpointing", fix="leave it out")
             )
         model.activation_checkpointing_enable({"use_reentrant": False})
+
     if options.lora is not None:
         model = _with_adapters(model, options.lora, where)
+        # Checkpoints omit the frozen weights and refer to this folder.
         if options.weights == "auto" and _stored(path):
-            model.frozen_from = str(path.resolve())  # checkpoints leave there what is there
+            model.frozen_from = str(path.resolve())
+
     model.config_sha256 = _config_hash(path)
     # transformers returns models for evaluation: without dropout, and with gradient checkpointing switched off.
     return model.train()
@@ -131,62 +145,58 @@ def tokenizer_of(target: str) -> Path | None:
     """The tokenizer.json that came with the model of `model.target`; None if there is none."""
     if not target.startswith(PREFIX):
         return None
-    path = Path(target.removeprefix(PREFIX)).expanduser()
-    found = (path.parent if path.name == "config.json" else path) / "tokenizer.json"
+    folder = Path(target.removeprefix(PREFIX)).expanduser()
+    if folder.name == "config.json":
+        folder = folder.parent
+    found = folder / "tokenizer.json"
     return found if found.is_file() else None
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without progress bars and reports: what matters of them is told by our own errors."""
+    """Silence progress bars and reports of transformers. Our own errors say what matters in them."""
     own = transformers.utils.logging
     level, bars = own.get_verbosity(), own.is_progress_bar_enabled()
     own.set_verbosity_error()
     own.disable_progress_bar()
-    # It imports torchao, which complains of kernels for other cards.
-    others = {
-        each: each.level for each in map(logging.getLogger, ("torchao", "torch.utils._pytree"))
-    }
-    for each in others:
-        each.setLevel(logging.ERROR)
+    # transformers imports torchao, which warns about kernels for other cards.
+    levels: dict[logging.Logger, int] = {}
+    for name in ("torchao", "torch.utils._pytree"):
+        logger = logging.getLogger(name)
+        levels[logger] = logger.level
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for each, before in others.items():
-            each.setLevel(before)
+        for logger, before in levels.items():
+            logger.setLevel(before)
         own.set_verbosity(level)
         if bars:
             own.enable_progress_bar()
 
 
 def _config_problems(path: Path, where: str) -> list[Problem]:
+    """Problems of config.json, found without transformers' help."""
     file = path / "config.json"
+    fix = "put the model's own config.json there"
     try:
         config = read_json(file)
     except (OSError, ValueError) as error:
-        return [
-            Problem(
-                f"cannot be read: {error}", str(file), fix="put the model's own config.json there"
-            )
-        ]
+        return [Problem(f"cannot be read: {error}", str(file), fix=fix)]
     if not isinstance(config, dict):
-        return [Problem("holds no mapping", str(file), fix="put the model's own config.json there")]
+        return [Problem("holds no mapping", str(file), fix=fix)]
+
     problems: list[Problem] = []
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        what = f"the weights are stored quantised ({method})"
         why = "training starts from weights in bf16 or more: the recipe decides what is computed in less"
-        problems.append(
-            Problem(
-                f"the weights are stored quantised ({method})", where, why, "take the full weights"
-            )
-        )
+        problems.append(Problem(what, where, why, "take the full weights"))
+    # A model type that transformers knows needs no code from the folder, even if the folder has some.
     if "auto_map" in config and str(config.get("model_type", "")) not in _known_types():
+        what = f"needs code of its own: {config['auto_map']}"
         why = "code that comes with a model is never run"
-        problems.append(
-            Problem(
-                f"needs code of its own: {config['auto_map']}", where, why, "take another model"
-            )
-        )
+        problems.append(Problem(what, where, why, "take another model"))
     return problems
 
 
@@ -195,63 +205,59 @@ def _known_types() -> Any:
 
 
 def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
-    """What is wrong with the files of the weights: every one is opened, which compares its header with its size."""
+    """Problems of the files with the weights. Each one is opened, which compares its header with its size."""
     if options.weights == "fresh":
         return []
     from safetensors import SafetensorError, safe_open
 
-    if (path / _INDEX).is_file():
+    # The files: those that the index names, or the only one.
+    names: list[Any] = []
+    index = path / _INDEX
+    if index.is_file():
         try:
-            names = sorted(set(read_json(path / _INDEX, MAX_LARGE)["weight_map"].values()))
+            names = sorted(set(read_json(index, MAX_LARGE)["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [
-                Problem(f"cannot be read: {error}", str(path / _INDEX), fix="copy the folder again")
-            ]
-    else:
-        names = [_WEIGHTS] if (path / _WEIGHTS).is_file() else []
-    others = sorted(
-        each.name
-        for each in path.iterdir()
-        if each.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")
-    )
+            return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
+    elif (path / _WEIGHTS).is_file():
+        names = [_WEIGHTS]
+
+    # Weights in another format: without an error they would silently be replaced by fresh ones.
+    others = sorted(each.name for each in path.iterdir() if each.suffix in _OTHER_FORMATS)
     if not names and others:
+        what = f"has no {_WEIGHTS}, but {some(others, 3)}"
         why = "only safetensors are read: pickles run code, and other formats are quantised"
         fix = (
             "save the model again with save_pretrained; for fresh weights: model.args.weights=fresh"
         )
-        return [Problem(f"has no {_WEIGHTS}, but {some(others, 3)}", str(path), why, fix)]
+        return [Problem(what, str(path), why, fix)]
+
     problems: list[Problem] = []
     for name in map(str, names):
         file = path / name
         if file.parent != path:
-            problems.append(
-                Problem(f"the index names a file of another folder: {name}", str(path / _INDEX))
-            )
+            what = f"the index names a file of another folder: {name}"
+            problems.append(Problem(what, str(index)))
             continue
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            what = (
-                "is missing"
-                if not file.is_file()
-                else f"is damaged: {' '.join(str(error).split())}"
-            )
+            what = f"is damaged: {' '.join(str(error).split())}"
+            if not file.is_file():
+                what = "is missing"
             problems.append(Problem(what, str(file), fix="copy it again"))
     return problems
 
 
 def _config_hash(path: Path) -> str:
-    """Of what config.json says of the model, whoever wrote it in whatever order."""
-    told = {
-        key: value
-        for key, value in read_json(path / "config.json").items()
-        if key not in _NOT_OF_THE_MODEL
-    }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """Hash of what config.json says about the model, whatever version wrote it, and in whatever order."""
+    config = read_json(path / "config.json")
+    of_model = {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
+    return hashlib.sha256(json.dumps(of_model, sort_keys=True).encode()).hexdigest()
 
 
 def _read_config(transformers: Any, path: Path, options: Arguments, where: str) -> Any:
+    """The config of transformers, with the changes of `model.args.config`. Raises ConfigError."""
     try:
         config, unused = transformers.AutoConfig.from_pretrained(
             str(path),
@@ -263,25 +269,21 @@ def _read_config(transformers: Any, path: Path, options: Arguments, where: str) 
     except Exception as error:  # whatever a model's own check of its sizes raises
         fix = "put the model's own config.json there; model.args.config may have changed what it must not"
         raise ConfigError(Problem(_short(error), f"{where}: config.json", fix=fix)) from error
-    if wrong := [key for key in options.config if key in unused]:
-        known = list(config.to_dict())
-        raise ConfigError(
-            [
-                Problem(
-                    f'no key "{key}" in it', f"{where}: config.json", fix=near_match(key, known)
-                )
-                for key in wrong
-            ]
-        )
+
+    # transformers ignores keys that the model does not have.
+    problems: list[Problem] = []
+    for key in options.config:
+        if key in unused:
+            fix = near_match(key, list(config.to_dict()))
+            problems.append(Problem(f'no key "{key}" in it', f"{where}: config.json", fix=fix))
+    if problems:
+        raise ConfigError(problems)
+
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"{config.model_type} has no causal language model"
-        raise ConfigError(
-            Problem(
-                what,
-                where,
-                fix="take a decoder that predicts the next token, such as llama or gpt2",
-            )
-        )
+        fix = "take a decoder that predicts the next token, such as llama or gpt2"
+        raise ConfigError(Problem(what, where, fix=fix))
+
     text = config.get_text_config()
     if hasattr(text, "output_router_logits") and getattr(text, "router_aux_loss_coef", 0):
         text.output_router_logits = options.aux_loss
@@ -289,17 +291,17 @@ def _read_config(transformers: Any, path: Path, options: Arguments, where: str) 
 
 
 def _load(transformers: Any, path: Path, config: Any, options: Arguments, where: str) -> Any:
-    # The other ways to compute experts are unknown to autocast: they would run in float32.
+    """The model with the stored weights, or with fresh ones. Raises ConfigError."""
+    # Autocast does not know the other implementations of experts: they would run in float32.
     kind: dict[str, Any] = {"trust_remote_code": False, "experts_implementation": "eager"}
     if options.attention is not None:
         kind["attn_implementation"] = options.attention
     made = transformers.AutoModelForCausalLM
+    # Fake tensors have no values, so stored ones need not be read.
+    on_fakes = isinstance(torch.empty(0), FakeTensor)
+    fresh = options.weights == "fresh" or not _stored(path) or on_fakes
     try:
-        if (
-            options.weights == "fresh"
-            or not _stored(path)
-            or isinstance(torch.empty(0), FakeTensor)
-        ):
+        if fresh:
             return made.from_config(config, dtype=torch.float32, **kind)
         model, info = made.from_pretrained(
             str(path),
@@ -311,7 +313,7 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
             ignore_mismatched_sizes=True,
             **kind,
         )
-    except HarnessError:  # there is no memory for it
+    except HarnessError:  # `room.watched` found no memory for it
         raise
     except Exception as error:  # whatever its code raises
         raise ConfigError(
@@ -322,42 +324,46 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
 
 
 def _stored(path: Path) -> bool:
+    """Whether the folder has weights."""
     return (path / _INDEX).is_file() or (path / _WEIGHTS).is_file()
 
 
 def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> None:
     """Raise ConfigError naming weights that would be random, or that would be left out."""
     problems: list[Problem] = []
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing:
+        what = f"{len(missing)} weights are missing: {some(missing, 4)}"
         why = "they would be random, and nobody would know"
         fix = "take a folder of the whole causal model; for fresh weights: model.args.weights=fresh"
-        problems.append(
-            Problem(f"{len(missing)} weights are missing: {some(missing, 4)}", where, why, fix)
-        )
-    if wrong := sorted(
-        f"{name} {list(there)}, not {list(here)}" for name, there, here in info["mismatched_keys"]
-    ):
+        problems.append(Problem(what, where, why, fix))
+
+    wrong: list[str] = []
+    for name, stored, expected in info["mismatched_keys"]:
+        wrong.append(f"{name} {list(stored)}, not {list(expected)}")
+    wrong.sort()
+    if wrong:
+        what = f"{len(wrong)} weights are of another shape: {some(wrong, 4)}"
         fix = "take back what model.args.config changes of the sizes, or model.args.weights=fresh"
-        problems.append(
-            Problem(f"{len(wrong)} weights are of another shape: {some(wrong, 4)}", where, fix=fix)
-        )
-    left = sorted(
-        name
-        for name in info["unexpected_keys"]
-        if not any(fnmatchcase(name, pattern) for pattern in options.ignore)
-    )
+        problems.append(Problem(what, where, fix=fix))
+
+    def ignored(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in options.ignore)
+
+    left = sorted(name for name in info["unexpected_keys"] if not ignored(name))
     if left:
         why = "the model has no place for them: what they do would be lost"
+        what = f"{len(left)} weights would be left out: {some(left, 4)}"
         fix = f"take the model that they belong to, or leave them out: model.args.ignore=['{left[0]}']"
-        problems.append(
-            Problem(f"{len(left)} weights would be left out: {some(left, 4)}", where, why, fix)
-        )
+        problems.append(Problem(what, where, why, fix))
     if problems:
         raise ConfigError(problems)
 
 
 def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
+    """`model` wrapped by peft: frozen weights and trainable adapters. Raises ConfigError."""
     peft = import_extra("peft", "peft", where)
+    # GPT-2's Conv1D stores its weight transposed.
     conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -369,24 +375,25 @@ def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # peft calls what transformers has renamed
+            # peft calls functions that transformers has renamed.
+            warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ConfigError(
-            Problem(_short(error), "model.args.lora.targets", fix="name layers of the model")
-        ) from error
+        fix = "name layers of the model"
+        raise ConfigError(Problem(_short(error), "model.args.lora.targets", fix=fix)) from error
 
 
 def _short(error: BaseException) -> str:
+    """The error's type and text in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 class CausalLM:
-    """How a model of transformers (or peft's wrapper of one) is called, and its loss.
+    """Calls a model of transformers (or peft's wrapper of one) and computes its loss.
 
-    vocab_size: ids that it takes. unpackable: why packed samples would be wrong; empty if they are right.
+    kind: the name of its class, for messages.
+    vocab_size: number of token ids that it takes.
+    unpackable: why it would get packed samples wrong; empty if it gets them right.
     """
 
     def __init__(self, model: Any) -> None:
@@ -396,18 +403,19 @@ class CausalLM:
         self.unpackable = str(getattr(base, _UNPACKABLE, ""))
         self._positions: int | None = getattr(text, "max_position_embeddings", None)
         self._coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
-        ends = [
-            end
-            for end in (base.get_input_embeddings(), base.get_output_embeddings())
-            if end is not None
-        ]
-        self.vocab_size = int(min([end.weight.shape[0] for end in ends], default=text.vocab_size))
+
+        # Embedding and head may be padded to different sizes. A token id has to fit both.
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        rows = [end.weight.shape[0] for end in ends if end is not None]
+        self.vocab_size = int(min(rows, default=text.vocab_size))
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy, float32 0-d, nats per target that counts; while training, plus the auxiliary loss.
+        """Mean cross-entropy, float32 0-d, nats per target that counts; in training mode plus the auxiliary loss.
 
-        batch: inputs, targets (shifted already) and perhaps segments, int64 [batch, time]; 0 where no target counts.
-        Raises ConfigError for packed samples that the model would not keep apart, or samples longer than its positions.
+        batch: inputs, targets (already shifted) and perhaps segments, int64 [batch, time]. If no target counts, the
+        cross-entropy is 0.
+        Raises ConfigError for packed samples that the model would not keep apart, and for samples with more tokens than
+        the model has positions.
         """
         targets = batch["targets"].flatten()
         output = self.outputs(module, batch["inputs"], batch.get("segments"))
@@ -419,14 +427,16 @@ class CausalLM:
         return loss if auxiliary is None else loss + auxiliary
 
     def auxiliary(self, output: Any) -> Tensor | None:
-        """What the routers of a mixture of experts add to the loss; None without one, or where it is switched off."""
+        """The loss of the routers of a mixture of experts; None without routers, or if it is switched off."""
         found = getattr(output, "aux_loss", None)
-        return None if found is None else self._coefficient * found
+        if found is None:
+            return None
+        return self._coefficient * found
 
     def outputs(
         self, module: nn.Module, inputs: Tensor, segments: Tensor | None = None, **more: Tensor
     ) -> Any:
-        """What forward returns. Without a cache: with one, transformers takes a packed sample for one document."""
+        """What forward returns. use_cache is off: with it, transformers takes a packed sample for one document."""
         time = inputs.shape[1]
         if self._positions is not None and time > self._positions:
             what = f"samples of {time} tokens are longer than the {self._positions} positions of {self.kind}"
@@ -439,13 +449,17 @@ class CausalLM:
             raise ConfigError(
                 Problem(f"{self.kind} cannot train on packed samples", "data", why, fix)
             )
+        # From position_ids that begin anew, transformers derives the mask between documents.
         return module(
             input_ids=inputs, position_ids=positions_of(segments), use_cache=False, **more
         )
 
 
 def positions_of(segments: Tensor) -> Tensor:
-    """Places within their documents, from 0: int64 [batch, time], of numbers of documents [batch, time]."""
+    """Each token's position within its document, from 0: int64 [batch, time].
+
+    segments: int64 [batch, time], the number of each token's document.
+    """
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -453,38 +467,42 @@ def positions_of(segments: Tensor) -> Tensor:
 
 
 def causal_lm(model: nn.Module) -> CausalLM | None:
-    """How to call `model`, if it is a causal LM of transformers, as it is or wrapped by peft; None for every other."""
+    """`CausalLM` for a causal LM of transformers, as it is or wrapped by peft; None for every other model."""
+    # If the libraries are not imported, the model cannot be one of theirs.
     transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if transformers is None:
         return None
-    base: Any = (
-        cast(Any, model).get_base_model()
-        if peft is not None and isinstance(model, peft.PeftModel)
-        else model
-    )
+    base: Any = model
+    if peft is not None and isinstance(model, peft.PeftModel):
+        base = cast(Any, model).get_base_model()
     if not isinstance(base, transformers.PreTrainedModel):
         return None
-    known = set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return CausalLM(model) if any(kind.__name__ in known for kind in type(base).__mro__) else None
+
+    # A user's own subclass of a causal LM is one, too.
+    names = set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if any(kind.__name__ in names for kind in type(base).__mro__):
+        return CausalLM(model)
+    return None
 
 
 @torch.no_grad()
 def check(model: Any, where: str) -> None:
-    """Try a causal LM of transformers on twelve tokens, in evaluation and on its device; others are left alone.
+    """Try a causal LM of transformers on twelve tokens, in eval mode and on its device. Other models are not tried.
 
-    Raises ConfigError if a token moves the logits of those before it, or if the model's own loss is not the mean
-    cross-entropy of its logits (plus the auxiliary loss): training on logits would leave something out. Whether it
-    keeps packed documents apart is noted, for `CausalLM`.
+    Raises ConfigError if a token changes the logits of earlier ones. Raises it too if the model's own loss is not the
+    mean cross-entropy of its logits (plus the auxiliary loss), because training on logits would leave something out.
+    The result on packed documents is left on the model, for `CausalLM.unpackable`.
     """
     called = causal_lm(model)
+    # Without values there is nothing to compare.
     if called is None or isinstance(torch.empty(0), FakeTensor):
         return
     device = next(model.parameters()).device
     if device.type == "meta":
         return
-    ids = torch.randint(called.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(called.vocab_size, (1, 12), generator=generator).to(device)
     was_training = model.training
     model.eval()
     try:
@@ -497,19 +515,24 @@ def check(model: Any, where: str) -> None:
 
 
 def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -> None:
+    """Raise ConfigError if the model sees later tokens, or if its loss is of another kind."""
     labelled = called.outputs(model, ids, labels=ids)
     logits = labelled.logits.float()
+
+    # Change token 8: the logits of the eight before it must stay.
     after = called.outputs(model, _with_another(ids, 8, called.vocab_size)).logits.float()
     if _moved(logits[:, :8], after[:, :8], logits) > _ROUNDING:
         why = "it would learn to copy the targets, which are the next inputs"
         fix = "take a decoder; for BERT and its kind: model.args.config={is_decoder: true}"
         raise ConfigError(Problem(f"a token of {called.kind} sees those after it", where, why, fix))
+
+    # The model's own loss for these labels must be the one that is computed here.
     if labelled.loss is None:
         return
+    expected = F.cross_entropy(logits[0, :-1], ids[0, 1:])
     auxiliary = called.auxiliary(labelled)
-    expected = F.cross_entropy(logits[0, :-1], ids[0, 1:]) + (
-        0.0 if auxiliary is None else auxiliary
-    )
+    if auxiliary is not None:
+        expected = expected + auxiliary
     own, ours = float(labelled.loss), float(expected)
     if not abs(own - ours) <= _SAME_LOSS * abs(ours):
         why = f"its own is {own:.4f}, the mean cross-entropy of its logits {ours:.4f}"
@@ -520,21 +543,24 @@ def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -
 
 
 def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
-    """Why `model` gets packed documents wrong; empty if it keeps the second of three as it is whatever lies before."""
+    """Why `model` gets packed documents wrong; empty if it gets them right.
+
+    Three documents are packed: tokens 0 to 4, 5 to 8 and 9 to 11. The logits of the second one must stay the same if a
+    token of the first one changes, and if the second one lies elsewhere in the sample.
+    """
     segments = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], device=ids.device)
-    earlier, early = (
-        torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12],
-        torch.tensor([[0] * 2 + [1] * 4 + [2] * 6]),
-    )
+    other = _with_another(ids, 2, called.vocab_size)
+    # The same second document, after a first one of two tokens.
+    earlier = torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12]
+    earlier_segments = torch.tensor([[0] * 2 + [1] * 4 + [2] * 6])
     called.unpackable = ""
     try:
         logits = called.outputs(model, ids, segments).logits.float()
-        changed = called.outputs(
-            model, _with_another(ids, 2, called.vocab_size), segments
-        ).logits.float()
-        shifted = called.outputs(model, earlier, early.to(ids.device)).logits.float()
+        changed = called.outputs(model, other, segments).logits.float()
+        shifted = called.outputs(model, earlier, earlier_segments.to(ids.device)).logits.float()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"its forward fails with position_ids: {_short(error)}"
+
     second = logits[:, 5:9]
     if _moved(second, changed[:, 5:9], logits) > _ROUNDING:
         return "a token of one document moves the logits of the next"
@@ -544,14 +570,15 @@ def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
 
 
 def _with_another(ids: Tensor, place: int, vocab_size: int) -> Tensor:
+    """The ids with another token at `place`."""
     changed = ids.clone()
     changed[:, place] = (changed[:, place] + 1) % vocab_size
     return changed
 
 
 def _moved(one: Tensor, other: Tensor, logits: Tensor) -> float:
-    """The largest difference as a share of the largest of `logits`; infinite where one is not finite."""
-    share = float(
-        (one - other).abs().max() / logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    )
+    """The largest difference, as a share of the largest of `logits`; infinite if anything is not finite."""
+    # Not under the smallest float: logits may all be zero.
+    largest = logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    share = float((one - other).abs().max() / largest)
     return share if math.isfinite(share) else math.inf

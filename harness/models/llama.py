@@ -1,10 +1,10 @@
-"""The built-in GPT as others know it: the names and config.json of Llama, or with `qk_norm` of Qwen3, both ways.
+"""Converts the built-in GPT to and from Llama's weight names and config.json; with `qk_norm`, Qwen3's.
 
-The models compute the same. Three things are only called otherwise: queries, keys and values are one matrix here, gate
-and up are another, and rope_base is rope_theta. Both rotate pairs of (first half, second half) of a head. Nothing here
-needs transformers.
+The models compute the same and differ in three names. Queries, keys and values are one matrix here, and three there.
+Gate and up are one matrix here, and two there. `rope_base` is called `rope_theta` there. Both rotate pairs of (first
+half, second half) of a head, so no weight is permuted. Nothing here needs transformers.
 
-`build` is a `model.target`: a folder with Llama's or Qwen3's weights as the built-in GPT, to train on.
+`build` is a `model.target`: it loads a folder with Llama's or Qwen3's weights into the built-in GPT, to train on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from harness.models.gpt import build as build_gpt
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# The most problems of one kind that an error lists.
 _SHOWN = 4
-# What transformers takes where config.json says nothing.
+# What transformers takes if config.json has no rms_norm_eps.
 _DEFAULT_EPS = 1e-6
+# Our names and theirs. First outside of the blocks, then within one; these tensors are the same on both sides.
 _ENDS = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -43,11 +45,18 @@ _SINGLE = {
 
 
 def _names(settings: Settings) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Each of our names with what its rows are called there: (name, rows), from the first row on; rows -1: all."""
+    """For each of our tensors its name, and the tensors that its rows are in Llama: [(name, number of rows)].
+
+    They follow each other from the first row on. -1 rows: the whole tensor.
+    """
     for ours, theirs in _ENDS.items():
+        # A tied head is the embedding.
         if ours != "lm_head.weight" or not settings.tied:
             yield ours, [(theirs, -1)]
-    queries, keys = settings.heads * settings.head_dim, settings.kv_heads * settings.head_dim
+
+    # Matrices that are one here and several there.
+    queries = settings.heads * settings.head_dim
+    keys = settings.kv_heads * settings.head_dim
     fused = {
         "attn.qkv.weight": [
             ("self_attn.q_proj", queries),
@@ -56,45 +65,48 @@ def _names(settings: Settings) -> Iterator[tuple[str, list[tuple[str, int]]]]:
         ],
         "mlp.gate_up.weight": [("mlp.gate_proj", settings.ffn), ("mlp.up_proj", settings.ffn)],
     }
+
     for block in range(settings.layers):
         there = f"model.layers.{block}"
         for ours, theirs in _SINGLE.items():
+            # Only Qwen3 has norms of queries and keys.
             if settings.qk_norm or not ours.endswith(("q_norm.weight", "k_norm.weight")):
                 yield f"blocks.{block}.{ours}", [(f"{there}.{theirs}", -1)]
         for ours, parts in fused.items():
-            yield (
-                f"blocks.{block}.{ours}",
-                [(f"{there}.{theirs}.weight", rows) for theirs, rows in parts],
-            )
+            split = [(f"{there}.{theirs}.weight", rows) for theirs, rows in parts]
+            yield f"blocks.{block}.{ours}", split
 
 
 def to_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """A state_dict of the GPT under Llama's names; views of the same memory. A tied head is left out, as there."""
+    """A state_dict of the GPT under Llama's names, as views of the same memory. Llama omits a tied head, too."""
     made: dict[str, Tensor] = {}
     for ours, parts in _names(settings):
         tensor = state[ours]
+        names = [name for name, _ in parts]
         rows = [count if count >= 0 else len(tensor) for _, count in parts]
-        made |= zip((name for name, _ in parts), tensor.split(rows), strict=True)
+        made.update(zip(names, tensor.split(rows), strict=True))
     return made
 
 
 def from_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
-    """The reverse of `to_llama`, complete: a tied head is there under both of its names."""
-    made = {
-        ours: torch.cat([state[name] for name, _ in parts])
-        if len(parts) > 1
-        else state[parts[0][0]]
-        for ours, parts in _names(settings)
-    }
-    return made | ({"lm_head.weight": made["embed.weight"]} if settings.tied else {})
+    """The reverse of `to_llama`. The result is complete: a tied head is there under both of its names."""
+    made: dict[str, Tensor] = {}
+    for ours, parts in _names(settings):
+        tensors = [state[name] for name, _ in parts]
+        made[ours] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if settings.tied:
+        made["lm_head.weight"] = made["embed.weight"]
+    return made
 
 
 def config_of(settings: Settings, context: int) -> dict[str, Any]:
-    """config.json of the same model for transformers. context: tokens that it was trained on at a time."""
+    """config.json of the same model, for transformers. context: length of the samples that it was trained on."""
     kind = "qwen3" if settings.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.rope_base}
+    scaling: dict[str, Any] | None = None
     if settings.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **settings.rope_scaling}
+        scaling = {"rope_type": "llama3", **settings.rope_scaling}
+        rope |= scaling
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -110,11 +122,9 @@ def config_of(settings: Settings, context: int) -> dict[str, Any]:
         "mlp_bias": False,
         "rms_norm_eps": settings.norm_eps,
         "rope_parameters": rope,
-        # The same once more for readers from before transformers 5.
+        # The same again, as versions before transformers 5 read it.
         "rope_theta": settings.rope_base,
-        "rope_scaling": None
-        if settings.rope_scaling is None
-        else {"rope_type": "llama3", **settings.rope_scaling},
+        "rope_scaling": scaling,
         "max_position_embeddings": context,
         "tie_word_embeddings": settings.tied,
         "initializer_range": 0.02,
@@ -137,36 +147,44 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(
             Problem(f"model_type {kind!r} is neither llama nor qwen3", where, fix=fix)
         )
-    heads, dim = config.get("num_attention_heads", 32), config.get("hidden_size", 4096)
+    # Defaults are those of transformers.
+    heads = config.get("num_attention_heads", 32)
+    dim = config.get("hidden_size", 4096)
+    # transformers 5 writes rope_parameters, earlier versions rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_kind = rope.get("rope_type", rope.get("type", "default"))
-    other = {
+
+    # Options under which the model would compute something else: refused by name, never ignored.
+    rotated = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    head_dim = config.get("head_dim", 128 if kind == "qwen3" else None)
+    unlike = {
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "sliding windows (use_sliding_window)": bool(config.get("use_sliding_window")),
         f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
         f"rope_type {rope_kind}": rope_kind not in ("default", "llama3"),
-        "a partial_rotary_factor": (
-            rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-        )
-        != 1,
+        "a partial_rotary_factor": rotated != 1,
         "quantised weights (quantization_config)": bool(config.get("quantization_config")),
         "dropout in attention": bool(config.get("attention_dropout")),
         f"head_dim {config.get('head_dim')} in a width of {dim} with {heads} heads": (
-            config.get("head_dim", 128 if kind == "qwen3" else None) not in (None, dim // heads)
+            head_dim not in (None, dim // heads)
         ),
     }
-    if problems := [
-        Problem(f"has {name}, which the built-in GPT does not compute", where, fix=fix)
-        for name, there in other.items()
-        if there
-    ]:
+    problems: list[Problem] = []
+    for name, present in unlike.items():
+        if present:
+            what = f"has {name}, which the built-in GPT does not compute"
+            problems.append(Problem(what, where, fix=fix))
+    if problems:
         raise ConfigError(problems)
+
     theta = rope.get("rope_theta") or config.get("rope_theta") or ROPE_BASE
     scaling = None
     if rope_kind == "llama3":
-        length = config.get("max_position_embeddings")
-        scaling = {key: rope.get(key, length if key == SCALING[-1] else None) for key in SCALING}
+        scaling = {key: rope.get(key) for key in SCALING}
+        # transformers takes the model's own length if the original one is not given.
+        original = SCALING[-1]
+        scaling[original] = rope.get(original, config.get("max_position_embeddings"))
     return {
         "vocab": config.get("vocab_size"),
         "dim": dim,
@@ -189,53 +207,56 @@ def build(
     recompute: str = "none",
     recompute_every: int = 1,
 ) -> GPT:
-    """The built-in GPT with the weights in `folder`: config.json and model.safetensors (or its shards) of a Llama or a
-    Qwen3, in fp32 whatever they are stored in. The other arguments are `gpt.build`'s.
+    """The built-in GPT with the weights of a Llama or Qwen3, in fp32 whatever they are stored in.
 
+    folder: has config.json, and model.safetensors or its shards. The other arguments are `gpt.build`'s.
     Raises ConfigError naming what is missing, unreadable, or not computed by the built-in GPT.
     """
     where = f"model.args.folder {folder}"
+    # On the meta device: the weights come from the files, so memory for fresh ones would be wasted.
     with torch.device("meta"):
         model = skeleton(folder, z_loss, loss_chunk, recompute, recompute_every)
-    state = _read(Path(folder).expanduser(), where)
-    wanted = {
-        name: tensor.shape for name, tensor in to_llama(model.state_dict(), model.settings).items()
-    }
-    if model.settings.tied:
-        state.pop("lm_head.weight", None)
-    state = {
-        name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")
-    }
-    problems = [
-        Problem(
-            f"lacks {len(missing)} weights: {some(missing, _SHOWN)}",
-            where,
-            fix="give the whole model",
-        )
-        for missing in [sorted(wanted.keys() - state.keys())]
-        if missing
-    ]
-    if surplus := sorted(state.keys() - wanted.keys()):
-        what = f"has {len(surplus)} weights that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
-        problems.append(Problem(what, where, fix="use model.target=hf:FOLDER"))
-    problems += [
-        Problem(
-            f"{name} is {list(state[name].shape)}, config.json says {list(shape)}",
-            where,
-            fix="mend config.json",
-        )
-        for name, shape in wanted.items()
-        if name in state and state[name].shape != shape
-    ][:_SHOWN]
-    if problems:
-        raise ConfigError(problems)
-    model.load_state_dict(
-        {name: tensor.float() for name, tensor in from_llama(state, model.settings).items()},
-        assign=True,
-    )
-    if model.settings.tied:
+    settings = model.settings
+
+    # The stored weights, without what some writers store in addition: a tied head, and constants of the rotation.
+    state: dict[str, Tensor] = {}
+    for name, tensor in _read(Path(folder).expanduser(), where).items():
+        tied_head = settings.tied and name == "lm_head.weight"
+        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+            state[name] = tensor
+
+    named = to_llama(model.state_dict(), settings)
+    _check_weights(state, {name: tensor.shape for name, tensor in named.items()}, where)
+
+    weights = {name: tensor.float() for name, tensor in from_llama(state, settings).items()}
+    model.load_state_dict(weights, assign=True)
+    # Assigning has made two Parameters of a tied weight.
+    if settings.tied:
         model.lm_head.weight = model.embed.weight
     return model
+
+
+def _check_weights(
+    state: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], where: str
+) -> None:
+    """Raise ConfigError naming weights that are missing, that have no place, or that have another shape."""
+    problems: list[Problem] = []
+    missing = sorted(wanted.keys() - state.keys())
+    if missing:
+        what = f"lacks {len(missing)} weights: {some(missing, _SHOWN)}"
+        problems.append(Problem(what, where, fix="give the whole model"))
+
+    surplus = sorted(state.keys() - wanted.keys())
+    if surplus:
+        what = f"has {len(surplus)} weights that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
+        problems.append(Problem(what, where, fix="use model.target=hf:FOLDER"))
+
+    mismatched = [name for name in wanted if name in state and state[name].shape != wanted[name]]
+    for name in mismatched[:_SHOWN]:
+        what = f"{name} is {list(state[name].shape)}, config.json says {list(wanted[name])}"
+        problems.append(Problem(what, where, fix="mend config.json"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def skeleton(
@@ -245,7 +266,7 @@ def skeleton(
     recompute: str = "none",
     recompute_every: int = 1,
 ) -> GPT:
-    """`build`'s model with fresh weights: what config.json alone says. Raises ConfigError."""
+    """The model that config.json describes, with fresh weights. The arguments are `build`'s. Raises ConfigError."""
     path = Path(folder).expanduser() / "config.json"
     if not path.is_file():
         fix = "give a folder with config.json and *.safetensors"
@@ -261,25 +282,30 @@ def skeleton(
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
-    """Every tensor of the safetensors in `path`, by name. Raises ConfigError."""
+    """Every tensor of the safetensors in `path`, by name. Raises ConfigError naming every file that cannot be read."""
+    # With shards there is an index: which tensor is in which file.
     files = [_WEIGHTS]
     if (path / _INDEX).is_file():
+        files = []
         listed = read_mapping(path / _INDEX, MAX_LARGE).get("weight_map")
-        files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+        if isinstance(listed, dict):
+            files = sorted({str(name) for name in listed.values()})
+
     problems: list[Problem] = []
     state: dict[str, Tensor] = {}
     for name in files:
         try:
             if Path(name).name != name:
-                raise ValueError("the index leads out of the folder")
+                raise ValueError("the index names a file outside of the folder")
             with safe_open(path / name, framework="pt") as stream:
                 state |= {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError) as error:
             problems.append(
                 Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again")
             )
-    if problems or not files:
-        raise ConfigError(
-            problems or [Problem(f"{_INDEX} lists no files", where, fix="fetch the file again")]
-        )
+
+    if not files:
+        problems.append(Problem(f"{_INDEX} lists no files", where, fix="fetch the file again"))
+    if problems:
+        raise ConfigError(problems)
     return state

@@ -1,20 +1,24 @@
-"""Whether a model's own loss leaves out labels of -100: found by asking it, before anything is trained.
+"""Tests whether a model's own loss leaves out labels of -100, before anything is trained.
 
-With the inputs as they are, the labels that count are dealt out to two sets, the rest of the labels masked. With n
-labels of a loss L each:
+Data mark labels that do not count with -100. A model that computes its own loss may count them all the same, and would
+train on padding. This module finds out by asking the model for losses.
 
-    n(A) L(A) + n(B) L(B) = n L(all)        a mean over the labels that count
-    L(A) + L(B) = L(all)                    a sum over them, which the same samples twice must double
+The method: keep the inputs as they are, and divide the n labels that count into two sets A and B. Ask for the loss of
+all labels, of A alone (with B masked too), and of B alone. A correct loss satisfies one of two equations:
 
-What a loss adds that labels do not change (a router's, a z-loss over all positions) cancels in the first line, not in
-the second. A model that counts masked labels as those of class 0, or that divides by all positions, keeps neither.
+    n(A) L(A) + n(B) L(B) = n L(all)        the loss is a mean over the labels that count
+    L(A) + L(B) = L(all)                    the loss is a sum over them; the same samples twice must double it
 
-A loss may be a mean with weights (of classes), or one over samples of means over their labels. That is accepted where
-samples without a label can as well be left out, and where losses of one sample's labels agree on their weights.
+A term that does not depend on labels (a router's loss, a z-loss over all positions) cancels in the first equation. A
+loss that counts masked labels as class 0, or that divides by all positions, satisfies neither.
 
-Where every label has the same loss, as before the first step of a head that begins at zero, nothing can be told apart:
-`Masks.blind` asks for another try with other weights. If that is in vain too, the loss of no label at all has to be 0
-or no number.
+Two other kinds of mean are correct as well: a mean weighted by class, and a mean over samples of the means over their
+labels. `_weighted` accepts them under two conditions. Masking all labels of a sample must be the same as leaving the
+sample out. And the losses of different sets of one sample's labels must imply the same weights.
+
+If every label has the same loss, as with a head that begins at zero, the equations hold for any loss. `Masks.blind`
+then asks for a second try with other weights. If that does not help either, the loss without any label has to be 0 or
+not finite.
 """
 
 from __future__ import annotations
@@ -30,23 +34,30 @@ from harness.core.facts import IGNORED
 from harness.core.protocols import Batch
 
 Ask = Callable[[Batch], "tuple[Tensor, Tensor | None]"]
-"""A model's loss of a batch, and its logits where it returns them."""
+"""Returns a model's loss of a batch, and its logits if the model returns them."""
 
-# Between sums of the same float32 numbers in another order; losses in less are compared as coarsely as they come.
+# Relative difference between two sums of the same float32 numbers in another order. Losses of a lower precision may
+# differ by this many of their own epsilons.
 _ROUNDING = 2e-5
 _COARSE = 8
-# Losses of sets of labels that differ by less tell of rounding alone.
+# Differences between losses have to be this many times the rounding, or they show nothing.
 _CONTRAST = 100
+# Set A gets every second label, then every fourth: with equal halves alone, some errors would cancel.
 _SHARES = (2, 4)
-"""Every so many-th label goes to the first set: equal halves alone would let some errors cancel."""
-_DEALS, _CONSISTENT = 8, 0.1
-"""Tries with weights, and how far ratios of differences may be off, where these are so many times the rounding."""
+# For a weighted mean: number of tries, and how far the implied weights may differ.
+_TRIES = 8
+_CONSISTENT = 0.1
+# Samples that are asked about: with many labels each, or with one.
 _SAMPLES_OF_TOKENS, _SAMPLES_OF_ONE_LABEL = 2, 16
 
 
 class Masks(NamedTuple):
-    """wrong: how masked labels enter the loss; empty if they do not. summed: it is a sum over labels. blind: little
-    can be said of these labels and weights."""
+    """The verdict on a loss.
+
+    wrong: how masked labels enter the loss; empty if they do not.
+    summed: whether the loss is a sum over labels.
+    blind: whether these labels and weights show too little for a verdict.
+    """
 
     wrong: str = ""
     summed: bool = False
@@ -55,18 +66,19 @@ class Masks(NamedTuple):
 
 @torch.no_grad()
 def judge(ask: Ask, batch: Batch, name: str) -> Masks:
-    """What becomes of the labels `name` (int64 [samples, ...]) of a batch that are -100, whether it has some or not.
+    """Test what the loss does with masked labels. name: the labels, int64 [samples, ...]; some may be -100 or none.
 
-    Asks for the loss of at most two samples (sixteen, if a sample has one label) seven times, in the good case; a
-    single sample is taken twice. A loss that cannot be judged is taken for right: fewer than four labels, labels that
-    logits have no place for, a loss that is not finite without any mask.
+    If the loss is right, this asks for seven losses of at most two samples (sixteen, if a sample has one label). A
+    single sample is taken twice. A loss that cannot be judged is accepted: fewer than four labels, labels that do not
+    fit the logits, or a loss that is not finite even without masks.
     """
     batch = _few(batch, name)
     labels = batch[name]
     counted = _counted(labels)
     if len(counted) < 4:
         return Masks(blind=True)
-    # A wrong label, or a batch that does not fit the model, is for others to name.
+
+    # First without any mask. If this fails, something else is wrong, and the run reports it.
     plain = torch.where(labels == IGNORED, labels.flatten()[counted[0]], labels)
     try:
         whole, logits = ask({**batch, name: plain})
@@ -74,6 +86,8 @@ def judge(ask: Ask, batch: Batch, name: str) -> Masks:
         return Masks(blind=True)
     if not bool(torch.isfinite(whole)) or (logits is not None and not _per_label(logits, labels)):
         return Masks(blind=True)
+
+    # From here on only masks can be the reason for a failure.
     try:
         return _judged(ask, batch, name, counted)
     except Exception as error:
@@ -81,80 +95,101 @@ def judge(ask: Ask, batch: Batch, name: str) -> Masks:
 
 
 def _judged(ask: Ask, batch: Batch, name: str, counted: Tensor) -> Masks:
+    """`judge` on labels that can be judged. counted: their places in the flattened labels."""
+
+    def ask_of(places: Tensor) -> tuple[Tensor, Tensor | None]:
+        return ask({**batch, name: _only(batch[name], places)})
+
+    # The loss of all labels, and of the two sets for each way to divide them.
+    total, logits = ask_of(counted)
+    everything = float(total)
+    tolerance = _tolerance(total)
     losses: list[tuple[float, float]] = []
-    total, logits = ask({**batch, name: _only(batch[name], counted)})
-    everything, tolerance, moved, means, sums = float(total), _tolerance(total), False, True, True
+    is_mean = True
+    is_sum = True
+    # Whether labels change the logits: then they are an input of the model too, as in a decoder.
+    moved = False
     for share in _SHARES:
-        first, second = _dealt(counted, share)
-        found = [ask({**batch, name: _only(batch[name], chosen)}) for chosen in (first, second)]
+        first, second = _divided(counted, share)
+        found = [ask_of(first), ask_of(second)]
         one, other = (float(loss) for loss, _ in found)
         moved = moved or any(_differ(logits, others) for _, others in found)
         losses.append((one, other))
         mean = (len(first) * one + len(second) * other) / len(counted)
-        means = means and _close(mean, everything, tolerance)
-        sums = sums and _close(one + other, everything, tolerance)
-    none = float(ask({**batch, name: _only(batch[name], counted[:0])})[0])
+        is_mean = is_mean and _close(mean, everything, tolerance)
+        is_sum = is_sum and _close(one + other, everything, tolerance)
+    none = float(ask_of(counted[:0])[0])
+
+    # If all losses are alike, the equation of the mean holds for any loss. The loss of no label decides.
     contrast = max(abs(one - everything) for pair in losses for one in pair)
-    if means and contrast <= _CONTRAST * tolerance * abs(everything):
+    if is_mean and contrast <= _CONTRAST * tolerance * abs(everything):
         if math.isfinite(none) and abs(none) > abs(everything) / 2:
             wrong = f"it is {none:.4g} where no label counts, and {everything:.4g} where {len(counted)} do"
             return Masks(wrong, blind=True)
         return Masks(blind=True)
-    if means:
+    if is_mean:
         return Masks()
-    if sums:
-        doubled = float(
-            ask(
-                {
-                    key: torch.cat([values, values])
-                    for key, values in _all(batch, name, counted).items()
-                }
-            )[0]
-        )
+
+    # A sum doubles with the samples. A loss that is divided by the number of all labels, masked or not, does not.
+    if is_sum:
+        samples = _all(batch, name, counted)
+        twice = {key: torch.cat([values, values]) for key, values in samples.items()}
+        doubled = float(ask(twice)[0])
         if _close(doubled, 2 * everything, tolerance):
             return Masks(summed=True)
         return Masks(
-            f"masked or not, all labels are in the number that it is divided by: {_told(everything, losses)}"
+            f"masked or not, all labels are in the number that it is divided by: {_compared(everything, losses)}"
         )
+
     if _weighted(ask, batch, name, counted, tolerance, moved):
         return Masks()
-    return Masks(_told(everything, losses))
+    return Masks(_compared(everything, losses))
 
 
 def _weighted(
     ask: Ask, batch: Batch, name: str, counted: Tensor, tolerance: float, moved: bool
 ) -> bool:
-    """Whether the loss is a mean of some other kind. moved: labels are an input of the model too (a decoder's)."""
-    labels, half = batch[name], len(batch[name]) // 2
+    """Whether the loss is a correct mean of another kind. moved: whether labels are an input of the model too."""
+    labels = batch[name]
+    half = len(labels) // 2
+
+    # To mask all labels of the second half of the samples must be the same as to leave these samples out.
     with_labels = _all(batch, name, counted)
-    masked = torch.cat(
-        [with_labels[name][:half], torch.full_like(with_labels[name][half:], IGNORED)]
-    )
+    first_half = with_labels[name][:half]
+    masked = torch.cat([first_half, torch.full_like(with_labels[name][half:], IGNORED)])
     if not bool((masked != IGNORED).any()):
         return False
     here = float(ask({**with_labels, name: masked})[0])
     alone = float(ask({key: values[:half] for key, values in with_labels.items()})[0])
     if not _close(here, alone, tolerance):
         return False
+    # Labels that are inputs change the losses of other labels, so weights cannot be compared.
     if moved:
         return True
+
+    # Within one sample (or all, if each has one label) random sets of labels must imply the same weights.
     samples = counted // labels[0].numel() if labels.ndim > 1 else torch.zeros_like(counted)
     places = counted[samples == samples.mode().values]
+    if len(places) < 3:
+        return True
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_DEALS if len(places) >= 3 else 0):
+    for _ in range(_TRIES):
         order = torch.randperm(len(places), generator=generator).to(places.device)
         p, q, r = (places[part] for part in order.tensor_split(3))
-        losses = [float(ask({**batch, name: _only(labels, torch.cat(sets))})[0]) for sets in
-             ([p], [q], [r], [p, q], [q, r], [p, r])]  # fmt: skip
-        # Of a mean with weights, w(P) / w(Q) follows from P and Q and both; Q and R, and P and R, must agree with it.
+        losses: list[float] = []
+        for sets in ([p], [q], [r], [p, q], [q, r], [p, r]):
+            loss, _ = ask({**batch, name: _only(labels, torch.cat(sets))})
+            losses.append(float(loss))
+        of_p, of_q, of_r, of_pq, of_qr, of_pr = losses
+
+        # For a weighted mean, w(P) / w(Q) = (L(PQ) - L(Q)) / (L(P) - L(PQ)). The three ratios must agree.
         parts = [
-            (losses[3] - losses[1], losses[0] - losses[3]),
-            (losses[4] - losses[2], losses[1] - losses[4]),
-            (losses[5] - losses[2], losses[0] - losses[5]),
+            (of_pq - of_q, of_p - of_pq),
+            (of_qr - of_r, of_q - of_qr),
+            (of_pr - of_r, of_p - of_pr),
         ]
-        if min(abs(each) for pair in parts for each in pair) <= _CONTRAST * tolerance * abs(
-            losses[0]
-        ):
+        smallest = min(abs(each) for pair in parts for each in pair)
+        if smallest <= _CONTRAST * tolerance * abs(of_p):
             continue
         pq, qr, pr = (above / below for above, below in parts)
         if not abs(pq * qr / pr - 1) <= _CONSISTENT:
@@ -163,56 +198,60 @@ def _weighted(
 
 
 def _few(batch: Batch, name: str) -> Batch:
-    """Some samples, those with most labels that count; one is taken twice."""
+    """A few samples, those with the most labels that count. A single sample is taken twice."""
     labels = batch[name]
-    order = (
-        (labels != IGNORED).flatten(1).sum(1).argsort(descending=True, stable=True)
-        if labels.ndim > 1
-        else None
-    )
-    few = _SAMPLES_OF_TOKENS if order is not None else _SAMPLES_OF_ONE_LABEL
-    rows = (torch.arange(len(labels)) if order is None else order)[:few]
-    rows = rows.repeat(2) if len(rows) == 1 else rows
+    if labels.ndim > 1:
+        counts = (labels != IGNORED).flatten(1).sum(1)
+        rows = counts.argsort(descending=True, stable=True)[:_SAMPLES_OF_TOKENS]
+    else:
+        rows = torch.arange(len(labels))[:_SAMPLES_OF_ONE_LABEL]
+    if len(rows) == 1:
+        rows = rows.repeat(2)
     return {key: values[rows] for key, values in batch.items()}
 
 
 def _counted(labels: Tensor) -> Tensor:
-    """Places of labels that count. Not the ends of a row: a model that shifts labels by itself leaves one out."""
+    """Places of the labels that count, in the flattened labels.
+
+    The ends of a row are left out: a model that shifts labels by itself drops one of them.
+    """
     kept = labels != IGNORED
     if labels.ndim > 1 and labels.shape[-1] > 2:
-        kept[..., 0] = kept[..., -1] = False
+        kept[..., 0] = False
+        kept[..., -1] = False
     return kept.flatten().nonzero().flatten()
 
 
 def _only(labels: Tensor, places: Tensor) -> Tensor:
+    """The labels at `places`, with all others masked."""
     chosen = torch.full_like(labels, IGNORED).flatten()
     chosen[places] = labels.flatten()[places]
     return chosen.view_as(labels)
 
 
 def _all(batch: Batch, name: str, counted: Tensor) -> dict[str, Tensor]:
+    """The batch with all labels that count."""
     return {**batch, name: _only(batch[name], counted)}
 
 
-def _dealt(places: Tensor, share: int) -> tuple[Tensor, Tensor]:
+def _divided(places: Tensor, share: int) -> tuple[Tensor, Tensor]:
+    """Two sets: every `share`-th place, and the others."""
     first = torch.arange(len(places)) % share == 0
     return places[first], places[~first]
 
 
 def _per_label(logits: Tensor, labels: Tensor) -> bool:
-    """Whether logits have a place for each label, in torch's or in everybody else's order."""
-    return logits.shape[:-1] == labels.shape or (*logits.shape[:1], *logits.shape[2:]) == tuple(
-        labels.shape
-    )
+    """Whether there are logits for each label, with the classes in the last dimension or in the second."""
+    if logits.shape[:-1] == labels.shape:
+        return True
+    return (*logits.shape[:1], *logits.shape[2:]) == tuple(labels.shape)
 
 
 def _tolerance(loss: Tensor) -> float:
-    return max(
-        _ROUNDING,
-        0.0
-        if loss.dtype in (torch.float32, torch.float64)
-        else _COARSE * torch.finfo(loss.dtype).eps,
-    )
+    """How far two losses of this dtype may differ by rounding, as a share of the larger one."""
+    if loss.dtype in (torch.float32, torch.float64):
+        return _ROUNDING
+    return max(_ROUNDING, _COARSE * torch.finfo(loss.dtype).eps)
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:
@@ -220,17 +259,20 @@ def _close(one: float, other: float, tolerance: float) -> bool:
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two logits differ by more than rounding."""
     if one is None or other is None:
         return False
     return bool((one - other).abs().max() > _ROUNDING * one.abs().max())
 
 
-def _told(everything: float, losses: list[tuple[float, float]]) -> str:
-    return f"it is {everything:.5g} for all labels, {losses[0][0]:.5g} and {losses[0][1]:.5g} for the halves of them"
+def _compared(everything: float, losses: list[tuple[float, float]]) -> str:
+    """The losses, for the message."""
+    first, second = losses[0]
+    return f"it is {everything:.5g} for all labels, {first:.5g} and {second:.5g} for the halves of them"
 
 
 def with_masks(batches: Iterator[Batch], name: str, certain: bool) -> Batch | None:
-    """The first batch that has a masked label, or any where masks are `certain` to come; None if there is none."""
+    """The first batch with a masked label; None if there is none. certain: masks will come, so any batch will do."""
     for batch in batches:
         if certain or bool((batch[name] == IGNORED).any()):
             return batch

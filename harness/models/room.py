@@ -1,7 +1,8 @@
-"""Whether a model can be built on this machine at all, asked before its memory is gone.
+"""Refuses a model that does not fit into this machine's memory, before the memory is gone.
 
-Of the models of this package the sizes tell beforehand (`require_room`). How large a model of somebody else's will be
-is known only as it is built: there the building ends, by name, when next to nothing is left (`watched`).
+Models of this package know their size in advance: `require_room` refuses them before they are built. The size of a
+user's own model is known only while it is built. `watched` ends the building with an error when less than 1% of the
+memory is left. Without it the kernel would kill the process without a word.
 """
 
 from __future__ import annotations
@@ -21,48 +22,48 @@ from torch.nn.modules.module import (
 from harness.core.errors import ConfigError, Problem
 from harness.core.memory import all_memory, free_memory, size_text
 
-# A lower bound: Python's own objects take 2.4 KiB (CPython 3.11), with torch's 6 KiB, a weight's elements not counted.
+# A lower bound of the bytes of a module, its weights' elements not counted. Python's objects take 2.4 KiB (CPython
+# 3.11), with torch's 6 KiB.
 _MODULE = 2 * 2**10
-# Of more elements torch cannot count the bytes, wherever they are.
+# torch cannot count the bytes of more elements than this, on any device.
 _MOST_ELEMENTS = 2**60
-# Between two looks at the memory that is left, which take some 50 microseconds.
+# Bytes that are built between two looks at the free memory. A look takes some 50 microseconds.
 _LOOK_EVERY = 64 * 2**20
-# Of all memory; a run needs many times that beside its weights.
+# The smallest share of all memory that has to be free. A run needs many times that beside its weights.
 _LEAST_LEFT = 0.01
 
 
 def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if float32 weights and Python objects of one such model exceed all memory, swap included.
 
-    A model that fits is never refused: neither what training adds, nor other ranks and processes are counted.
-    sizes: keys of `model.args` with their values, for the message. Weights take nothing on the meta device, in fake
-    tensors and on a GPU.
+    A model that fits is never refused: neither training's own memory nor other ranks and processes are counted.
+    sizes: keys of `model.args` with their values, for the message.
     """
-    weights = 4 * parameters if parameters > _MOST_ELEMENTS or _takes_host_memory() else 0
+    # On the meta device, in fake tensors and on a GPU, weights take no memory of the host.
+    weights = 0
+    if parameters > _MOST_ELEMENTS or _takes_host_memory():
+        weights = 4 * parameters
     objects = _MODULE * modules
     there = all_memory()
     if not there or weights + objects <= there:
         return
+
     why = f"{modules:,} Python modules take {size_text(objects)} at least"
     if weights:
         why = f"{parameters:,} float32 parameters take {size_text(weights)}, {why}"
     needed = size_text(weights + objects)
-    raise ConfigError(
-        Problem(
-            f"needs {needed} or more to be built, and this machine has {size_text(there)}, swap included",
-            f"model.args ({', '.join(f'{key} {value}' for key, value in sizes.items())})",
-            why,
-            "lower the size that is too large; training takes some four times the weights, see harness estimate",
-        )
-    )
+    what = f"needs {needed} or more to be built, and this machine has {size_text(there)}, swap included"
+    where = f"model.args ({', '.join(f'{key} {value}' for key, value in sizes.items())})"
+    fix = "lower the size that is too large; training takes some four times the weights, see harness estimate"
+    raise ConfigError(Problem(what, where, why, fix))
 
 
 @contextmanager
 def watched(where: str) -> Iterator[None]:
-    """Around the building of a model: raises ConfigError from it where under 1% of the memory is left.
+    """Around the building of a model: raises ConfigError from within when less than 1% of the memory is left.
 
-    where: what builds it, for the message. It looks when modules and Parameters are registered, in this thread: one
-    weight that is larger than what is left is not seen before it is written.
+    where: what builds the model, for the message. Memory is checked when this thread registers modules and Parameters.
+    So a single weight that is larger than the free memory is not noticed in time.
     """
     watch = _Watch(where)
     hooks = [
@@ -77,40 +78,46 @@ def watched(where: str) -> Iterator[None]:
 
 
 class _Watch:
-    """Counts what is registered, and looks at the memory once in a while."""
+    """Counts what is registered, and looks at the free memory after every `_LOOK_EVERY` bytes."""
 
     def __init__(self, where: str) -> None:
-        self._where, self._thread = where, threading.get_ident()
-        self._modules = self._parameters = self._unseen = 0
+        self._where = where
+        # torch's hooks are called in all threads; only this one builds the model.
+        self._thread = threading.get_ident()
+        self._modules = 0
+        self._parameters = 0
+        # Bytes since the last look.
+        self._added = 0
 
     def module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """torch's hook: a module was registered."""
         if child is not None:
             self._modules += 1
             self._add(_MODULE)
 
     def parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            self._parameters += 1
-            self._add(_MODULE + (parameter.nbytes if parameter.device.type == "cpu" else 0))
+        """torch's hook: a Parameter was registered."""
+        if parameter is None:
+            return
+        self._parameters += 1
+        on_host = parameter.device.type == "cpu"
+        self._add(_MODULE + (parameter.nbytes if on_host else 0))
 
     def _add(self, size: int) -> None:
-        self._unseen += size
-        if self._unseen < _LOOK_EVERY or threading.get_ident() != self._thread:
+        self._added += size
+        if self._added < _LOOK_EVERY or threading.get_ident() != self._thread:
             return
-        self._unseen = 0
+        self._added = 0
         left, there = free_memory(swap=True), all_memory()
         if left < _LEAST_LEFT * there:
-            raise ConfigError(
-                Problem(
-                    f"the model takes all memory as it is built: {size_text(left)} of {size_text(there)} left, "
-                    "swap included",
-                    self._where,
-                    f"{self._modules:,} modules and {self._parameters:,} Parameters are there, and more were to come",
-                    "build a smaller model (look at model.args), or end what else takes this machine's memory",
-                )
-            )
+            free = f"{size_text(left)} of {size_text(there)} left, swap included"
+            what = f"the model takes all memory as it is built: {free}"
+            why = f"{self._modules:,} modules and {self._parameters:,} Parameters are there, and more were to come"
+            fix = "build a smaller model (look at model.args), or end what else takes this machine's memory"
+            raise ConfigError(Problem(what, self._where, why, fix))
 
 
 def _takes_host_memory() -> bool:
+    """Whether a new tensor takes memory of this machine: not on another default device, and not as a fake."""
     probe = torch.empty(0)
     return probe.device.type == "cpu" and not isinstance(probe, FakeTensor)

@@ -1,7 +1,7 @@
 """Small image classifiers as targets: `model.target: harness.models.vision:convnet` or `:vit`.
 
-forward(images float [batch, channels, height, width]) -> logits [batch, classes]. Neither has BatchNorm: the loss of a
-sample does not depend on the others of its micro-batch, so that it is the same on any number of ranks.
+forward(images: float [batch, channels, height, width]) -> logits [batch, classes]. Neither has BatchNorm. So the loss
+of a sample does not depend on the others of its micro-batch, and is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from harness.models.room import require_room
 
 
 class ConvNet(nn.Module):
-    """3 x 3 convolutions with GroupNorm, each after the first at half the resolution of the one before; then the mean
-    over places and one Linear. Its convolutions have no FP8 kernel, and the Linear is too small for one."""
+    """3 x 3 convolutions with GroupNorm and GELU, then the mean over positions and one Linear.
+
+    Each convolution after the first halves the resolution. Nothing here runs in FP8: convolutions have no FP8 kernel,
+    and the Linear is too small for one.
+    """
 
     def __init__(self, channels: int, widths: Sequence[int], classes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for number, (into, out) in enumerate(zip([channels, *widths], widths, strict=False)):
-            layers += [
-                nn.Conv2d(into, out, 3, 2 if number else 1, 1),
-                nn.GroupNorm(8, out),
-                nn.GELU(),
-            ]
+        into = channels
+        for number, out in enumerate(widths):
+            stride = 2 if number else 1
+            convolution = nn.Conv2d(into, out, kernel_size=3, stride=stride, padding=1)
+            layers += [convolution, nn.GroupNorm(8, out), nn.GELU()]
+            into = out
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], classes)
 
@@ -37,7 +40,7 @@ class ConvNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. Four Linears, which become FP8 layers where the width is a multiple of 16."""
+    """Pre-norm attention and MLP. Its four Linears can become FP8 layers if the width is a multiple of 16."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -56,8 +59,11 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision Transformer (Dosovitskiy et al., 2021) with learned places and the mean over them in place of a class
-    token, so that the number of tokens stays a multiple of 16 where that of patches is."""
+    """Vision Transformer (Dosovitskiy et al., 2021) with learned positions.
+
+    It has no class token but takes the mean over positions. So the number of tokens is that of the patches, and stays a
+    multiple of 16 if that is one.
+    """
 
     def __init__(
         self, channels: int, size: int, patch: int, dim: int, layers: int, heads: int, classes: int
@@ -76,19 +82,17 @@ class ViT(nn.Module):
 
 
 def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 10) -> ConvNet:
-    """Raises ConfigError for widths that GroupNorm's 8 groups do not divide, and for a model that exceeds memory."""
+    """A fresh ConvNet. widths: channels of each convolution's output.
+
+    Raises ConfigError for widths that are not multiples of 8 (GroupNorm has 8 groups), and for a model that exceeds
+    this machine's memory.
+    """
     if not widths or any(width % 8 for width in widths):
-        raise ConfigError(
-            Problem(
-                f"widths {list(widths)} are not multiples of 8",
-                "model.args",
-                fix="such as [32, 64]",
-            )
-        )
+        what = f"widths {list(widths)} are not multiples of 8"
+        raise ConfigError(Problem(what, "model.args", fix="such as [32, 64]"))
     kernels = sum(9 * into * out for into, out in zip([channels, *widths], widths, strict=False))
-    require_room(
-        kernels + widths[-1] * classes, 3 * len(widths), {"classes": classes, "widths": max(widths)}
-    )
+    sizes = {"classes": classes, "widths": max(widths)}
+    require_room(kernels + widths[-1] * classes, 3 * len(widths), sizes)
     return ConvNet(channels, widths, classes)
 
 
@@ -101,21 +105,18 @@ def vit(
     heads: int = 4,
     classes: int = 10,
 ) -> ViT:
-    """size: pixels of a side. Raises ConfigError where patches do not tile the image, or heads the width, and for a
-    model that exceeds this machine's memory."""
+    """A fresh ViT. size, patch: pixels of a side of the image, and of a patch.
+
+    Raises ConfigError if patches do not tile the image, if `dim` is not a multiple of `heads`, and for a model that
+    exceeds this machine's memory.
+    """
     problems: list[Problem] = []
     if size % patch:
-        problems.append(
-            Problem(
-                f"patches of {patch} do not tile {size} pixels", "model.args", fix="change patch"
-            )
-        )
+        what = f"patches of {patch} do not tile {size} pixels"
+        problems.append(Problem(what, "model.args", fix="change patch"))
     if dim % heads:
-        problems.append(
-            Problem(
-                f"dim {dim} is not a multiple of heads {heads}", "model.args", fix="change heads"
-            )
-        )
+        what = f"dim {dim} is not a multiple of heads {heads}"
+        problems.append(Problem(what, "model.args", fix="change heads"))
     if problems:
         raise ConfigError(problems)
     matrices = dim * (channels * patch**2 + (size // patch) ** 2 + 12 * layers * dim + classes)

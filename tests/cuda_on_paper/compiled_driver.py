@@ -39,7 +39,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from harness.capability.cards import Card  # noqa: E402
 from harness.capability.probe import probe  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
-from harness.estimate.trace import on_paper  # noqa: E402
+from harness.estimate.trace import fake_card  # noqa: E402
 from harness.models.gpt import build, rotary  # noqa: E402
 from harness.precision.backends import native_triton  # noqa: E402
 from harness.precision.convert import build_backend  # noqa: E402
@@ -54,7 +54,7 @@ class Stop(Exception):
 
 
 class Driver:
-    """Of Triton, for a card on paper."""
+    """Of Triton, for a fake card."""
 
     def __init__(self, card: Card) -> None:
         self._target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
@@ -196,7 +196,7 @@ def main(rung: str, kernel: str = "") -> dict[str, Any]:
             "ladder": [{"backend": backend_name, "precision": precision, "tiers": ["HOPPER"]}],
         }
     )
-    with on_paper(card), compiler_on_paper(card):
+    with fake_card(card), compiler_on_paper(card):
         gpu = torch.device("cuda", 0)
         with gpu:
             model = build(vocab=256, dim=DIM, layers=1, heads=HEADS, ffn=FFN)

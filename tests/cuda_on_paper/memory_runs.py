@@ -1,4 +1,4 @@
-"""One small run on CPU tensors, on paper or for real, and how much memory it has at most.
+"""One small run on CPU tensors, fake or real ones, and how much memory it takes at most.
 
 The estimate counts storages as they are made and freed. For a real run PyTorch's own CPU allocator says the same from
 the other end: every allocation and release, temporaries inside of operations too (torch.profiler, profile_memory).

@@ -2,7 +2,7 @@
 
     python tests/cuda_on_paper/paper_driver.py SCENE [ARGUMENT]
 
-The tests cannot measure in their own process: it may have imported torch already, and a device on paper comes first.
+The tests cannot measure in their own process: a fake device must be loaded before torch, which may be loaded there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import Op, find_card, step_seconds, usual_rates  # noqa: E402
-from harness.estimate.trace import PaperRun, built, facts_of, on_card, trace  # noqa: E402
+from harness.estimate.trace import FakeRun, built, facts_of, on_card, trace  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung, load_recipe  # noqa: E402
 
@@ -65,7 +65,7 @@ def changed(recipe: str, **fp8: Any) -> Recipe:
     return loaded.model_copy(update={"fp8": loaded.fp8.model_copy(update=fp8)})
 
 
-def seen(made: PaperRun) -> dict[str, Any]:
+def seen(made: FakeRun) -> dict[str, Any]:
     """What the recorder saw, for a test: waits with their places, copies to the card, kernels by step."""
     recorder = made.recorder
     kernels = Counter[str]()
@@ -200,14 +200,14 @@ class Operands(Recorder):
 @contextmanager
 def watched(
     config: RunConfig, recipe: Recipe, card: str, rung: str, batches: int
-) -> Iterator[PaperRun]:
+) -> Iterator[FakeRun]:
     """As `on_card`, with `Operands` for a recorder."""
-    from harness.estimate.trace import on_paper
+    from harness.estimate.trace import fake_card
 
     place, recorder = find_card(card), Operands()
     cuda = torch.device("cuda", 0)
     run = built(config, recipe, facts_of(place), cuda, rung_of(rung), batches, recorder)
-    with on_paper(place), recorder, run as made:
+    with fake_card(place), recorder, run as made:
         layers = set(made.plan.fp8_layers())
         weights = [module.weight for name, module in made.model.named_modules() if name in layers]
         recorder.masters = {id(weight.untyped_storage()) for weight in weights}  # type: ignore[union-attr]

@@ -142,7 +142,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         "--card", "H1000", "--config", "quickstart", "--recipe", "fp8_hybrd", "train.stepz=3"
     )
     assert done.returncode == 2
-    assert "no such card on paper" in done.stderr
+    assert "no datasheet of such a card" in done.stderr
     assert "A100-80GB" in done.stderr
     assert 'no recipe "fp8_hybrd"' in done.stderr
     assert "stepz" in done.stderr
@@ -192,7 +192,7 @@ def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> No
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
-    """An empty cache and an empty PATH: there is nothing to build the device on paper with."""
+    """An empty cache and an empty PATH: no compiler can be found to build the fake device."""
     done = run("--card", "H100", *QUICK, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 4
     assert "there is no C++ compiler" in done.stderr
@@ -206,10 +206,10 @@ def planted(fault: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("fault", ["mask", "recurrent"])
-def test_a_model_that_cannot_be_put_on_paper_is_named(fault: str) -> None:
+def test_a_model_that_cannot_run_on_fake_tensors_is_named(fault: str) -> None:
     done = planted(fault)
     assert done.returncode == 2, done.stderr
-    assert "cannot be put on paper" in done.stderr
+    assert "cannot run on fake tensors" in done.stderr
     assert "planted_models" in done.stderr
 
 

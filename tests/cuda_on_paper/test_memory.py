@@ -1,4 +1,4 @@
-"""The estimate of memory: storages counted on paper, against PyTorch's own CPU allocator in real runs."""
+"""The estimate of memory: storages counted on fake tensors, against PyTorch's own CPU allocator in real runs."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ HUGGING_FACE = (
     Mutation(
         23,
         "weights that are missing are refused",
-        'if missing := sorted(info["missing_keys"]):',
-        "if missing := []:",
+        'missing = sorted(info["missing_keys"])',
+        "missing = []",
         f"{_MODELS} -k left_out_weights",
     ),
     Mutation(

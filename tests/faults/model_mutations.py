@@ -85,15 +85,15 @@ MODELS: tuple[Mutation, ...] = (
     Mutation(
         25,
         "what the built-in GPT does not compute of a Llama is refused",
-        "        if there\n    ]:\n        raise ConfigError(problems)",
-        "        if there\n    ]:\n        pass",
+        "        if present:\n            what = ",
+        "        if False:\n            what = ",
         "tests/unit/models/test_llama.py -k not_compute",
     ),
     Mutation(
         25,
         "weights that a folder lacks are named",
-        "for missing in [sorted(wanted.keys() - state.keys())]",
-        "for missing in [[]]",
+        "missing = sorted(wanted.keys() - state.keys())",
+        "missing = []",
         "tests/unit/models/test_llama.py -k lacks",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""One protection taken away, and the tests that must notice."""
+"""A mutation: one protection is removed from the source, and a test must fail."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ ROOMS = ("harness", "launch")
 
 @dataclass(frozen=True)
 class Mutation:
-    """row: of tests/faults/matrix.py. protection: what is taken away. old: text that is in exactly one place of ROOMS,
-    whichever file that is, so that code can be moved. test: pytest arguments.
+    """A protection, how to remove it, and the test that must fail without it.
+
+    row: the row of tests/faults/matrix.py.
+    protection: what is removed.
+    old: text that occurs exactly once in ROOMS. The file is not named, so that code can be moved.
+    new: the text that replaces it.
+    test: arguments for pytest.
     """
 
     row: int
@@ -22,7 +27,7 @@ class Mutation:
 
 
 def texts(root: Path) -> dict[Path, str]:
-    """Every text file of ROOMS in the tree `root`."""
+    """The text of every file of ROOMS in the tree `root`."""
     found: dict[Path, str] = {}
     for path in (each for room in ROOMS for each in sorted((root / room).rglob("*"))):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -31,5 +36,5 @@ def texts(root: Path) -> dict[Path, str]:
 
 
 def places(sources: dict[Path, str], old: str) -> list[Path]:
-    """The files that hold `old`, each as often as it does."""
+    """The files that contain `old`, one entry for each occurrence."""
     return [path for path, text in sources.items() for _ in range(text.count(old))]

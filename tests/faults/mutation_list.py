@@ -1,4 +1,4 @@
-"""Every protection that `make mutations` takes away."""
+"""The list of all mutations: every protection that `make mutations` removes."""
 
 from __future__ import annotations
 

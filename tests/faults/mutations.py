@@ -1,9 +1,9 @@
-"""Take each protection away and see that a test notices: `make mutations`.
+"""Removes each protection in turn and checks that a test notices: `make mutations`.
 
     python tests/faults/mutations.py [--only WORD] [--list]
 
-Every mutation replaces a text that is in one place, in a copy of the tree. The tests named must pass without it and
-fail with it. Exit code 1 if one does not.
+Each mutation replaces one text in a copy of the tree. Its tests must pass without the mutation and fail with it. The
+exit code is 1 if any mutation is not noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING_RUN = 5
 
 
 def copy_tree(target: Path) -> None:
-    """The tree without what is not part of it."""
+    """Copy the project's tree, without the environment, runs and caches."""
     skip = shutil.ignore_patterns(
         ".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"
     )
@@ -35,9 +35,9 @@ def copy_tree(target: Path) -> None:
 
 
 def passes(tree: Path, test: str) -> tuple[bool, str]:
-    """Whether the tests pass in `tree`, and the last lines they printed; slow ones only if there are no others.
+    """Whether the tests pass in `tree`, and the last lines of their output. Slow tests run only if there are no others.
 
-    Raises RuntimeError if they cannot be told to: nothing was collected, or pytest itself failed.
+    Raises RuntimeError if nothing was collected, or if pytest itself failed.
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
@@ -57,7 +57,7 @@ def passes(tree: Path, test: str) -> tuple[bool, str]:
 
 
 class Copy:
-    """A copy of the tree in which one protection after another is taken away, each put back before the next."""
+    """A copy of the tree in which one protection after another is removed. Each is restored before the next."""
 
     def __init__(self, folder: Path) -> None:
         self._tree = folder / "tree"
@@ -74,9 +74,9 @@ class Copy:
             return f"its text is in {len(found)} places: {', '.join(names)}"
         if mutation.test not in self._unchanged:
             self._unchanged[mutation.test] = passes(self._tree, mutation.test)
-        good, told = self._unchanged[mutation.test]
+        good, output = self._unchanged[mutation.test]
         if not good:
-            return f"fails without the mutation: {told}"
+            return f"fails without the mutation: {output}"
         source = self._sources[found[0]]
         self._write(found[0], source.replace(mutation.old, mutation.new))
         try:
@@ -85,7 +85,10 @@ class Copy:
             self._write(found[0], source)
 
     def _write(self, path: Path, text: str) -> None:
-        """Python takes compiled code for a source of the same second and length: each text gets a second of its own."""
+        """Write `text` with a modification time of its own.
+
+        Python reuses compiled code for a source of the same time (in seconds) and length.
+        """
         self._changes += 1
         path.write_text(text)
         second = int(path.stat().st_mtime) + self._changes
@@ -93,7 +96,7 @@ class Copy:
 
 
 def judged(mutations: Sequence[Mutation]) -> int:
-    """How many were not noticed; a line for each."""
+    """Print a line for each mutation. Returns how many were not noticed."""
     failures = 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Copy(Path(folder))
@@ -104,8 +107,9 @@ def judged(mutations: Sequence[Mutation]) -> int:
             except RuntimeError as error:
                 problem = f"cannot be judged: {error}"
             failures += bool(problem)
-            told = f"{problem or 'noticed'} ({time.monotonic() - began:.0f} s)"
-            print(f"row {mutation.row:>2}  {mutation.protection}: {told}", flush=True)
+            seconds = time.monotonic() - began
+            verdict = f"{problem or 'noticed'} ({seconds:.0f} s)"
+            print(f"row {mutation.row:>2}  {mutation.protection}: {verdict}", flush=True)
     return failures
 
 
@@ -114,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", help="mutations whose protection or test has this in it"
+        "--only", default="", help="only mutations whose protection or test contains this"
     )
     parser.add_argument("--list", action="store_true", help="print them and stop")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Start a test file as several ranks, and the one training step that all engines' tests share."""
+"""Starts a test file as several ranks, and has the training step that the tests of all engines share."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(0.02, 2, 20, 0.1)
 SAMPLES, MICRO = 8, 2
-# Ranks share the cores of a busy machine with whatever else runs on it.
+# Ranks share the cores of a machine that may be busy.
 LIMIT_SECONDS = warm.PATIENCE
 
 
 def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
-    """What each rank of `script` (a test file, run as a program with `folder`) left in `folder/<rank>.json`.
+    """Run `script` (a test file) as `ranks` programs with the argument `folder`, in warm processes.
 
-    The ranks are warm processes. None outlives the call: the first failure ends all. Raises AssertionError with the
-    failed ranks' output.
+    Returns what each rank wrote to `folder/<rank>.json`. The first failure ends all ranks, and none outlives the call.
+    Raises AssertionError with the output of the failed ranks.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,9 +73,11 @@ def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
 def make_engine(
     model: nn.Module, stage: int | None, dtype: torch.dtype | None = None, **settings: object
 ) -> TorchEngine | DeepSpeedEngine:
-    """A fresh engine for `train` on this rank: DeepSpeed's at a ZeRO stage, or plain torch's for None.
+    """A fresh engine for `train` on this rank.
 
-    dtype: of DeepSpeed's autocast. settings: of the section train, as of the optimizer.
+    stage: the ZeRO stage of DeepSpeed's engine; None for torch's.
+    dtype: the dtype of DeepSpeed's autocast.
+    settings: keys of the section train, such as those of the optimizer.
     """
     optimizer = build_optimizer(model, TrainConfig.model_validate(settings), CPU)
     if stage is None:
@@ -102,9 +104,11 @@ def train(
     limits: Limits = NO_LIMITS,
     spoilt: float = 1.0,
 ) -> dict[str, Any]:
-    """One step on this rank's share of the same SAMPLES samples; the fault, if any, is on the last rank alone.
+    """One step on this rank's share of the same SAMPLES samples. A fault is on the last rank alone.
 
-    poison: factor of its first loss. spoilt: of its first inputs. flag: its samples that could not be read.
+    poison: factor of the last rank's first loss.
+    spoilt: factor of its first inputs.
+    flag: how many of its samples could not be read.
     """
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
@@ -137,6 +141,6 @@ def train(
 
 
 def group_threads() -> list[str]:
-    """Names of this process's threads that serve a gloo group; some live as long as anything holds the group."""
+    """Names of this process's threads that serve a gloo group. Some live as long as anything refers to the group."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if "gloo" in name]

@@ -1,4 +1,4 @@
-"""Run the real command line in a folder of its own and read what it left behind."""
+"""Runs the real command line in a folder of its own, and reads the files of the run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ TEXT = ROOT / "tests" / "golden" / "text"
 BIN = Path(sys.executable).parent
 PYTHON = (sys.executable,)
 ANEW = (sys.executable, "-u")
-"""A new interpreter, where its own start matters, such as what it finds as sitecustomize."""
+"""Starts a new interpreter. For tests of an interpreter's own start, such as of sitecustomize."""
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's environment, one thread per rank (bit-exactness needs a fixed number), tools on PATH."""
+    """This process's environment, with the tools on PATH and one thread for each rank.
+
+    Bit-exact results need a fixed number of threads.
+    """
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -36,7 +39,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(*arguments: str, launcher: Sequence[str] = PYTHON) -> list[str]:
-    """`<launcher> launch/train.py --config tiny` on the small text; MLflow and the report only if an argument asks."""
+    """`<launcher> launch/train.py --config tiny` on the small text. MLflow and the report are off by default."""
     fixed = [
         "--config",
         "tiny",
@@ -54,7 +57,7 @@ def train(
     timeout: float = warm.PATIENCE,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr together. Without a launcher in a warm process."""
+    """Train to the end; stdout and stderr together. Without a launcher it runs in a warm process."""
     if tuple(launcher) == PYTHON:
         return warm.run(command(*arguments)[1:], folder, environment(**extra), timeout)
     return subprocess.run(
@@ -72,10 +75,10 @@ def train(
 def train_ranks(
     folder: Path, ranks: int, *arguments: str, kind: str = "torchrun", program: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`train` in warm processes that take themselves for ranks of a launcher, which is not started.
+    """`train` as several ranks in warm processes, with a launcher's environment but without the launcher.
 
-    kind: torchrun or deepspeed. program: instead of launch/train.py. Waits for all of them; what they printed, by rank,
-    and the first exit code that is not 0.
+    kind: torchrun or deepspeed. program: the script instead of launch/train.py.
+    Waits for all ranks. The result has their output, one rank after the other, and the first exit code that is not 0.
     """
     line = [str(program or TRAIN), *command(*arguments)[2:]]
     processes = start_ranks(folder, ranks, line, kind)
@@ -84,8 +87,9 @@ def train_ranks(
     finally:
         for each in processes:
             each.kill()
-    told = "".join(log.read_text(errors="replace") for log in rank_logs(folder, ranks))
-    return subprocess.CompletedProcess(line, next(filter(None, codes), 0), told)
+    output = "".join(log.read_text(errors="replace") for log in rank_logs(folder, ranks))
+    first_failure = next((code for code in codes if code), 0)
+    return subprocess.CompletedProcess(line, first_failure, output)
 
 
 def start_ranks(
@@ -96,9 +100,9 @@ def start_ranks(
     modules: tuple[str, ...] = (),
     **extra: str,
 ) -> list[warm.Process]:
-    """Start `python *line` as so many ranks of a launcher that is not there, and return at once; see `rank_logs`.
+    """Start `python *line` as `ranks` ranks, without a launcher, and return at once. `rank_logs` has their output.
 
-    modules: as `warm.start`.
+    modules: as for `warm.start`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -110,8 +114,10 @@ def start_ranks(
         for rank, log in enumerate(rank_logs(folder, ranks)):
             with log.open("wb") as file:
                 variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
-                told = file.fileno()
-                processes.append(warm.start(line, folder, variables, told, told, modules=modules))
+                output = file.fileno()
+                processes.append(
+                    warm.start(line, folder, variables, output, output, modules=modules)
+                )
     except BaseException:
         for each in processes:
             each.kill()
@@ -120,7 +126,7 @@ def start_ranks(
 
 
 def rank_logs(folder: Path, ranks: int) -> list[Path]:
-    """What each rank prints."""
+    """The files with the output of each rank."""
     return [folder / f"rank-{rank}.log" for rank in range(ranks)]
 
 
@@ -131,7 +137,7 @@ def harness(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProc
 
 
 def heard() -> None:
-    """In a child before it begins: SIGINT and SIGHUP count, although these tests may run under nohup or with &."""
+    """Restore SIGINT and SIGHUP in a child before it starts: under nohup or with & the tests ignore them."""
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_DFL)
 
@@ -139,7 +145,7 @@ def heard() -> None:
 def start(
     folder: Path, *arguments: str, launcher: Sequence[str] = PYTHON
 ) -> subprocess.Popen[bytes] | warm.Process:
-    """Start and return at once, in a session of its own so that all of it can be signalled; see `train`."""
+    """As `train`, but return at once. The process has a session of its own, so that all of it can be signalled."""
     with (folder / "output.log").open("ab") as log:
         if tuple(launcher) == PYTHON:
             return warm.start(
@@ -185,7 +191,7 @@ class Ending(Protocol):
 def wait_for_checkpoint(
     run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE
 ) -> None:
-    """Until the checkpoint of `step` or a later one is committed; fails if the process ends before that."""
+    """Wait until the checkpoint of `step` or a later one is committed. Fails if the process ends before that."""
 
     def there() -> bool:
         return any(int(folder.name[-8:]) >= step for folder in (run / "checkpoints").glob("step-*"))
@@ -194,7 +200,7 @@ def wait_for_checkpoint(
 
 
 def wait_for_step(run: Path, step: int, process: Ending, seconds: float = warm.PATIENCE) -> None:
-    """Until the journal has a loss of `step` or later; fails if the process ends before that."""
+    """Wait until the journal has a loss of `step` or later. Fails if the process ends before that."""
     journal = run / "journal.jsonl"
 
     def there() -> bool:
@@ -204,9 +210,11 @@ def wait_for_step(run: Path, step: int, process: Ending, seconds: float = warm.P
 
 
 def _wait(there: Callable[[], bool], what: str, process: Ending, seconds: float) -> None:
+    """Wait until `there` is true. Fails if the process ends first, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        code = process.poll()  # before the look: what it did last counts
+        # Polled before the check, so that what the process did last still counts.
+        code = process.poll()
         if there():
             return
         assert code is None, f"ended with {code} before {what}"

@@ -1,4 +1,4 @@
-"""The end of a window without a loop: `core.update.update` for an engine whose rung keeps no FP8 state."""
+"""Ends a window without a training loop: `core.update.update` for an engine whose rung keeps no FP8 state."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def finish(
     loss: float = 1.0,
     **own: float | Tensor,
 ) -> dict[str, Tensor]:
-    """The figures of the step, of gradients that are there. own: as `update`'s, but for `loss`."""
+    """Update with the gradients that the engine has. Returns the figures of the step.
+
+    own: further figures of this rank, as `update` takes them.
+    """
     backend = AutocastBackend("fp32", engine.device)
     return update(engine, backend, {"loss": torch.tensor(loss), **own}, limits, measure)[0]

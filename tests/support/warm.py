@@ -1,10 +1,13 @@
-"""Run Python programs in forked processes: real ones, to signal, kill and wait for, without seconds of imports each.
+"""Runs Python programs in forked processes, which saves the seconds that a new interpreter needs for imports.
 
-A server for each process that runs tests has imported torch and other people's libraries, and computed nothing, so
-that a fork of it is as good as a new interpreter (`tests/support/test_warm.py` compares them). Not for launchers, for
-what is found by a process's own command line or first environment, nor for what an import costs or leaves out.
+They are real processes: tests can signal, kill and wait for them. Each process that runs tests has a server of its own.
+The server imports torch and other libraries, computes nothing, and forks for every program. A fork of it behaves as a
+new interpreter does (`tests/support/test_warm.py` compares them).
 
-As a program (`python warm.py FD MODULE...`): the server.
+Three kinds of tests need a new interpreter instead: tests of launchers, tests that depend on a process's own command
+line or first environment, and tests of what an import costs or leaves out.
+
+As a program (`python warm.py FD MODULE...`) this file is the server.
 """
 
 from __future__ import annotations
@@ -30,29 +33,30 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = "1"
-"""Of every process here: what torch reads as it is imported cannot be chosen afterwards."""
+"""OMP_NUM_THREADS of every process here. torch reads it while it is imported, so it cannot change afterwards."""
 PATIENCE = 540.0
-"""Seconds: no test is to fail because the machine is busy, and a run that hangs is to end."""
+"""Seconds. Long enough that no test fails on a busy machine, and short enough that a hanging run ends."""
 _WARM = (
     "torch._dynamo", "torch.distributed.tensor", "safetensors.torch", "safetensors.numpy", "numpy.ctypeslib",
     "pydantic", "typer", "rich.progress", "yaml",
 )  # fmt: skip
-"""What a training run imports of other people's: the harness itself is imported anew in each process."""
+"""Libraries that a training run imports. The harness itself is imported anew in each process."""
 
 
 class Process:
-    """A forked program, with what `subprocess.Popen` has of it."""
+    """A forked program, with the interface of `subprocess.Popen` that tests use."""
 
     def __init__(self, status: int) -> None:
+        # A pipe from the server: first the process's id, at its end the exit code.
         self._status = status
         self.returncode: int | None = None
         self.pid = self._number()
 
     def _number(self) -> int:
-        told = os.read(self._status, 4)
-        if len(told) != 4:
+        message = os.read(self._status, 4)
+        if len(message) != 4:
             raise RuntimeError("the server of warm processes is gone")
-        return struct.unpack("i", told)[0]
+        return struct.unpack("i", message)[0]
 
     def poll(self) -> int | None:
         """The exit code, negative for the signal that ended it; None while it runs."""
@@ -107,7 +111,7 @@ class _Server:
         return Process(ours)
 
     def stop(self) -> None:
-        """Wait for its end, so that its processor time counts as that of the tests."""
+        """End the server and wait for it, so that its processor time counts as that of the tests."""
         self._socket.close()
         self._process.wait(PATIENCE)
 
@@ -130,10 +134,13 @@ def start(
 ) -> Process:
     """Start `python *program` in `folder`, in a session of its own, and return at once.
 
-    program: a script, `-m` with a module, or `-c` with code; then its arguments. environment: all of it. stdout,
-    stderr: descriptors, which stay the caller's. file_limit: the most bytes that a file may have (RLIMIT_FSIZE).
-    No signal is ignored in it, although the tests may run under nohup or with &. modules: imported already, where what
-    an import does or leaves is not what is tested; each such choice has a server of its own.
+    program: a script, `-m` with a module, or `-c` with code; then its arguments.
+    environment: the whole environment of the process.
+    stdout, stderr: descriptors. The caller keeps and closes them.
+    file_limit: the most bytes that a file may have (RLIMIT_FSIZE).
+    modules: modules that are already imported, for tests that are not about imports. Each choice has its own server.
+
+    The process ignores no signals, even if the tests run under nohup or with &.
     """
     if environment.get("OMP_NUM_THREADS") != THREADS:
         raise ValueError(
@@ -155,10 +162,13 @@ def run(
     apart: bool = False,
     file_limit: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`start`, to the end; stdout and stderr together, or `apart`. After `timeout` it is killed; TimeoutExpired."""
+    """As `start`, but wait for the end. apart: whether stderr is kept apart from stdout.
+
+    Raises TimeoutExpired after `timeout` seconds; the process is then killed.
+    """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        told = errors if apart else output
-        process = start(program, folder, environment, output.fileno(), told.fileno(), file_limit)
+        stderr = errors if apart else output
+        process = start(program, folder, environment, output.fileno(), stderr.fileno(), file_limit)
         try:
             code = process.wait(timeout)
         except BaseException:
@@ -171,13 +181,13 @@ def run(
 
 
 def ignore_nothing() -> None:
-    """Signals as a terminal starts a program with them, also where this one runs under nohup or with &."""
+    """Restore the signals to what a terminal starts a program with. Under nohup or with & some are ignored."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -> None:
-    """In the child: be the program, from the first line to the exit code."""
+    """In the child: take over session, signals, output, folder, environment and limits of the request."""
     os.setsid()
     ignore_nothing()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -197,7 +207,7 @@ def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -
 
 
 def _execute(program: Sequence[str]) -> None:
-    """What `python *program` does with its own arguments."""
+    """Do what `python *program` does: set sys.path and sys.argv, then run the program as __main__."""
     import runpy
 
     first, *rest = program
@@ -219,7 +229,7 @@ def _execute(program: Sequence[str]) -> None:
 
 
 def _serve(link: socket.socket, modules: Sequence[str]) -> Sequence[str]:
-    """Fork for every request until the tests are gone. Returns, in the child, what it is to execute."""
+    """Fork for every request until the tests have ended. Returns only in the child: the program to execute."""
     for module in (*_WARM, *modules):
         importlib.import_module(module)
     gc.collect()
@@ -235,7 +245,7 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> Sequence[str]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-    # A process between, which waits: the server has the next requests to answer.
+    # A process between server and program waits for the program, so that the server can answer the next request.
     link.close()
     stdout, stderr, status = descriptors
     request = json.loads(message)
@@ -246,7 +256,8 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> Sequence[str]:
     for each in (0, 1, 2, stdout, stderr):
         os.close(each)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with contextlib.suppress(BrokenPipeError):  # a test that ended does not ask any more
+    # The test may have ended without waiting for the exit code.
+    with contextlib.suppress(BrokenPipeError):
         os.write(status, struct.pack("i", code))
     os._exit(0)
 

@@ -31,7 +31,7 @@ from harness.core.protocols import Tensors  # noqa: E402
 from harness.core.update import InFlight  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
-from harness.estimate.trace import on_paper  # noqa: E402
+from harness.estimate.trace import fake_card  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung  # noqa: E402
 
@@ -110,7 +110,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
     if function == "machine":
         told.append((torch.Tensor, "item", lambda _: 8.0))
     row = getattr(import_module(module), function)
-    with on_paper(card), ExitStack() as stack:
+    with fake_card(card), ExitStack() as stack:
         for owner, name, answer in told:
             stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(recorder)

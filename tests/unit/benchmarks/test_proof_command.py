@@ -1,4 +1,4 @@
-"""`python -m benchmarks.proof` as a user starts it: without a card, as a rehearsal, and its rows on cards on paper."""
+"""`python -m benchmarks.proof` as a user starts it: without a card, as a rehearsal, and its rows on fake cards."""
 
 from __future__ import annotations
 

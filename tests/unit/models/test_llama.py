@@ -106,7 +106,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         loaded(folder)
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="leads out of the folder"):
+    with pytest.raises(ConfigError, match="names a file outside of the folder"):
         loaded(folder)
 
 

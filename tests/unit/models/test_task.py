@@ -265,8 +265,8 @@ def test_the_unit_of_a_loss_of_the_models_own() -> None:
     ("reduce", "unit", "told"),
     [
         ("mean", "nats per byte", ""),
-        ("sum", "loss", "so that it is a sum"),
-        ("tokens", "loss", "ln(256) = 5.545 is what knows nothing"),
+        ("sum", "loss", "so it is a sum"),
+        ("tokens", "loss", "a uniform guess has ln(256) = 5.545"),
     ],
 )
 def test_a_sum_is_not_shown_as_nats_per_token(reduce: str, unit: str, told: str) -> None:
