@@ -31,9 +31,8 @@ def main(recipe: str) -> None:
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(
-        net.to(device)
-    )  # no FP8 layer in here: an FP8 recipe takes its next rung
+    # No FP8 layer in here: an FP8 recipe takes its next rung.
+    model = precision.prepare(net.to(device))
     print(f"{recipe} runs as {precision.plan.resolved}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     for step in range(1, STEPS + 1):

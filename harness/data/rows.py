@@ -354,9 +354,8 @@ def choose_splits(
 def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
     """The library's reader of one file. It runs nothing that lies in a data set."""
     module, _, name = reader.rpartition(".")
-    logging.getLogger("datasets.packaged_modules").setLevel(
-        logging.CRITICAL
-    )  # what it logs, it also raises
+    # What it logs, it also raises.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     lists = importlib.import_module("datasets.data_files")
     opened = getattr(importlib.import_module(f"datasets.packaged_modules.{module}"), name)
     _zstd_by_arrow()

@@ -171,9 +171,8 @@ def _open_corpus(
     if lead:
         info = corpus.check_corpus(folder, info)
         if info != written:
-            with contextlib.suppress(
-                OSError
-            ):  # the next start then hashes what was touched once more
+            # The next start then hashes what was touched once more.
+            with contextlib.suppress(OSError):
                 corpus.save_corpus(folder, info)
     splits = corpus.open_corpus(folder, info, config.packing == "documents", reading)
     return TokenData(splits["train"], splits["val"], info)

@@ -29,9 +29,8 @@ CELL = 8
 """Bytes of the widest id."""
 _LEAST_BYTES, _LEAST_PAIRS, _LEAST_IN_PART = 128, 128, 256
 _MOST_UPPER = 0x3F  # upper half of the largest id of four bytes: corpus.LARGEST
-_NEGATIVE = (1 << 64) - (
-    1 << 16
-)  # from here on eight bytes are a small negative number: padding (-1, -100)
+# From here on eight bytes are a small negative number: padding (-1, -100).
+_NEGATIVE = (1 << 64) - (1 << 16)
 _BINS = 16
 Numbers = npt.NDArray[Any]
 

@@ -280,9 +280,8 @@ def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
     say: called with lines for people.
     """
     find_tools_of_this_python()
-    with redirect_stdout(
-        sys.stderr
-    ):  # DeepSpeed prints banners and logs to stdout, where our lines are
+    # DeepSpeed prints banners and logs to stdout, where our lines are.
+    with redirect_stdout(sys.stderr):
         import deepspeed
         from deepspeed.accelerator import get_accelerator
         from torch.utils.cpp_extension import _get_build_directory

@@ -321,9 +321,8 @@ class Branches:
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran. config: the run's present one; a resume may have changed it since."""
         later = [event for event in self.changed if event["step"] >= step]
-        if (
-            later
-        ):  # every change records the config before it, and the earliest later one has this step's
+        # Every change records the config before it, and the earliest later one has this step's.
+        if later:
             config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
 
         # A run may also have been extended, which changes its schedule.
