@@ -148,7 +148,7 @@ def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     ship(run)
     assert check_delivered(run, here / "first.db") == 5
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///second.db")
-    told = choose(run).told
+    told = choose(run).announcement
     assert str(here / "first.db") in told
     assert str(there / "second.db") in told
     ship(run)
