@@ -272,7 +272,7 @@ def test_the_functions_from_a_tensor_to_its_chart_exist() -> None:
                 break
             body = found[0].body
     assert missing == []
-    assert len(files) == 9
+    assert len(files) == 10
 
 
 def tree(root: Path, files: Mapping[str, str]) -> Path:

@@ -153,9 +153,10 @@ def rank_main(folder: Path) -> None:
     results: dict[str, Any] = {
         name: session(rank, dist.get_world_size(), name) for name in ("fp8_hybrid", "fp32")
     }
-    results["exchange once"] = session(
-        rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True
-    )
+    for standard in (False, True):
+        results["standard exchange once" if standard else "exchange once"] = session(
+            rank, dist.get_world_size(), "fp8_hybrid", exchange_once=True, standard=standard
+        )
     for name in ("fp8_hybrid", "fp16_scaler"):
         results[f"standard {name}"] = session(rank, dist.get_world_size(), name, standard=True)
     results["fp16_scaler"] = session(rank, dist.get_world_size(), "fp16_scaler")
@@ -194,6 +195,7 @@ def test_gradients_may_be_exchanged_in_the_last_micro_batch_alone(
 ) -> None:
     first, second = (result["exchange once"] for result in two_ranks)
     assert first == second
+    assert all(result["standard exchange once"] == first for result in two_ranks)
     every_time = two_ranks[0]["fp8_hybrid"]
     assert first["history"][0] == every_time["history"][0], (
         "what is cast in the first window is the same"

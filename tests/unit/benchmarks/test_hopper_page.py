@@ -55,6 +55,20 @@ def test_a_step_over_bf16s_is_the_records(record: str, row: str) -> None:
     assert f"{spread[0]} {spread[1]}, {times}" in text
 
 
+def test_torchaos_eager_step_is_the_records_where_a_recipe_is_chosen() -> None:
+    ratio = figures("proof_h100_torch213", "torchao")["contenders"]["fp8"]["ratio"]["median"]
+    for place in ("../README.md", "guide/recipes.md", "reference/runbook.md"):
+        assert f"{ratio:.1f} times bf16's" in page(place)
+
+
+def test_a_step_of_the_readme_names_its_vocabulary() -> None:
+    sizes = figures("proof_h100_torch213", "te")["model"]
+    text = page("../README.md")
+    assert f"{sizes['layers']} layers of Llama-3-8B's sizes, vocabulary {sizes['vocab']}" in text
+    assert f"Its vocabulary was {sizes['vocab']}" in text
+    assert f"Their vocabulary is {sizes['vocab']}" in page("studies/hopper.md")
+
+
 def test_what_the_estimate_said_beside_a_card_is_the_records() -> None:
     found = figures("proof_h100_saves", "estimated")["rows"]["native"]
     fp8, plain, ratio = found["fp8"], found["16 bit"], found["ratio"]
