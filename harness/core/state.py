@@ -473,6 +473,7 @@ class TrainState:
         budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
         meta: Meta = {
             "step": self.step,
+            # The key of released checkpoints: it names what is called dense sampling now.
             "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
             "budgets": budgets,
             "ledger": self.ledger.newest_hash,
