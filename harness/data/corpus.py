@@ -73,7 +73,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A part of a file that belongs to a split: `count` tokens from the token `first` on."""
 
     file: CheckedFile
@@ -88,7 +88,7 @@ class Tokens:
     starts: int64, sorted: the places of the split where a document is known to begin.
     """
 
-    def __init__(self, pieces: Sequence[Piece], starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, pieces: Sequence[FilePiece], starts: npt.NDArray[np.int64]) -> None:
         self._pieces = pieces
         self._ends = np.cumsum([piece.count for piece in pieces]).tolist()
         self.starts = starts
@@ -477,12 +477,12 @@ def open_corpus(
 
     splits: dict[str, Tokens] = {}
     for split in ("train", "val"):
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         begins = [np.zeros(0, dtype=np.int64)]
         at = 0
         for number, first, count in info[split]["pieces"]:
             checked, shard = opened[number]
-            pieces.append(Piece(checked, shard, first, count))
+            pieces.append(FilePiece(checked, shard, first, count))
             inside = starts[number][(starts[number] >= first) & (starts[number] < first + count)]
             begins.append(np.concatenate([[at], inside - first + at]))
             at += count
