@@ -498,7 +498,8 @@ def open_telemetry(
 ) -> Telemetry:
     """The run's telemetry: journal and screen on rank 0, nothing on other ranks.
 
-    attempt: of the ledger. resume_step: first step of a resume, None for a new run.
+    attempt: of the ledger.
+    resume_step: first step of a resume; None for a new run.
     """
     if worker.is_lead:
         journal = Journal(folder / JOURNAL, attempt, resume_step)

@@ -394,7 +394,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# Of a tensor subclass: its class, its context (what torch needs beside its tensors), shape and stride.
+# What a tensor subclass is made of beside its tensors: its class, its context (what torch needs), shape and stride.
 _Kind = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 
 

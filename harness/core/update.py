@@ -139,8 +139,10 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
 def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
     """What to divide scaled gradients by, so that they come out unscaled and with a norm of at most `max_norm`.
 
-    norm: fp32 0-d, of the unscaled gradients. loss_scale: fp32 0-d. Returns fp32 0-d
-    loss_scale * max(1, norm / max_norm).
+    norm: fp32 0-d, of the unscaled gradients.
+    loss_scale: fp32 0-d.
+
+    Returns loss_scale * max(1, norm / max_norm), fp32 0-d.
     """
     return loss_scale * torch.clamp(norm / max_norm, min=1.0)
 

@@ -81,7 +81,9 @@ class TokenData:
 
     @property
     def sha256(self) -> str:
-        """Of a snapshot: hash of the training bytes followed by the validation bytes. Of a corpus: of what it is."""
+        """Hash of the data, hex. For a snapshot of its training bytes and then its validation bytes; for a corpus of
+        its description.
+        """
         return self.info["sha256"]
 
     @property

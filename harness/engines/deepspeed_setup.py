@@ -36,7 +36,7 @@ from harness.core.files import read_json, resource_dir
 from harness.core.processes import command_of
 
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
-# Of a user's DeepSpeed JSON.
+# Largest DeepSpeed JSON of the user that is read.
 _MAX_BYTES = 256 * 1024
 _OTHERS = "start it as `torchrun --nproc_per_node N launch/train.py ...` or `python launch/train.py ...` instead"
 

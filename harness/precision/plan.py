@@ -300,7 +300,9 @@ def _row(
 ) -> LayerPlan | None:
     """The plan's row for `module`; None if it has no parameters of its own and is not kept in fp32.
 
-    names: all names of every module. kept: modules kept in fp32, with their patterns. layers: on an FP8 rung only.
+    names: all names of every module.
+    kept: modules kept in fp32, with their patterns.
+    layers: which layers run in FP8; None on a rung without it.
     """
     from harness.precision.layers import enclosing, features, is_linear, kind_of
 

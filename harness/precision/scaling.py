@@ -241,7 +241,8 @@ _GRADIENT = ROLES.index("grad_output")
 def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
     """Sums behind the statistics of one cast, for each row of the last dimension: float64 [rows, 6].
 
-    x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`.
+    x: the unscaled tensor.
+    quantized: `quantize(x, scale, fmt)`.
 
     The six sums of a row:
     - clipped: values with |x * scale| over the format's maximum.
