@@ -1,4 +1,8 @@
-"""Composition root: builds a Run from a config. Only this file and monitors/registry.py name concrete classes.
+"""Composition root of `harness train`: builds a Run from a config.
+
+Here the concrete engine, data, optimizer and files of a run are chosen. Two choices are made from lists elsewhere:
+monitors (monitors/registry.py) and precision backends (precision/backends/registry.py). For a loop of the user's own,
+precision/prepared.py puts the parts together instead.
 
 In the order of a start: `join_worker`, `build_data`, `build_plan` (with the model), `build_task`, `open_store`,
 `read_ledger`, `open_telemetry`, `build_run`. tools/train.py calls them.
@@ -67,7 +71,7 @@ from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import JOURNAL, Journal
 
-ENGINES: dict[str, type[TorchEngine] | type[DeepSpeedEngine]] = {
+ENGINES: dict[str, type[Engine]] = {
     "single": TorchEngine,
     "ddp": TorchEngine,
     "deepspeed": DeepSpeedEngine,
@@ -196,9 +200,8 @@ def build_plan(
     Raises ConfigError if engine, optimizer or model do not fit the rung.
     """
     engine = ENGINES[worker.engine]
-    built: list[
-        nn.Module
-    ] = []  # empty, or the model: it is built once, for the first rung that is tried
+    # The model, once it is built: for the first rung that is tried. Later rungs are tried with the same one.
+    built: list[nn.Module] = []
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.
@@ -277,12 +280,13 @@ _MASK_SEARCH = 8
 def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
     """The model's loss, tried on one sample of the data before anything is converted.
 
-    Also returns a warning if the loss is not in the unit that the data promise; else it is empty.
+    Also returns a warning: that the loss is not in the unit that the data promise. Empty if it is.
 
     Raises ConfigError as `Task.try_on`, and if labels of -100 in the first micro-batches would be trained on.
     """
     task = Task(model, config.model.target, data.unit)
-    # With as many ranks as there are micro-batches, each rank has one: only the micro-batches looked at are read.
+    # Ask as if there were one rank for each micro-batch: each then has a single one. So only the micro-batches that are
+    # looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
     batches = (
         data.micro_batches(data.window(0), rank, ranks)[0]
@@ -457,7 +461,11 @@ def _card(worker: Worker) -> Card | None:
 
 
 def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
-    """See `Run.ideal`. Call it after the backend is built, which sets whether float32 products may use TF32."""
+    """Seconds that one sample would take at the cards' peak, for each kind of precision. Empty if no peak is known.
+
+    flops: of training on one sample. Call it after the backend is built, which sets whether float32 products may use
+    TF32. See `Run.ideal`.
+    """
     if card is None or not math.isfinite(flops):
         return {}
     peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
@@ -490,7 +498,8 @@ def open_telemetry(
 ) -> Telemetry:
     """The run's telemetry: journal and screen on rank 0, nothing on other ranks.
 
-    attempt: of the ledger. resume_step: first step of a resume, None for a new run.
+    attempt: of the ledger.
+    resume_step: first step of a resume; None for a new run.
     """
     if worker.is_lead:
         journal = Journal(folder / JOURNAL, attempt, resume_step)

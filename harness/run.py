@@ -37,8 +37,6 @@ from harness.monitors.responder import Judgement
 from harness.stop import StopRequest
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from harness.core.state import RunLedger, TrainState
     from harness.guard import Guard
     from harness.precision.compiling import EagerWatch

@@ -22,7 +22,7 @@ class LibraryFacts(NamedTuple):
     """What is known of one library without importing it.
 
     version: of the installed distribution.
-    ok: it can be imported, as far as its metadata show.
+    ok: whether it should import, judged without importing it.
     reason: why not.
     """
 
@@ -111,6 +111,7 @@ class NvidiaSmi:
 class MachineFacts:
     """Everything that precision, engines and doctor need to know of a machine. `dataclasses.asdict` of it is JSON-able.
 
+    python: its version.
     torch_version: None if torch cannot be imported.
     torch_cuda: CUDA version that torch was built for; None for a CPU build.
     torch_hip: the same for ROCm.
@@ -118,8 +119,10 @@ class MachineFacts:
     arch_list: `torch.cuda.get_arch_list()`.
     nvidia_on_pci: a card is plugged in, whatever the driver says.
     cpu_bf16_isa: bf16 instructions of the CPU.
-    has_ninja: on PATH or beside this interpreter (launch scripts put that folder first on PATH).
-    memory_bytes, disk_free_bytes: of this machine or its container; of the folder that was asked about.
+    has_ninja: on PATH, or in this interpreter's folder, which the launch scripts put first on PATH.
+    memory_bytes: of this machine, or of its container.
+    disk_free_bytes: where the folder that was asked about is.
+    libraries: see `library_facts`.
     """
 
     python: str = ""

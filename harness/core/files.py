@@ -30,7 +30,7 @@ MAX_JSON = 1 << 20
 MAX_LARGE = 256 << 20
 """Bytes of a JSON file with a line for every layer, every parameter or every file of the text."""
 
-# Bits of a whole number in JSON: the state of some random generators is one number of 128 bits.
+# Most bits of a whole number in JSON. The state of some random generators is one of 128 bits; this leaves room.
 _STATE_BITS = 256
 
 
@@ -79,7 +79,9 @@ def parse_json(data: bytes) -> Any:
 def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
     """Raises ValueError if lists and mappings are nested too deeply, or a whole number has more than `bits` bits.
 
-    Whole numbers of many digits cost quadratic time and cannot be printed. finite: refuse infinite floats and NaN, too.
+    Whole numbers are bounded because converting a very long one to text takes quadratic time, and Python refuses to.
+
+    finite: also refuse NaN and infinite floats.
     """
     # A list of what is left to visit, as a recursive function would hit the limit that this guards.
     pending: list[tuple[Any, int]] = [(value, 0)]
@@ -129,7 +131,7 @@ def sync_folder(folder: Path) -> None:
 def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
 
-    sync: without it a power cut may leave neither the old file nor the new one.
+    sync: whether to write through to the disk. Without it a power cut may leave neither the old file nor the new one.
 
     Raises OSError. Only one writer at a time: the temporary name `.<name>.tmp` is fixed, so that the next writer
     replaces what a killed one left.
@@ -150,7 +152,10 @@ def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def _new(path: Path) -> BinaryIO:
-    """A new file at `path`. What is there is removed: it may be a link or a pipe, if somebody else made the folder."""
+    """Open a new file at `path`. What is there is removed first and never written through.
+
+    If somebody else made the folder, it may be a link or a pipe.
+    """
     try:
         return path.open("xb")
     except FileExistsError:
@@ -197,8 +202,9 @@ def shipped(kind: str) -> list[str]:
 def find(kind: str, name_or_path: str) -> Path:
     """The YAML file meant by a name or path.
 
-    A value with a slash or a .yaml ending is a path; anything else a shipped name. Raises ConfigError with the near
-    match if there is no such file.
+    A value with a slash, or that ends in .yaml or .yml, is a path; anything else a shipped name.
+
+    Raises ConfigError with the near match if there is no such file.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
         path = home(name_or_path)
@@ -212,6 +218,7 @@ def find(kind: str, name_or_path: str) -> Path:
     singular = kind.removesuffix("s")
     names = shipped(kind)
     hint = near_match(name_or_path, names)
+    # The hint names one near match, or already lists them all.
     if hint.startswith("did"):
         hint += f" (known: {', '.join(names)})"
     what = f'no {singular} "{name_or_path[:_SHOWN]}"'

@@ -318,7 +318,7 @@ def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) ->
             wrong |= values >= vocab_size
             allowed = f", not in [0, {vocab_size})"
 
-    # Of each sample the first wrong value. A tensor without a dimension is one sample.
+    # Report the first wrong value of each sample. A tensor without a dimension is one sample.
     samples = zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]
     faults: list[Fault] = []
     for row, (sample, bad) in enumerate(samples):

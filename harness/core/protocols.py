@@ -1,6 +1,7 @@
 """The interfaces between rooms: what the loop asks of an engine, a precision backend, a data source or a tracker.
 
-Concrete classes are named only in `harness/build.py`. Torch appears in annotations alone.
+`harness/build.py` chooses the concrete classes of a run. Those of monitors and of precision backends are listed in
+`monitors/registry.py` and `precision/backends/registry.py`. Torch appears in annotations alone.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from harness.core.config import EngineConfig, RunConfig
+    from harness.core.errors import Problem
+    from harness.core.update import DynamicLossScale
+
 NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
 Batch = dict[str, "Tensor"]
 """A micro-batch on the CPU: tensors by name, whose first dimension counts samples.
 
-Batches of tokens have `inputs` and `targets`, int64 [micro_batch, context]. A target is the next input, or IGNORED
-where there is no loss. Packed ones also have `segments`, int64 of that shape: the number of the document within the
-sample. Batches of other data have the names of their data set.
+Batches of tokens have, each int64 [micro_batch, context]:
+inputs: token ids.
+targets: the next input of each, or IGNORED where there is no loss.
+segments: the number of the document within the sample; only if documents are packed.
+
+Batches of other data have the names of their data set.
 """
 Meta = dict[str, Any]
 
@@ -42,14 +50,17 @@ class Gradients(Protocol):
     device: torch.device
 
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """Figures by the names of StepFacts, fp32 0-d: `grad_norm` and `loss_scale`.
+        """Figures of the window's gradients by their names in StepFacts: `grad_norm` and `loss_scale`.
 
-        They are the same on every rank where ranks exchange gradients. shares: `grad_zeros` and `grad_near_limit`, too.
+        Each is fp32 0-d, and the same on every rank where ranks exchange gradients.
+
+        shares: also measure `grad_zeros` and `grad_near_limit`. They cost another pass over the gradients, and an owner
+            that cannot see scaled gradients leaves them out.
         """
         ...
 
     def max_(self, values: Tensor) -> Tensor:
-        """Maximum over ranks of a small fp32 tensor, in place and in one collective."""
+        """Maximum over ranks of a small fp32 tensor, in place and in one collective. Returns `values`."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
@@ -57,12 +68,14 @@ class Gradients(Protocol):
         ...
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """Unscale, clip and apply unless `skip` is 1.0; figures as `measure` gives them, `applied` among them.
+        """Unscale, clip and apply the update, unless `skip` is 1.0.
 
-        skip: fp32 0-d, 0.0 or 1.0, the same on every rank.
-        overflow: the same for whether some rank's norm is not finite.
-        norm: what `measure` gave.
-        clip: clip to this norm if it is under the owner's own limit.
+        skip: fp32 0-d, the same on every rank; 1.0: do not apply, 0.0: apply.
+        overflow: fp32 0-d, the same on every rank; 1.0: the norm of some rank is not finite, 0.0: all are.
+        norm: `grad_norm` as `measure` gave it.
+        clip: the norm to clip to; the owner's own limit counts if it is lower.
+
+        Returns figures by their names in StepFacts, each fp32 0-d: `applied` (1.0 or 0.0) and `lr`.
         """
         ...
 
@@ -70,7 +83,7 @@ class Gradients(Protocol):
 class Engine(Gradients, Protocol):
     """Owns ranks, gradients and the optimizer step. One for a single process and DDP, one for DeepSpeed.
 
-    `apply` also zeroes the gradients. Its figures hold `lr` and `applied_steps`.
+    `apply` also zeroes the gradients. Its figures include `applied_steps`.
     """
 
     name: str
@@ -87,6 +100,35 @@ class Engine(Gradients, Protocol):
     lr_factor: float
     """The schedule's learning rate is multiplied by this; the loop may change it between steps."""
 
+    @classmethod
+    def lacking(cls, device: str) -> list[Problem]:
+        """What this engine needs and this machine lacks. device: "cpu" or "cuda"."""
+        ...
+
+    @classmethod
+    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
+        """Why this engine cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"); empty if it can."""
+        ...
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loss_scale: DynamicLossScale | None,
+        autocast_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> Engine:
+        """The engine of a run.
+
+        schedule: an `optim.schedule.Schedule`.
+        loss_scale: None except in fp16.
+        autocast_dtype: what the plan's rung casts to; None: nothing.
+        """
+        ...
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; only in the last one are gradients reduced across ranks."""
         ...
@@ -96,7 +138,7 @@ class Engine(Gradients, Protocol):
         ...
 
     def max(self, values: Tensor) -> Tensor:
-        """Maximum over ranks of a small fp32 tensor."""
+        """As `max_`, but `values` stays as it is."""
         ...
 
     def broadcast(self, value: Any) -> Any:
@@ -146,21 +188,25 @@ class PrecisionBackend(Stateful, Protocol):
         ...
 
     def end_micro_batch(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """After backward of one micro-batch; `reduce`: MAX over ranks."""
+        """After backward of one micro-batch.
+
+        reduce: MAX over ranks; called only where scales roll at every micro-batch (the recipe's `fp8.roll`).
+        """
         ...
 
     def amax(self) -> Tensor:
-        """float32 [n], what the step's one MAX all-reduce must carry; n = 0 if nothing."""
+        """This rank's amaxes of the window, float32 [n], for the step's one MAX all-reduce; n = 0 if there are none."""
         ...
 
     def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-        """Update the scales unless `skip` is 1.0. Returns the figures of the window, float32 [SLOT_ROWS, slots].
-
-        The rows are amax, scale in use, saturation, clipped share, underflow share, SQNR in dB, per-element SQNR, and
-        the SQNR of what varies from row to row. The last five are NaN where they were not sampled.
+        """Update the scales unless `skip` is 1.0.
 
         amax: what `amax` gave, reduced over ranks.
-        mean: over ranks.
+        skip: as for `Gradients.apply`.
+        mean: mean over ranks.
+
+        Returns the figures of the window, float32 [8, slots]. The rows are those of `facts.SlotStats`, in its order.
+        All but the first three (amax, scale, saturation) are NaN where they were not sampled.
         """
         ...
 
@@ -178,9 +224,10 @@ class PrecisionBackend(Stateful, Protocol):
 class Batches(Protocol):
     """A data source: windows by number, batches by sample.
 
-    tokens_per_sample: targets, as far as that is one number.
-    masked: some targets may be IGNORED, so a micro-batch's weight is its number of targets.
-    unit: what the loss is in, as far as the data fix it; "loss" if they do not.
+    name: for messages and the run's record.
+    tokens_per_sample: tokens of a sample; 1 for data without a fixed length, whose speed counts samples.
+    masked: whether targets may be IGNORED. A micro-batch then weighs as many as it has targets with a loss.
+    unit: unit of the loss, such as "nats per token"; "loss" if the data do not fix it.
     """
 
     name: str
@@ -224,6 +271,11 @@ class Monitor(Protocol):
 
     key: str
     """Its name in checkpoints, which never changes."""
+
+    @classmethod
+    def build(cls, context: Any) -> Monitor | None:
+        """The monitor for a run; None if the run does not need it. context: a `monitors.base.MonitorContext`."""
+        ...
 
     def observe(self, facts: StepFacts) -> Verdict: ...
 

@@ -226,6 +226,7 @@ def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
                 field = candidate.model_fields.get(str(part))
                 if field is not None:
                     found += _models_in(field.annotation)
+                # In a union pydantic's path also names the class of the member.
                 elif candidate.__name__ == part:
                     found.append(candidate)
         candidates = found or candidates

@@ -394,7 +394,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# Of a tensor subclass: its class, its context (what torch needs beside its tensors), shape and stride.
+# What a tensor subclass is made of beside its tensors: its class, its context (what torch needs), shape and stride.
 _Kind = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 
 
@@ -473,6 +473,7 @@ class TrainState:
         budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
         meta: Meta = {
             "step": self.step,
+            # The key of released checkpoints: it names what is called dense sampling now.
             "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
             "budgets": budgets,
             "ledger": self.ledger.newest_hash,

@@ -139,8 +139,10 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
 def clip_divisor(norm: Tensor, max_norm: float, loss_scale: Tensor) -> Tensor:
     """What to divide scaled gradients by, so that they come out unscaled and with a norm of at most `max_norm`.
 
-    norm: fp32 0-d, of the unscaled gradients. loss_scale: fp32 0-d. Returns fp32 0-d
-    loss_scale * max(1, norm / max_norm).
+    norm: fp32 0-d, of the unscaled gradients.
+    loss_scale: fp32 0-d.
+
+    Returns loss_scale * max(1, norm / max_norm), fp32 0-d.
     """
     return loss_scale * torch.clamp(norm / max_norm, min=1.0)
 
@@ -248,8 +250,8 @@ def update(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gate, unscale, clip, apply and roll: the end of a window, the same for every loop and engine.
 
-    own: what this rank measured, by the names of StepFacts; what is missing was not measured. `loss`, fp32 0-d, is
-        already the mean over ranks.
+    own: what this rank measured, by the names of StepFacts; what is missing was not measured. Numbers of the host or
+        fp32 0-d. `loss` is already the mean over ranks.
     limits: the update is skipped where loss or norm is over them.
     shares: see `Gradients.measure`.
 
@@ -259,9 +261,8 @@ def update(
     Returns every figure of the step by name, fp32 0-d on the device, and what `PrecisionBackend.end_window` gave.
     """
     # Measure what this rank can judge by itself.
-    figures = {**own, **gradients.measure(shares)}
+    figures = {**_not_reduced(own, gradients.device), **gradients.measure(shares)}
     loss, norm = figures["loss"], figures["grad_norm"]
-    assert isinstance(loss, Tensor)
     overflow = ~torch.isfinite(norm)
     # "Not at most" rather than "over": a NaN is over every limit.
     over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
@@ -287,6 +288,19 @@ def _with_gradient(weights: Mapping[str, Tensor], step: int) -> tuple[str, ...]:
     if step != 1:
         return ()
     return tuple(name for name, weight in weights.items() if weight.grad is not None)
+
+
+def _not_reduced(own: Mapping[str, float | Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Figures that are the same on all ranks, each as a tensor: a number of the host becomes fp32 0-d on `device`."""
+    reduced = {name for name, _ in REDUCED}
+    figures: dict[str, Tensor] = {}
+    for name, value in own.items():
+        if name in reduced:
+            continue
+        if not isinstance(value, Tensor):
+            value = to_device(torch.tensor(value, dtype=torch.float32), device)
+        figures[name] = value
+    return figures
 
 
 def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tensor:

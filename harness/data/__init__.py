@@ -5,7 +5,7 @@ At the first start of a run (`tokens.prepare`):
 2. `rows` (JSONL, csv, Parquet, ...) or `documents.PlainText`: the documents of each file, part by part.
 3. `prepare`: each document's token ids (`encoding`, `tokenizer`), written as shards (`shards`).
    Text without a tokenizer goes another way: `text` reads and divides it, `snapshot` copies it.
-4. `corpus.write_corpus`: a description of all files with the hash of every block, `data/corpus.json` of the run.
+4. `corpus.describe_corpus`: a description of all files with the hash of every block, `data/corpus.json` of the run.
 
 At every start and while training:
 5. `corpus.check_corpus` compares the files with their hashes; `corpus.Tokens` reads them by place, through `blocks`.

@@ -49,7 +49,10 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Of a regular file. Raises OSError; ValueError for anything else: opening a pipe would wait for ever."""
+        """The stamp of a regular file.
+
+        Raises OSError, and ValueError for anything else: opening a pipe would wait for ever.
+        """
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a regular file")

@@ -1,7 +1,8 @@
 """A corpus of token ids that stays where it is: described once, checked at every start, read block by block.
 
-1. `write_corpus` reads all files once. What it learns becomes `data/corpus.json` of the run: every file with its size,
-   time, inode, dtype and the hash of each of its blocks; which part of which file is in which split; how large ids get.
+1. `describe_corpus` reads all files once. `save_corpus` writes what it returns, `data/corpus.json` of the run: every
+   file with its size, time, inode, dtype and the hash of each of its blocks; which part of which file is in which
+   split; how large ids get.
 2. `check_corpus`, at a start, compares the files with that: some blocks of a file whose size, time and inode are
    unchanged, all blocks of any other.
 3. `open_corpus` gives `Tokens`, which read only blocks that match their hashes (`blocks.CheckedFile`).
@@ -41,7 +42,8 @@ PADDED_TO = 16
 LARGEST = 1 << 22
 """Ids from here on mean a wrong dtype: no tokenizer has as many."""
 
-_COUNTED = 256 << 20  # bytes, about, in which the frequencies of ids are counted
+# The frequencies of ids are counted in about this many bytes of the corpus.
+_COUNTED = 256 << 20
 _NAMED = 8
 _OTHER_FILES = 512
 _FIX_CHANGED = (
@@ -71,7 +73,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A part of a file that belongs to a split: `count` tokens from the token `first` on."""
 
     file: CheckedFile
@@ -86,7 +88,7 @@ class Tokens:
     starts: int64, sorted: the places of the split where a document is known to begin.
     """
 
-    def __init__(self, pieces: Sequence[Piece], starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, pieces: Sequence[FilePiece], starts: npt.NDArray[np.int64]) -> None:
         self._pieces = pieces
         self._ends = np.cumsum([piece.count for piece in pieces]).tolist()
         self.starts = starts
@@ -155,7 +157,7 @@ class _Seen:
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-def write_corpus(
+def describe_corpus(
     folder: Path,
     source: str,
     kind: str,
@@ -166,11 +168,17 @@ def write_corpus(
     known: Mapping[str, Known] | None = None,
     unigram_nats: float | None = None,
 ) -> dict[str, Any]:
-    """Read all files once and describe them: the contents of `folder`/corpus.json.
+    """Read all files once. Returns their description, which `save_corpus` writes into `folder`.
 
-    vocabulary: of the tokenizer; None: as many ids as there are. separator: the id that ends a document. held_out: how
-    many tokens of the end are validation, of so many in all, where no file is. known: by path, files that were hashed
-    before; of an untouched one only some blocks are compared. unigram_nats: the entropy, if it is known.
+    folder: paths in the description are relative to it where they can be.
+    source: the config's `data.path` or the like, for messages.
+    kind: of the files.
+    shards: the files, and what was left out.
+    vocabulary: of the tokenizer; None: as many ids as there are.
+    separator: the id that ends a document.
+    held_out: number of tokens in all -> how many of them, at the end, are validation. Asked if no file is validation.
+    known: by path, files that were hashed before; of an untouched one only some blocks are compared.
+    unigram_nats: the entropy of the ids, if it is known.
 
     Raises DataError with the problems of all files; OSError.
     """
@@ -323,7 +331,10 @@ def _divide(shards: Shards, held_out: Callable[[int], int]) -> dict[str, list[li
 
 
 def _document_cut(shard: Shard, place: int) -> int:
-    """Where to cut a shard near `place`: where a document begins, if one does within half of what follows."""
+    """Where to cut a shard: the beginning of a document that is nearest to `place`.
+
+    If none is within half of the tokens that follow `place`, or the documents are not known, it is `place` itself.
+    """
     if shard.index is None:
         return place
     starts = document_starts(shard.index)
@@ -333,7 +344,7 @@ def _document_cut(shard: Shard, place: int) -> int:
 
 
 def hold_out(tokens: int, share: float, least: int) -> int:
-    """How many tokens of the end are validation where no file is: the share of all, but one sample at least."""
+    """How many of all `tokens` are validation, at their end: `share` of them, but at least `least` (one sample's)."""
     return min(tokens, max(round(tokens * share), least))
 
 
@@ -381,9 +392,9 @@ def _identity(info: Mapping[str, Any]) -> str:
 
 
 def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
-    """`info` with the places where its files are now, if they moved together with `source`, as to another machine.
+    """`info` with the present paths of files that moved together with `source`, for example to another machine.
 
-    What is found there is compared with its hashes all the same.
+    Their contents are not looked at here: `check_corpus` compares them with the hashes.
     """
     if source is None:
         return dict(info)
@@ -403,7 +414,7 @@ def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict
 
 
 def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the files with their description; `info`, with new times where only these changed.
+    """Compare the files with their description. Returns `info`, with the present times and inodes of the files.
 
     Raises DataError naming each file that is gone or differs, with the blocks that differ.
     """
@@ -434,7 +445,10 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
 def open_corpus(
     folder: Path, info: Mapping[str, Any], documents: bool, reading: Callable[[str | None], None]
 ) -> dict[str, Tokens]:
-    """The splits of a corpus that was checked. documents: find out where these begin. reading: see `CheckedFile`.
+    """The splits of a corpus that was checked.
+
+    documents: whether to read where documents begin, from each file's index.
+    reading: see `CheckedFile`.
 
     Raises DataError if a file or an index is gone, or an index differs.
     """
@@ -463,12 +477,12 @@ def open_corpus(
 
     splits: dict[str, Tokens] = {}
     for split in ("train", "val"):
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         begins = [np.zeros(0, dtype=np.int64)]
         at = 0
         for number, first, count in info[split]["pieces"]:
             checked, shard = opened[number]
-            pieces.append(Piece(checked, shard, first, count))
+            pieces.append(FilePiece(checked, shard, first, count))
             inside = starts[number][(starts[number] >= first) & (starts[number] < first + count)]
             begins.append(np.concatenate([[at], inside - first + at]))
             at += count

@@ -26,12 +26,17 @@ from harness.data.tokenizer import Encoder, load_encoder
 Encoded = npt.NDArray[np.int64] | Problem
 """Ids of a text, int64 [tokens], or why the tokenizer fails on it."""
 
-_AHEAD = 2  # batches for each worker that are read before its next result is taken
+# Batches in flight for each worker.
+_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """pieces: of documents, with their splits. size: bytes of their texts."""
+    """Texts that are tokenized together.
+
+    pieces: of documents, with their splits.
+    size: bytes of their texts.
+    """
 
     pieces: list[tuple[Piece, str]]
     size: int
@@ -41,7 +46,13 @@ class Encoding:
     """Makes ids of batches of pieces. A context: at its end the workers are stopped."""
 
     def __init__(self, tokenizer: str | None, processes: int) -> None:
-        """tokenizer: as for `load_encoder`. processes: 1: this process alone. Raises ConfigError."""
+        """Begin the workers.
+
+        tokenizer: as for `load_encoder`.
+        processes: number of workers; 1: none, this process tokenizes.
+
+        Raises ConfigError.
+        """
         self.encoder = load_encoder(tokenizer)
         self._most_begun = _AHEAD * processes
         self._pool: ProcessPoolExecutor | None = None
@@ -58,7 +69,10 @@ class Encoding:
             self._pool.shutdown(cancel_futures=True)
 
     def encode(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[Encoded]]]:
-        """Each batch with what was made of its pieces. Raises BrokenProcessPool if a worker dies."""
+        """Each batch with the ids of its pieces, in the order of `batches`.
+
+        Raises BrokenProcessPool if a worker dies.
+        """
         begun: deque[tuple[Batch, Future[list[Encoded]]]] = deque()
         for batch in batches:
             texts = [piece.text for piece, _ in batch.pieces]

@@ -67,8 +67,8 @@ def fetch(
 ) -> Fetched:
     """The files of `given`, hf:NAME.
 
-    cache: the folder to fetch into; None: the hub's own. check: is called with bytes and format before anything is
-    fetched, and raises if that is too much.
+    cache: the folder to fetch into; None: the hub's own.
+    check: is called with bytes and format before anything is fetched, and raises if that is too much.
 
     Raises DataError for what is not there, cannot be fetched, has no room or has no rows of text; ConfigError.
     """
@@ -138,7 +138,10 @@ def _describe(
 ) -> tuple[Documents, dict[str, Any], dict[str, list[Path]]]:
     """(format, options of its reader, relative paths of each split) of a configuration.
 
-    folder: has the description. listed: all files of the repository. Raises DataError.
+    folder: has the description.
+    listed: all files of the repository.
+
+    Raises DataError.
     """
     where = f"data.path: {name}"
     library = importlib.import_module("datasets")

@@ -100,10 +100,12 @@ def prepare_dataset(
     most: int | None = None,
     anew: bool = False,
 ) -> dict[str, Any]:
-    """Make `out`; the contents of its dataset.json.
+    """Make `out`. Returns the contents of its dataset.json.
 
-    processes: 0: one for each core. tell: is called with the progress whenever it changes. most: bytes of the source
-    that are allowed. anew: delete what `out` holds if it is something else.
+    processes: number of workers; 0: one for each core.
+    tell: is called with the progress whenever it changes.
+    most: bytes of the source that are allowed; None: any number.
+    anew: whether to delete what `out` holds if it is something else.
 
     Raises DataError for a source that cannot be used, naming every problem of it, or if `out` holds something else;
     ConfigError for a tokenizer that cannot be read; MachineError if a worker dies; OSError.

@@ -324,7 +324,10 @@ def choose_splits(
 ) -> Files:
     """The files of the split to train on, and of the one to validate on if there is one; the others are left out.
 
-    wanted: the split to train on; None: train, or the only one. way: how to name one, for an error. Raises DataError.
+    wanted: the split to train on; None: train, or the only one.
+    way: how to name one, for an error.
+
+    Raises DataError.
     """
     validation = next((name for name in files if is_validation(name) and name != wanted), None)
     others = [name for name in files if name != validation] or list(files)
@@ -409,8 +412,10 @@ def _column(key: str, names: Sequence[str], path: str) -> str:
 def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = ()) -> Any:
     """A table of the texts alone, as large_string.
 
-    key: a column, or `meta.text`: the field `text` of the column `meta`. encoded: the fields that the library wrote as
-    JSON, because their values have several types. Raises DataError if what is there is no text.
+    key: a column, or `meta.text`: the field `text` of the column `meta`.
+    encoded: the fields that the library wrote as JSON, because their values have several types.
+
+    Raises DataError if what is there is no text.
     """
     arrow = importlib.import_module("pyarrow")
     steps = [key] if key in table.column_names else key.split(".")

@@ -83,8 +83,11 @@ def record_of_files(
 ) -> dict[str, Any]:
     """The record of files that were made into token ids.
 
-    listed: whether every file of these suffixes belongs to the source, so that a new one is reported. files: with their
-    stamps from before they were read. tokenizer: its path and hash. Raises OSError.
+    listed: whether every file of these suffixes belongs to the source, so that a new one is reported.
+    files: with their stamps from before they were read.
+    tokenizer: its path and hash.
+
+    Raises OSError.
     """
     base = _base(source)
     entries = {_name(path, base): _entry(stamp, file_sha256(path)) for path, stamp in files.items()}

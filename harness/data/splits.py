@@ -21,24 +21,24 @@ LeftOut = list[tuple[str, str]]
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
-_BESIDE = re.compile(
+_OTHER = re.compile(
     r"(^|/)(README|LICENSE|COPYING)[^/]*$|\.(md|rst|json|ya?ml|sha256)$", re.IGNORECASE
 )
 _WHY_LEFT_OUT = {
     "test": "a test split: neither trained nor validated on",
-    "beside": "beside files that are called train, val or test",
+    "other": "beside files that are called train, val or test",
 }
 
 
-def said_by(name: str) -> Literal["train", "val", "test", "beside", ""]:
-    """What a file's name says of its split. beside: a README or the like; empty: nothing."""
+def said_by(name: str) -> Literal["train", "val", "test", "other", ""]:
+    """What a file's name says of its split. other: a README or the like, which is no data; empty: nothing."""
     if _TRAINING.search(name):
         return "train"
     if _VALIDATION.search(name):
         return "val"
     if _TEST.search(name):
         return "test"
-    return "beside" if _BESIDE.search(name) else ""
+    return "other" if _OTHER.search(name) else ""
 
 
 def is_validation(name: str) -> bool:
@@ -47,7 +47,7 @@ def is_validation(name: str) -> bool:
 
 
 def without_tests(names: Sequence[str]) -> tuple[list[str], LeftOut]:
-    """The files of a folder without its test split; and that split. A test split that is alone is the data."""
+    """(the files of a folder to use, what is left out): test files are left out, unless there is nothing else."""
     kept = [name for name in names if said_by(name) != "test"]
     if not kept:
         return list(names), []
@@ -57,15 +57,21 @@ def without_tests(names: Sequence[str]) -> tuple[list[str], LeftOut]:
 def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
     """The split of each file of a folder of text that is used, and what is left out.
 
-    A folder of text may have anything in it: `validation.py` of a source tree is no validation split. So names count
-    only if every file says train, val, test or beside, and there is train and another. Otherwise, or if no file is
-    validation, the splits are empty.
+    A folder of text may have anything in it: `validation.py` of a source tree is no validation split. So the names
+    count only if each of them says something (a README says "other"), and they say train and at least one of val and
+    test.
+
+    - If the names do not count, every file is used, and its split is empty.
+    - If they count, test files and READMEs are left out. Without a validation file the splits are empty, too.
+
+    The documents of a file whose split is empty are divided later.
     """
     said = {name: said_by(name) for name in names}
-    words = set(said.values()) - {"beside"}
+    words = set(said.values()) - {"other"}
     if "" in words or "train" not in words or len(words) == 1:
         return dict.fromkeys(names, ""), []
 
+    # The names count. Training files are to be divided if no file is validation.
     splits: dict[str, Split] = {}
     left_out: LeftOut = []
     for name, word in said.items():
@@ -77,7 +83,10 @@ def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
 
 
 def validation_beside(path: Path) -> Path | None:
-    """The validation file of a single file: its name with val for train, else `val` in its folder; None if none."""
+    """The validation file of a single file, None if there is none.
+
+    It has the same name with "val", "valid" or "validation" for "train", or else is `val.<suffix>` in the same folder.
+    """
     names: list[str] = []
     if _TRAINING.search(path.name):
         names += [_TRAINING.sub(word, path.name) for word in ("val", "valid", "validation")]
@@ -90,6 +99,13 @@ def validation_beside(path: Path) -> Path | None:
 
 
 def with_validation(path: Path, is_text: bool = False) -> list[tuple[Path, Split]]:
-    """A single file and the validation beside it, with their splits. Text has one only if it is called train."""
-    beside = None if is_text and said_by(path.name) != "train" else validation_beside(path)
-    return [(path, "train"), (beside, "val")] if beside else [(path, "")]
+    """A single file and its validation file, with their splits.
+
+    A text file has a validation file only if its own name says train.
+    """
+    if is_text and said_by(path.name) != "train":
+        return [(path, "")]
+    validation = validation_beside(path)
+    if validation is None:
+        return [(path, "")]
+    return [(path, "train"), (validation, "val")]

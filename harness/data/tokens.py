@@ -28,7 +28,7 @@ from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, home, read_json, read_mapping
 from harness.data import corpus, snapshot
 from harness.data.blocks import BLOCK, Stamp
-from harness.data.corpus import Known, Vocabulary, write_corpus
+from harness.data.corpus import Known, Vocabulary, describe_corpus
 from harness.data.detect import look, no_such
 from harness.data.hub import PREFIX, Fetched, fetch
 from harness.data.prepare import PREPARED, Preparation, prepare_dataset, too_large
@@ -72,7 +72,7 @@ class TokenData:
     """A run's tokens, read when they are wanted.
 
     train, val: the splits.
-    info: what corpus.json says; see `snapshot.write_snapshot` and `corpus.write_corpus`.
+    info: what corpus.json says; see `snapshot.write_snapshot` and `corpus.describe_corpus`.
     """
 
     train: SplitTokens
@@ -81,7 +81,9 @@ class TokenData:
 
     @property
     def sha256(self) -> str:
-        """Of a snapshot: hash of the training bytes followed by the validation bytes. Of a corpus: of what it is."""
+        """Hash of the data, hex. For a snapshot of its training bytes and then its validation bytes; for a corpus of
+        its description.
+        """
         return self.info["sha256"]
 
     @property
@@ -291,7 +293,7 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
         )
 
     shards = read_shards(train, val, config.dtype, left_out)
-    info = write_corpus(
+    info = describe_corpus(
         folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config)
     )
     if config.tokenizer:
@@ -366,7 +368,7 @@ def _prepared(
         )
 
     shards = read_shards(files["train"], files["val"], "uint16", left_out)
-    info = write_corpus(
+    info = describe_corpus(
         folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats
     )
     return {**info, "source_files": source_files}

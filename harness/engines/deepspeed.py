@@ -28,7 +28,7 @@ from harness.core.health import grad_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
 from harness.engines.deepspeed_setup import (
-    Precision,
+    PrecisionName,
     build_config,
     build_kernel,
     check,
@@ -195,7 +195,12 @@ class ZeroOptimizerPart:
 
 
 # DeepSpeed's section of the config by the precision of the run. FP8 layers cast for themselves: the rest runs in bf16.
-_SECTIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+_SECTIONS: dict[str, PrecisionName] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp8": "bf16",
+}
 
 
 def _take_buffers(model: nn.Module, _: object) -> None:
@@ -281,7 +286,7 @@ class DeepSpeedEngine(ProcessGroup):
         timeout_seconds: float = 600.0,
     ) -> None:
         # Refuse what cannot work, before anything starts.
-        precision: Precision = "bf16"
+        precision: PrecisionName = "bf16"
         if autocast_dtype is None:
             precision = "fp32"
         elif autocast_dtype == torch.float16:
@@ -371,7 +376,7 @@ class DeepSpeedEngine(ProcessGroup):
 
     @lost_rank_named()
     def measure(self, shares: bool) -> dict[str, Tensor]:
-        """As `core.protocols.Gradients.measure`. `shares` has no effect: DeepSpeed owns the scaled gradients."""
+        """As `core.protocols.Gradients.measure`, but never with the shares: DeepSpeed owns the scaled gradients."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         if self._sharded:
             norm = self._sharded_norm() / loss_scale

@@ -35,8 +35,8 @@ from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
 from harness.core.processes import command_of
 
-Precision = Literal["fp8", "bf16", "fp16", "fp32"]
-# Of a user's DeepSpeed JSON.
+PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
+# Largest DeepSpeed JSON of the user that is read.
 _MAX_BYTES = 256 * 1024
 _OTHERS = "start it as `torchrun --nproc_per_node N launch/train.py ...` or `python launch/train.py ...` instead"
 
@@ -88,7 +88,7 @@ _SHOWN = 200
 _APART = "--for-a-rank"
 
 
-def check(zero_stage: int, precision: Precision, device: str) -> list[Problem]:
+def check(zero_stage: int, precision: PrecisionName, device: str) -> list[Problem]:
     """Why DeepSpeed cannot train this combination correctly, and what works instead; empty if it can.
 
     zero_stage: 0 to 3.
@@ -169,7 +169,7 @@ def build_config(
     micro_batch: int,
     accumulation: int,
     max_grad_norm: float,
-    precision: Precision,
+    precision: PrecisionName,
     tested_optimizer: bool,
     user: str | None = None,
 ) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _problem(why: str) -> Problem:
         fix = f"{fix}; if it is only slow to start: a higher engine.timeout_seconds"
         return Problem(what, where, why, fix)
 
-    # All have come, and those of this machine are alive: it is one of another machine, or it hangs.
+    # All have come, and those of this machine are alive: the lost rank is on another machine, or one of them hangs.
     here = _this_process().machine
     elsewhere = sum(peer is not None and peer.machine != here for peer in _meeting.peers)
     what = "another rank does not answer; none of this machine is gone or stopped"
@@ -247,7 +247,10 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _whole(text: str) -> int | None:
-    """The number in `text`, if it is 1 to 9 plain digits; else None. Other spellings are read differently elsewhere."""
+    """The number in `text`, if it is 1 to 9 plain digits; else None.
+
+    Other spellings, such as " 1" or "1_0", are numbers to some readers of the variable and not to others.
+    """
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 

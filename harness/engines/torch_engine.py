@@ -254,8 +254,8 @@ class OptimizerPart:
     model: for the names of the parameters.
     optimizer: whose state it is.
     applied: the count of applied updates, 0-d.
-    initial: `_settings` of the optimizer when it was new; None: it is new now. Settings that have changed since then
-      are part of the state.
+    initial: `_settings` of the optimizer when it was new; None: it is new now, take them here. Settings that differ
+        from these are part of the state.
     """
 
     def __init__(
@@ -571,13 +571,17 @@ def shares_buffers(model: nn.Module) -> bool:
 
 
 def _require_gradients(model: nn.Module) -> None:
-    """Raise ConfigError naming parameters without a gradient after the first step: DDP would wait for them for ever."""
+    """Raise ConfigError naming parameters without a gradient in the first step.
+
+    DDP finishes the exchange of gradients only when every parameter has one. Its next forward would fail, with a
+    message that gives numbers for names.
+    """
     unused: list[str] = []
     for name, param in model.named_parameters():
         if param.requires_grad and param.grad is None:
             unused.append(name)
     if unused:
         what = f"{len(unused)} parameters took no part in the loss, such as {unused[0]}"
-        why = "DistributedDataParallel waits for the gradient of every parameter"
+        why = "DistributedDataParallel needs a gradient of every parameter, and would fail at the next forward"
         fix = "freeze them (requires_grad_(False)), use them, or train on one process"
         raise ConfigError(Problem(what, "model", why, fix))

@@ -73,7 +73,7 @@ class Scores(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q: [batch, heads, time, head_dim]; k, v: the same with as many or fewer heads -> the shape of q.
 
-        mask: [batch, 1, time, time], in the dtype of the scores; added to them instead of the causal mask.
+        mask: [batch, 1, time, time], added to the scores instead of the causal mask; in their dtype.
         """
         grouped = q.shape[1] != k.shape[1]
         if grouped and not _fuses_groups(q, mask):
@@ -175,8 +175,8 @@ class TokenLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor, counted: Tensor | None = None) -> Tensor:
         """logits: [..., vocab]; targets: int64 [...], -100 has no loss -> float32 0-d.
 
-        counted: number of targets with a loss in the whole micro-batch, if these are only some of its tokens. The
-        result is then their share of the mean.
+        counted: number of targets with a loss in the whole micro-batch, if `logits` is one chunk of it. The chunk's sum
+            is divided by it, so that the results of all chunks add up to the mean.
         """
         rows = logits.float().flatten(0, -2)
         targets = targets.flatten()
@@ -315,7 +315,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def recomputed(function: Any, *args: Any) -> Any:
-    """function(*args) without keeping its activations: backward calls it again. It must not use random numbers."""
+    """function(*args) under activation checkpointing: backward calls it again.
+
+    It must not use random numbers: their generators are not restored for the second call.
+    """
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -365,8 +368,8 @@ def rotary(
 def _stretched(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     """Llama 3.1's frequencies for long contexts (arXiv 2407.21783 and its reference code).
 
-    A rotation that makes many turns in the original context keeps its frequency. One that makes few turns becomes
-    `factor` times slower. In between, the two are blended.
+    Short wavelengths (many turns in the original context) keep their frequency. Long ones (few turns) become `factor`
+    times slower. In between, the two are blended.
     """
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

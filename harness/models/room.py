@@ -22,14 +22,14 @@ from torch.nn.modules.module import (
 from harness.core.errors import ConfigError, Problem
 from harness.core.memory import all_memory, free_memory, size_text
 
-# A lower bound of the bytes of a module, its weights' elements not counted. Python's objects take 2.4 KiB (CPython
-# 3.11), with torch's 6 KiB.
+# Bytes of one nn.Module without the elements of its weights, a lower bound. Measured: 2.4 KiB of Python objects
+# (CPython 3.11), 6 KiB with torch's.
 _MODULE = 2 * 2**10
-# torch cannot count the bytes of more elements than this, on any device.
+# torch cannot compute the bytes of a tensor of more elements than this, not even on the meta device.
 _MOST_ELEMENTS = 2**60
-# Bytes that are built between two looks at the free memory. A look takes some 50 microseconds.
+# Bytes that are registered between two looks at the free memory. A look takes some 50 microseconds.
 _LOOK_EVERY = 64 * 2**20
-# The smallest share of all memory that has to be free. A run needs many times that beside its weights.
+# Share of all memory that must stay free while a model is built. A run needs many times that beside its weights.
 _LEAST_LEFT = 0.01
 
 
@@ -39,7 +39,8 @@ def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> Non
     A model that fits is never refused: neither training's own memory nor other ranks and processes are counted.
     sizes: keys of `model.args` with their values, for the message.
     """
-    # On the meta device, in fake tensors and on a GPU, weights take no memory of the host.
+    # On the meta device, in fake tensors and on a GPU, weights take no memory of the host. They are counted all the
+    # same if torch could not compute their bytes.
     weights = 0
     if parameters > _MOST_ELEMENTS or _takes_host_memory():
         weights = 4 * parameters
@@ -60,10 +61,12 @@ def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> Non
 
 @contextmanager
 def watched(where: str) -> Iterator[None]:
-    """Around the building of a model: raises ConfigError from within when less than 1% of the memory is left.
+    """Context around building a model. ConfigError is raised inside it when less than 1% of the memory is left.
 
-    where: what builds the model, for the message. Memory is checked when this thread registers modules and Parameters.
-    So a single weight that is larger than the free memory is not noticed in time.
+    where: what builds the model, for the message.
+
+    Memory is checked when this thread registers a module or Parameter. A weight is registered only after it was
+    written, so a single one that is larger than the free memory is not noticed in time.
     """
     watch = _Watch(where)
     hooks = [

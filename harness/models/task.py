@@ -393,7 +393,7 @@ def _parts(output: object) -> tuple[Tensor | None, Tensor | None]:
     elif hasattr(output, "loss") or hasattr(output, "logits"):
         loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     elif isinstance(output, tuple | list):
-        # Of several scalars nobody knows which one is the loss.
+        # One scalar is the loss. If there are several, nobody knows which one is.
         tensors = [each for each in output if isinstance(each, Tensor)]
         scalars = [tensor for tensor in tensors if tensor.ndim == 0]
         others = [tensor for tensor in tensors if tensor.ndim]

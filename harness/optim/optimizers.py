@@ -1,7 +1,8 @@
 """Optimizers for the gated update (see core/update.py).
 
-AdamW and SGD are fused. Their learning rate and step counters live on the device, and their kernel reads the gate
-itself. Every other optimizer makes the host wait for the gate once a step.
+The gate is a flag on the device that says whether an update is applied. AdamW and SGD are fused: their learning rate
+and step counters live on the device too, and their kernels read the gate themselves, as `found_inf`. For any other
+optimizer the host has to read it, which is one wait a step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ Named = list[tuple[str, nn.Parameter]]
 # torchao's class for each name. A quantised moment is a byte for each element and a float32 scale for each block. The
 # 8-bit one also has a table of 256 float32. Small tensors and odd sizes stay in float32.
 #
-# Embeddings stay in float32 by our choice. In a row whose token is not in the batch, the second moment falls under
-# FP8's smallest value before the first does. Their quotient then moved weights by 2.0 at a rate of 0.01. (32 bits for
-# embeddings: Dettmers et al., 8-bit optimizers, arXiv 2110.02861.)
+# Embeddings stay in float32 by our choice. While a token is absent from the batches, both moments of its row decay, and
+# the second falls under FP8's smallest value before the first does. Their quotient then moved weights by 2.0 at a rate
+# of 0.01. (32 bits for embeddings: Dettmers et al., 8-bit optimizers, arXiv 2110.02861.)
 _TORCHAO = {"adamw8bit": "AdamW8bit", "adamw_fp8": "AdamWFp8"}
+# torchao's: elements of a block, and elements of the smallest tensor that it quantises.
 _BLOCK, _SMALLEST = 256, 4096
 _TABLE_BYTES = {"adamw8bit": 4 * 256, "adamw_fp8": 0}
-# Arguments that the config sets by keys of its own: which one.
+# Arguments that the config sets by keys of its own, and the key. They are refused in train.optimizer_args.
 _OF_THE_CONFIG = {
     "params": "",
     "lr": "train.lr",
@@ -58,8 +60,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) 
 
     Weight decay goes to parameters with at least two dimensions, and to embeddings only if `train.decay_embeddings`. A
     tied parameter appears once. Every group has `params`, `param_names` (as `model.named_parameters()`) and `lr`. For
-    fused ones and torchao's, `lr` is one shared 0-d fp32 tensor on `device`. State of the named ones is made at once,
-    as zeros.
+    fused ones and torchao's, `lr` is one shared 0-d fp32 tensor on `device`. adamw, sgd, adamw8bit, adamw_fp8 and muon
+    have their state at once, as zeros.
 
     Raises ConfigError if nothing is trainable, for arguments that do not fit, or for an optimizer that a run cannot
     gate or save. Raises MachineError where torchao is missing.
@@ -74,7 +76,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) 
 def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
     """Bytes of the optimizer's state once every trainable parameter has been updated.
 
-    For the named ones nothing is allocated; for any other, one parameter's state. Raises as `build_optimizer` does.
+    Nothing is allocated, except for a class of the user's own: one parameter's state. Raises as `build_optimizer` does.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     elements = sum(param.numel() for param in trained)
@@ -182,7 +184,8 @@ def _torchao(
     given = _named_arguments(cls, train, {"betas": train.betas})
     optimizer: Any = _construct(cls, groups, {"lr": lr, **given}, train)
 
-    # State as the first step would make it, but with whole moments for embeddings.
+    # torchao would make its state in the first step. A checkpoint before that step needs it, so it is made here, with
+    # float32 moments for embeddings.
     whole = _embeddings(model)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -201,9 +204,9 @@ def _torchao(
 
 
 def _steps_on(cls: Any, device: torch.device) -> Any:
-    """The class, whose update torchao compiles; on a CPU or a GPU without Triton a subclass that runs it eager.
+    """`cls` with its update eager on a CPU and on a GPU without Triton; `cls` itself, which compiles it, elsewhere.
 
-    Both are equal but for rounding. Compiling for a CPU would take half a minute.
+    torchao compiles the update, which takes half a minute on a CPU. Results differ by rounding only.
     """
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return cls
@@ -431,16 +434,18 @@ def _construct(
         where = f"train.optimizer {train.optimizer!r}"
         fix = "check train.optimizer_args"
         if cls is getattr(torch.optim, "Muon", None):
-            fix = "train.optimizer=muon, which leaves what is no matrix to AdamW"
+            fix = "use train.optimizer=muon: it gives everything but matrices to AdamW"
         raise ConfigError(Problem(what, where, fix=fix)) from error
 
 
 @torch.no_grad()
 def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: TrainConfig) -> int:
-    """Try an unknown optimizer on a copy of one parameter of `group`; about how many bytes of state the group takes.
+    """Try a class of the user's own: two steps at most, on a copy of one parameter of `group`.
 
-    Raises ConfigError if a step fails, for state that a checkpoint could not hold, or for an optimizer that claims to
-    read the gate and does not.
+    Returns about how many bytes of state it keeps for the group.
+
+    Raises ConfigError if a step fails, for state that a checkpoint could not hold, or for a class that claims to read
+    `found_inf` and updates although it is set.
     """
     # The smallest parameter that is not tiny: quantised state differs for tiny ones.
     by_size = sorted(group["params"], key=lambda param: param.numel())

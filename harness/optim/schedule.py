@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from harness.core.config import TrainConfig
 
 HIGH = 0.5
-"""A rate above this share of the usual weight's size is too high, see `too_high`."""
+"""`too_high` warns of a rate above this share of the median RMS of the matrices."""
 # Optimizers whose updates move every element by about the learning rate.
 _ADAMW = ("adamw", "adamw8bit", "adamw_fp8")
 
@@ -27,8 +27,8 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
 
     AdamW moves every element by about the learning rate. So a matrix whose elements have an RMS of `r` is replaced
     within r / lr steps. The limit is `HIGH` times the median RMS of the matrices: ten times what the shipped configs
-    have, and a third of what broke them. SGD's steps have the gradient's size, which is not known here, and other
-    optimizers are not known either.
+    have, and a third of what broke them. Nothing is said of other optimizers: SGD's steps have the gradient's size, and
+    the step sizes of the rest are not known here either.
     """
     if train.optimizer not in _ADAMW:
         return ""
@@ -46,8 +46,9 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     if not train.lr > HIGH * usual > 0:
         return ""
     return (
-        f"train.lr {train.lr:g} is {train.lr / usual:.2g} times the usual weight's size ({usual:.2g}): every AdamW "
-        f"update replaces a good part of each matrix. Usual is a tenth of it and less: try train.lr={usual / 20:.1g}"
+        f"train.lr {train.lr:g} is {train.lr / usual:.2g} times the median RMS of the matrices ({usual:.2g}): every "
+        "AdamW update replaces a good part of each matrix. Usual rates are under a tenth of that RMS: "
+        f"try train.lr={usual / 20:.1g}"
     )
 
 
@@ -126,7 +127,12 @@ JUMP = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """A jump of the learning rate after a change of the schedule: of the last update, of the next one, and in words."""
+    """A jump of the learning rate after a change of the schedule.
+
+    last: the rate of the last update.
+    next: the rate of the next one.
+    text: the jump and its causes in words.
+    """
 
     last: float
     next: float
@@ -138,8 +144,10 @@ def lr_jump(
 ) -> Jump | None:
     """How the learning rate changes where a run of `before` goes on as `now` after `applied` updates.
 
-    factor: on the rate, from rollbacks. None if the rate of the next update is within a factor of JUMP of the last
-    one's, or is what it would have been anyway.
+    factor: by which rollbacks have changed the rate.
+
+    None if the change of the config does not change the next rate, or if that is within a factor of JUMP of the last
+    one's.
     """
     if not applied:
         return None

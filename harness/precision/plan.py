@@ -168,7 +168,7 @@ class Plan:
         return {layer.module: layer.first for layer in fp8 if layer.first}
 
     def fp8_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """FP8 layer, numbers padded -> its weight. `model` is not converted yet.
+        """The weight of each FP8 layer, by the layer's name with numbers padded. `model` is not converted yet.
 
         A weight of several layers is left out: its gradient says nothing about one of them.
         """
@@ -300,7 +300,9 @@ def _row(
 ) -> LayerPlan | None:
     """The plan's row for `module`; None if it has no parameters of its own and is not kept in fp32.
 
-    names: all names of every module. kept: modules kept in fp32, with their patterns. layers: on an FP8 rung only.
+    names: all names of every module.
+    kept: modules kept in fp32, with their patterns.
+    layers: which layers run in FP8; None on a rung without it.
     """
     from harness.precision.layers import enclosing, features, is_linear, kind_of
 
@@ -319,7 +321,7 @@ def _row(
         return LayerPlan(name, kind, "fp32", PLAIN, reason, shape)
 
     if not is_linear(module):
-        return _no_linear(name, module, rung)
+        return _other_module(name, module, rung)
     if layers is None:
         return LayerPlan(name, kind, rung.precision, rung.backend, "rung of the recipe", shape)
 
@@ -335,11 +337,11 @@ def _row(
     return LayerPlan(name, kind, "fp8", rung.backend, reason, shape)
 
 
-def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
+def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
     """The row of a module with parameters that is not a Linear: what it computes in, measured where possible.
 
     A module of the user's own may multiply with its matrices (experts, a router) or only add them (positions). Autocast
-    may know the kernels that it does so with, or not.
+    casts for torch's operations only. It does not know the kernels of other libraries.
     """
     from harness.precision.products import NAMES, half_of, is_embedding, products_in
 
@@ -354,7 +356,7 @@ def _no_linear(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
     if experts and not hasattr(module, "kernel_size"):
         what = f"3-D weights (of {experts[0]} experts): no backend has FP8 layers for those"
 
-    # Autocast decides for every operation of torch. It does not know the kernels of other libraries.
+    # What cannot be measured: autocast decides for every operation of torch, and does not know other kernels.
     half = half_of(rung.precision)
     own = not type(module).__module__.startswith("torch.") and not is_embedding(module)
     if half is None or not own or all(parameter.ndim < 2 for parameter in parameters):

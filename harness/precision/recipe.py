@@ -29,8 +29,9 @@ _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scr
 
 
 def _declared(name: Any) -> Any:
-    """Validates a backend's name. The error reads as that of a Literal, but the registry is asked when a recipe is
-    read.
+    """Check a backend's name against the registry, with the error of a Literal.
+
+    The registry is asked when a recipe is read, so a backend that was added to it by then counts.
     """
     if name not in tuple(BACKENDS):
         *others, last = map(repr, BACKENDS)
@@ -68,7 +69,7 @@ class Fp8Config(Strict):
 
     scaling: Literal["delayed", "current", "block"] = Field(
         default="delayed",
-        description="transformer_engine rungs: scale by amax history, by the tensor at hand, or by blocks of 128 of it",
+        description="how transformer_engine rungs scale: by amax history, by this tensor's amax, or by blocks of 128",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients"
@@ -95,7 +96,7 @@ class Fp8Config(Strict):
     stats_every: int = Field(
         default=10,
         ge=1,
-        description="one of so many steps, drawn by a seed, samples underflow, clipped share and SQNR",
+        description="one of so many steps, drawn by a seed, measures underflow, clipped share and SQNR",
     )
 
     @model_validator(mode="after")
@@ -145,7 +146,7 @@ class LayersConfig(Strict):
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine rungs, delayed scaling: norm and Linear or a SwiGLU MLP in one, where declared",
+        description="transformer_engine, delayed: compute a norm and its Linear, or a SwiGLU MLP, in one, if declared",
     )
 
 

@@ -90,7 +90,9 @@ SMALLEST_SCALE = 2.0**-128 + 2.0**-149
 def update(
     history: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: int = 0, algo: str = "max"
 ) -> tuple[Tensor, Tensor]:
-    """Roll the amax history once and derive the next scale, for all slots at once.
+    """Roll the amax history once and derive the next scale, for all slots at once: Transformer Engine's rule, bare.
+
+    Backends call `roll`, which adds two protections.
 
     history: float32 [L, slots], L >= 2, row 0 staging.
     scale: float32 [slots].
@@ -146,9 +148,10 @@ def scrub(history: Tensor) -> tuple[Tensor, Tensor]:
 def roll(
     history: Tensor, scale: Tensor, fp8_max: Tensor, margin: int, algo: str, scrub_inf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`update` with the two protections. Returns history, scale and how many infinite amaxes were dropped (0-d).
+    """`update` with two protections: against infinite amaxes, and against a scale that is too small.
 
-    Arguments as `update`'s; scrub_inf: drop infinite amaxes first.
+    Arguments as `update`'s; scrub_inf: drop infinite amaxes first. Returns history, scale and how many infinite amaxes
+    were dropped (0-d).
 
     A huge amax or margin makes the scale so small that 1 / scale is infinite, and every product with it. The scale
     stays at SMALLEST_SCALE there.
@@ -238,7 +241,8 @@ _GRADIENT = ROLES.index("grad_output")
 def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
     """Sums behind the statistics of one cast, for each row of the last dimension: float64 [rows, 6].
 
-    x: the unscaled tensor. quantized: `quantize(x, scale, fmt)`.
+    x: the unscaled tensor.
+    quantized: `quantize(x, scale, fmt)`.
 
     The six sums of a row:
     - clipped: values with |x * scale| over the format's maximum.

@@ -28,7 +28,7 @@ once, as in Transformer Engine.
 
 The scaling is delayed: a cast uses the scale that the amaxes (max|t|) of earlier steps gave, so it needs no pass over
 the tensor before it. The same cast records the amax of now in the slot's staging entry. At the end of the window
-`slot_buffers` rolls that amax into the history, and the history gives the next scale (`scaling.update`). Scales may
+`slot_buffers` rolls that amax into the history, and the history gives the next scale (`scaling.roll`). Scales may
 move between the cast of an operand and its use. Each operand therefore carries the inverse of its own scale.
 
 Where the GEMMs run

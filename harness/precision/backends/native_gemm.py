@@ -138,7 +138,7 @@ def plain_operand(x: Tensor) -> Carrier:
 
 
 def padded(rows: int) -> int:
-    """The next multiple of 16."""
+    """`rows` rounded up to a multiple of 16."""
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
@@ -184,7 +184,7 @@ def _scaled_mm(
     """left [m, k] times right^T [k, n] on FP8 units. Both are row-major, the layouts that cuBLASLt takes."""
     assert left is not None
     assert right is not None
-    # On a CPU `_scaled_mm` is made of operations that autocast would cast to bfloat16.
+    # On a CPU `_scaled_mm` decomposes into operations that autocast would cast to bfloat16.
     alone = torch.autocast("cpu", enabled=False) if left.device.type == "cpu" else nullcontext()
     with alone:
         return torch._scaled_mm(

@@ -162,5 +162,5 @@ def _agrees(kernel: Kernel) -> bool:
                 both_nan = ours.isnan() & reference.isnan()
                 if not bool((same_bits | both_nan).all()):
                     return False
-    # The values hold an infinity, which is the largest magnitude. NaN is no amax.
+    # The values hold infinities and NaNs. The amax must be infinite, because NaN is ignored.
     return bool(torch.isinf(amax).all())

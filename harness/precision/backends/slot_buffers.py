@@ -8,7 +8,7 @@ An amax takes this way in each window (the samples of one optimizer step):
 1. A cast raises its slot's entry in row 0 of the history, the staging row, to max|x| (`SlotBuffers.quantize`).
 2. At the end of the window the staging row is reduced over ranks by maximum (`staged` is what goes out).
 3. `end_window` rolls the reduced row into the history. The history gives the scale of the next window
-   (`scaling.update`). A skipped step leaves history and scale bit for bit as they were before it.
+   (`scaling.roll`). A skipped step leaves history and scale bit for bit as they were before it.
 4. `stats` gives the window's largest amax, `peak`, to telemetry.
 """
 

@@ -47,14 +47,17 @@ _PRODUCTS = {Tensor.mul, torch.mul}
 class Deferred(Tensor):
     """A tensor that has not been computed. It has the tensor's shape, and NaN as its values.
 
+    A fused block may take it. If other code gets hold of it first, it may be settled instead: its value is computed,
+    and no block takes it any more.
+
     linear: the layer that may take it, and compute what it stands for.
     gradients: whether gradients were on when it was made.
     settled: its value, after other code got hold of it; None: the value is not needed yet.
     taken: whether the layer has computed it in a fused block.
-    whole: in an MLP the output of the first Linear that this is, or is made of.
+    whole: in an MLP the Hidden that this is, or is made of; None for a Normed.
 
-    Code that reads it without PyTorch's Python functions (an autograd.Function, an extension) sees the NaN. A gradient
-    that comes back to it would be lost, so it raises MisuseError.
+    Code that bypasses __torch_function__ (an autograd.Function, an extension) sees the NaN. If a gradient then flows
+    back into the Deferred, it raises MisuseError, because that gradient would be lost.
 
     No attribute here has the name of one of Tensor's, as model code would then get ours.
     """
@@ -121,7 +124,7 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def settle_others(self) -> None:
-        """Code may be about to change this value: compute the Deferreds that were made of it before."""
+        """Compute the Deferreds that were made from this one, before other code gets its value and may change it."""
 
     def hand_over(self) -> tuple[Sequence[Any], Tensor]:
         """For `linear`: the modules that it computes before itself, first to last, and the input of the first.
@@ -161,6 +164,7 @@ class Normed(Deferred):
         for reference in self.onward:
             hidden = reference()
             if hidden is not None and hidden.settled is None and not hidden.taken:
+                # Keep the norm's present value: the Hidden is computed from it.
                 self.settled = self.value()
                 hidden.settle_others()
 
@@ -189,7 +193,7 @@ class Hidden(Deferred):
             why = "it was left to the second layer, and weights or scales may have changed since"
             raise _misuse(self.linear, what, why)
 
-        # If the second layer has run, the norm's output may have been changed since. The value is that of before.
+        # If the fused block has run, code may have changed the norm's output since. Start again from the norm's input.
         normed = self.normed
         if self.taken:
             normed = deferred(normed.normaliser, normed.linear, normed.untouched())
@@ -354,7 +358,7 @@ class _Deferring(nn.Module):
 
     feeds: that Linear.
 
-    A pickle of it is that of a plain norm.
+    It is pickled as a plain nn.RMSNorm or nn.LayerNorm.
     """
 
     feeds: Any
@@ -408,8 +412,8 @@ def hooked(*modules: nn.Module) -> bool:
 def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
     """A te.LayerNormLinear of `norm` and `linear`, or a te.LayerNormMLP of `norm`, `first`, SwiGLU and `linear`.
 
-    It has no Parameters of its own, and the FP8 state of the te.Linears. Its columns in that state are the same as
-    theirs, those of `first` first. `apply` runs it.
+    It has no Parameters, and shares the FP8 state of the te.Linears: their columns in the same order, those of `first`
+    before those of `linear`. `apply` runs it.
     """
     common: dict[str, Any] = {
         "eps": norm.eps,

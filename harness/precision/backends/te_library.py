@@ -5,7 +5,7 @@
 - `DelayedScales` and `TensorScales` keep the amax and scale of every slot, which TE's casts read and fill.
 - `Recomputations` gives a recomputed forward the scales of its first run.
 
-Slots are ordered layer by layer, each with input, weight and grad_output, in the layout of `scaling.update`.
+Slots are ordered layer by layer, each with input, weight and grad_output, in the layout of `scaling.roll`.
 
 Why `Recomputations` is needed: te.checkpoint runs a forward twice, the second time within backward. It keeps amax
 history and scale of every module's first run in a queue, oldest first. The second run takes the front of the queue.

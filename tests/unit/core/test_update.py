@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.core.facts import StepFacts
 from harness.core.health import grad_norm
-from harness.core.update import clip_divisor, gated_step, init_optimizer_state, takes_found_inf
+from harness.core.update import (
+    InFlight,
+    StepClock,
+    TorchGradients,
+    clip_divisor,
+    gated_step,
+    init_optimizer_state,
+    takes_found_inf,
+    update,
+)
+from harness.precision.backends.autocast import AutocastBackend
 
 SKIP, APPLY = torch.ones(()), torch.zeros(())
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -181,3 +194,27 @@ def test_one_bad_element_makes_the_norm_non_finite(bad: float, place: int) -> No
 )
 def test_clip_divisor(norm: float, scale: float, expected: float) -> None:
     assert clip_divisor(torch.tensor(norm), 1.5, torch.tensor(scale)).item() == expected
+
+
+@pytest.mark.parametrize("loss", [1.5, math.nan])
+def test_numbers_of_the_host_give_the_same_facts_as_tensors(loss: float) -> None:
+    """`loss` and `applied_steps` are figures that ranks agree on; `peak_memory` is reduced over ranks."""
+
+    def facts_of(own: dict[str, float | Tensor]) -> StepFacts:
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        cpu = torch.device("cpu")
+        gradients = TorchGradients([optimizer], [weight], math.inf, None, cpu)
+        figures, slots = update(gradients, AutocastBackend("fp32", cpu), own)
+        clock = StepClock(cpu)
+        sent = InFlight.send(figures, slots, clock, step=1, window=0, slot_names=())
+        assert weight.tolist() == ([0.5, 0.5] if math.isfinite(loss) else [1.0, 1.0])
+        return replace(sent.facts(), seconds=0.0)
+
+    own = {"loss": loss, "applied_steps": 3.0, "peak_memory": 2.5}
+    numbers = facts_of({**own})
+    tensors = facts_of({name: torch.tensor(value) for name, value in own.items()})
+    assert repr(numbers) == repr(tensors)
+    assert (numbers.applied_steps, numbers.peak_memory) == (3, 2.5)
+    assert numbers.applied == math.isfinite(loss)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from harness.core.errors import ConfigError
-from harness.engines.deepspeed_setup import Precision, build_config, check, preflight
+from harness.engines.deepspeed_setup import PrecisionName, build_config, check, preflight
 
 
-def build(precision: Precision = "fp32", user: str | None = None, **changes: Any) -> dict[str, Any]:
+def build(
+    precision: PrecisionName = "fp32", user: str | None = None, **changes: Any
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "zero_stage": 1,
         "micro_batch": 4,
@@ -31,7 +33,7 @@ def build(precision: Precision = "fp32", user: str | None = None, **changes: Any
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_supported(precision: Precision, stage: int, device: str) -> None:
+def test_supported(precision: PrecisionName, stage: int, device: str) -> None:
     assert check(stage, precision, device) == []
 
 
@@ -45,7 +47,7 @@ def test_supported(precision: Precision, stage: int, device: str) -> None:
     ],
 )
 def test_broken_combinations_name_the_alternative(
-    stage: int, precision: Precision, device: str, alternative: str
+    stage: int, precision: PrecisionName, device: str, alternative: str
 ) -> None:
     (problem,) = check(stage, precision, device)
     assert alternative in problem.fix
