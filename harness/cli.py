@@ -67,15 +67,17 @@ COMMANDS = {
         "Export a run's weights with a model card. For Hugging Face, or as safetensors.",
     ),
     "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
-    "sync": ("tools.sync", "Deliver to MLflow the part of a run that it lacks."),
+    "sync": ("tools.sync", "Send MLflow the rows of a run that it does not have yet."),
     "verify": ("tools.verify", "Compare a run's checkpoints with their hashes."),
 }
 
 
 _kept: list[BaseException] = []
-"""The error that ended the command, kept alive until the process ends. Its traceback holds every frame, and so the
-process groups. Their destructor waits for threads that may wait for Python's lock: a rank that lost another would never
-end."""
+"""The error that ended the command, kept alive until the process exits.
+
+Its traceback holds every frame, and so the process groups. If they were freed, their destructor would wait for threads
+that may themselves wait for the GIL. A rank that lost another would then hang.
+"""
 
 
 def _guarded(action: Callable[[], int], trains: bool = False) -> None:
@@ -88,7 +90,8 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         code = action()
     except HarnessError as error:
         code = int(error.exit_code)
-        end_at_a_signal(code)  # a launcher may end this rank while another prints
+        # While another rank prints, the launcher may send SIGTERM: this rank then exits with its own code.
+        end_at_a_signal(code)
         _report(error)
         _kept.append(error)
     except StoppedEarly as signal:
@@ -109,7 +112,11 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
 
 
 def _report(error: HarnessError) -> None:
-    """Print an error. Rank 0 prints it for all: a launcher ends the other ranks as soon as rank 0 is gone."""
+    """Print an error. If all ranks have it, only rank 0 prints it.
+
+    The others wait before they print. The launcher ends them as soon as rank 0 has exited. A rank that lost another
+    prints at once: the lost one may be rank 0.
+    """
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not isinstance(error, LostRankError):
         time.sleep(_LEAD_SPEAKS_SECONDS)
@@ -117,21 +124,21 @@ def _report(error: HarnessError) -> None:
 
 
 def _say(text: str) -> None:
-    """Print on stderr. If that fails, as on a full disk, the exit code is the same."""
-    # Libraries quote addresses as they were given, passwords included.
+    """Print to stderr, without secrets. A stderr that is closed or full must not change the exit code."""
+    # Libraries quote addresses with their passwords in their errors.
     text = scrubbed(text)
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _end(code: int) -> NoReturn:
-    """End a process that trains with `code`, without the interpreter's finalisation.
+    """Exit a process that trains with `code` by os._exit, without the interpreter's shutdown.
 
-    The finalisation could change the exit code of a run that has ended well, in three ways:
+    The shutdown could change the exit code of a run that has ended well, in three ways:
 
     - Signals have their default handlers again there: a second request to stop would kill a run that has saved.
-    - DeepSpeed keeps its process groups in globals, so their threads still run. One that asks for Python's lock aborts
-      the process, or waits for ever.
+    - DeepSpeed keeps its process groups in globals, so their threads still run. One that asks for the GIL aborts the
+      process, or hangs it.
     - If stdout cannot be flushed, as in a log on a full disk, any code becomes 120.
     """
     end_at_a_signal(code)
@@ -160,7 +167,7 @@ def _single(name: str) -> typer.Typer:
 
 
 class _OnCall(TyperGroup):
-    """Loads a command's file only when it is called; until then its line in COMMANDS is enough."""
+    """A group that imports a command's file only when the command is called. Its help needs only COMMANDS."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
@@ -178,6 +185,7 @@ app = typer.Typer(
     add_completion=False,
 )
 for _name, (_, _text) in COMMANDS.items():
+    # A placeholder without arguments: `_OnCall` replaces it by the real command.
     app.command(_name, help=_text)(lambda: None)
 
 

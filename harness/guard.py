@@ -396,7 +396,7 @@ def _misused(
 
     # A model has one Telemetry. With another one the record would be torn in two.
     what = ""
-    if telemetry is None and ready.told:
+    if telemetry is None and ready.has_telemetry:
         what = "the model's Telemetry is not given"
     if telemetry is not None and not telemetry.is_of(precision):
         what = "this Telemetry is another model's"

@@ -82,7 +82,7 @@ def _claimed(folder: Path, plan: Mapping[str, Any]) -> RunLock:
     except (OSError, ValueError, CheckpointError) as error:
         lock.release()
 
-        # The lock reports in words of `harness train`. Its cause says what happened.
+        # RunLock's own message speaks of `harness train`. Take its cause, and say it in words for a loop of one's own.
         cause = error.__cause__ if isinstance(error, CheckpointError) else error
         if cause is None:
             raise
@@ -128,6 +128,7 @@ class Telemetry:
         self.layers = layers
         self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
+        # The Precision of a loop of the user's own; None under `harness train`.
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
         # Attempt and step of the last row.
@@ -135,7 +136,7 @@ class Telemetry:
         # Applied and skipped updates, and rollbacks.
         self._counts: dict[str, int] = {}
         self._ended: Outcome | None = None
-        # By how much attempts of the journal are ahead of the ledger's, once that is known.
+        # Added to the ledger's attempt to give the journal's; None until the first row. See the setter of `attempt`.
         self._ahead: int | None = None
         self._closed = False
 
@@ -196,7 +197,8 @@ class Telemetry:
         telemetry._lock = lock
         telemetry.watch(precision.recipe.fallback)
         if folder is not None:
-            precision.prepared.told = True
+            # From now on a guard without this telemetry is refused.
+            precision.prepared.has_telemetry = True
 
         # What the run is, for MLflow.
         own_tags = {
@@ -225,8 +227,9 @@ class Telemetry:
     def attempt(self, number: int) -> None:
         """Set the attempt of the rows that follow.
 
-        A loop of the user's own may start again from a state before a rollback, or from the beginning. Readers take
-        rows of a lower attempt for discarded ones. So new rows must have a higher attempt than all rows in the folder.
+        Readers take rows of a lower attempt for discarded ones, so new rows must not have a lower one than the rows in
+        the folder. But a loop of the user's own can start from a state before a rollback, or from the beginning again.
+        All of its attempts are then shifted above those in the folder, by an amount that is decided at the first row.
         """
         if self._ahead is None:
             own = self._precision
@@ -336,7 +339,7 @@ class Telemetry:
         self._log_slots(kept)
 
         if judged is not None:
-            for verdict in judged.told:
+            for verdict in judged.to_log:
                 self.tell(facts.step, verdict.code, verdict.text, **verdict.evidence)
 
         # Counted by updates that were applied, as the summary at the end does.
@@ -416,7 +419,7 @@ class Telemetry:
             )
             self.screen.event(text)
 
-        # A stopped run goes on later, as if it had never been stopped: it gets no rows that others lack.
+        # A stopped run is resumed later. Its journal must equal that of a run that never stopped: no extra last row.
         if outcome.status != "stopped":
             self._last_slots()
         tags = {"precision.effective": plan["effective"], "outcome": outcome.status}
@@ -504,7 +507,9 @@ class Telemetry:
                 # The training is done: a record that cannot be written must not fail it.
                 text = f"the end of the run could not be written to {self.folder}: {trouble}"
                 self.screen.event(text)
-            self._precision.prepared.told = False
+            self._precision.prepared.has_telemetry = False
+
+        # Only a loop of the user's own can record after `close`, and is refused then.
         self._closed = self._closed or self._precision is not None
         self.journal.close()
         if self.slots.file is not None:

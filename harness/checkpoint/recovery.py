@@ -117,39 +117,39 @@ class Recovery:
             config.on_failure == "continue" or not failures or failures + 1 < config.max_failures
         )
         if harmless and not last:
-            self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=False)
+            self._write(self.saver if self.engine.rank == 0 else None, metrics, blocking=False)
             return Kept()
 
         # A save that matters. A last one is tried twice, before anything is given up.
-        saved = self.save_surely(metrics)
+        saved = self.save_and_verify(metrics)
         if last and not saved:
-            saved = self.save_surely(metrics)
+            saved = self.save_and_verify(metrics)
         if saved:
             return Kept()
 
         # Wait for free space. A stop request ends the wait, and one more try follows it.
         asked = False
         if config.on_failure == "pause" and last != "stop":
-            if self._wait_for_space(lambda: self.save_surely(metrics)):
+            if self._wait_for_space(lambda: self.save_and_verify(metrics)):
                 return Kept()
             asked = True
-            if self.save_surely(metrics):
+            if self.save_and_verify(metrics):
                 return Kept(asked=True)
 
         return self._save_elsewhere(metrics, asked, halts=not last and config.on_failure == "halt")
 
-    def save_surely(self, metrics: Mapping[str, float]) -> bool:
+    def save_and_verify(self, metrics: Mapping[str, float]) -> bool:
         """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded."""
         self._wait_for_saver()
-        saved = self._write(self.saver if self.engine.rank == 0 else None, metrics, surely=True)
+        saved = self._write(self.saver if self.engine.rank == 0 else None, metrics, blocking=True)
         self._wait_for_saver()
         return saved
 
-    def _write(self, saver: Saver | None, metrics: Mapping[str, float], *, surely: bool) -> bool:
+    def _write(self, saver: Saver | None, metrics: Mapping[str, float], *, blocking: bool) -> bool:
         """Let `saver` write the state. Collective; returns whether it succeeded, or True if it is not waited for.
 
         saver: None on ranks other than 0, and where the store could not be opened.
-        surely: wait for the end.
+        blocking: wait for the end, and verify what was written.
         """
         # Gathering the state is collective under ZeRO: every rank takes part.
         tensors, meta = self.state.state_dict()
@@ -158,10 +158,10 @@ class Recovery:
             # The journal must not be behind a checkpoint, or a resume would miss rows.
             self.tracker.flush()
             complete = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
-            saver.begin(step, tensors, complete, metrics, surely=surely)
+            saver.begin(step, tensors, complete, metrics, blocking=blocking)
             if saver is self.saver:
                 self._update_marks(step, lambda: self.good.saved(step))
-        if not surely:
+        if not blocking:
             return True
 
         while self._on_any_rank(saver is not None and saver.busy(_ROUND)):
@@ -220,7 +220,7 @@ class Recovery:
                 saver = Saver(Store(self.fallback_folder), lambda good: []) if lead else None
             except CheckpointError as failure:
                 error = str(failure)
-            if self._write(saver, metrics, surely=True):
+            if self._write(saver, metrics, blocking=True):
                 place = self.fallback_folder / self.store.path(step).name
                 note = f"saved in {place}, as the run's own folder has no space; the same command moves it back"
                 return Kept(True, note, asked, halts)

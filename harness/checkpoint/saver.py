@@ -21,8 +21,8 @@ from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 from harness.core.protocols import Meta, Tensors
 
-# Nice level of the writing thread: each level costs a factor of about 1.25 in CPU share. Three let training go first.
-# Many more would starve the save, and the next save waits for it.
+# Added to the nice level of the writing thread. Each level divides its CPU share by about 1.25. Three let training go
+# first. Many more would starve the save, and the next save waits for it.
 _NICENESS = 3
 
 
@@ -78,20 +78,20 @@ class Saver:
         meta: Meta,
         metrics: Mapping[str, float],
         *,
-        surely: bool = False,
+        blocking: bool = False,
     ) -> None:
         """Begin to save the state of `step`, after waiting for the save before it.
 
         tensors: by part and name. They may change once this returns; on a GPU, by work queued on the current stream.
         meta: JSON-able. It may change once this returns.
         metrics: recorded in the manifest.
-        surely: the caller waits for the end before it changes the state. No copy is made, the thread has full priority,
-          and the checkpoint is verified before the save counts as done.
+        blocking: the caller waits for the end before it changes the state. So no copy is made, and the thread has full
+          priority. The checkpoint is verified before the save counts as done.
         """
         self.wait()
         self._now = Saved(step, dict(metrics))
         good = manifest.read_marks(self._store.root)
-        copies = tensors if surely else self._copied(tensors)
+        copies = tensors if blocking else self._copied(tensors)
 
         # No memory for a copy: training waits for the disk.
         if copies is None:
@@ -99,7 +99,7 @@ class Saver:
             self.wait()
             return
 
-        arguments = (self._now, copies, copy.deepcopy(meta), good, surely)
+        arguments = (self._now, copies, copy.deepcopy(meta), good, blocking)
         self._thread = threading.Thread(
             target=self._in_background, args=arguments, name="checkpoint", daemon=True
         )
@@ -119,7 +119,10 @@ class Saver:
         return done
 
     def wait(self) -> None:
-        """Wait until no save is under way. Raises what the writing thread raised, but for a save that failed."""
+        """Wait until no save is under way.
+
+        A save that failed does not raise: see `Saved.error`. Any other exception of the thread is raised here.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -158,21 +161,26 @@ class Saver:
             return None
 
     def _in_background(
-        self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool
+        self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], blocking: bool
     ) -> None:
         try:
             # On Linux a priority can be set for one thread: where cores are scarce, training goes first.
-            if not surely:
+            if not blocking:
                 with suppress(OSError):
                     thread = threading.get_native_id()
                     present = os.getpriority(os.PRIO_PROCESS, thread)
                     os.setpriority(os.PRIO_PROCESS, thread, present + _NICENESS)
-            self._work(saved, tensors, meta, good, surely)
+            self._work(saved, tensors, meta, good, blocking)
         except BaseException as error:
             self._crash = error
 
     def _work(
-        self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], surely: bool = False
+        self,
+        saved: Saved,
+        tensors: Tensors,
+        meta: Meta,
+        good: Sequence[int],
+        blocking: bool = False,
     ) -> None:
         """Write, verify and prune; the result goes into `saved`. Nothing that a disk can do raises here."""
         began = time.monotonic()
@@ -181,7 +189,7 @@ class Saver:
             if self._staging is not None:
                 self._staging.wait()
             path = self._store.save(saved.step, tensors, meta, saved.metrics)
-            if surely and (problems := self._store.verify(saved.step)):
+            if blocking and (problems := self._store.verify(saved.step)):
                 raise CheckpointError(problems)
             saved.path = path
             saved.deleted = self._prune(good)

@@ -37,9 +37,9 @@ class _Snapshot:
 class Snapshots:
     """Two copies of this rank's TrainState in host memory: a good one, and a newer one that may become good.
 
-    A snapshot serves one rollback. If the run breaks again before another one is good, the same state would lead to the
-    same fault; checkpoints are older. Every rank has its own snapshots. All ranks see the same verdicts, so they agree
-    on which step is good.
+    A snapshot serves one rollback. If the run breaks again before the next one is good, the same state would break
+    again. That rollback takes a checkpoint, which is older. Every rank has its own snapshots. All ranks see the same
+    verdicts, so they agree on which step is good.
 
     healthy_steps: healthy steps in a row after which a snapshot is good.
     size: bytes to reserve for each copy; 0: reserve nothing.
@@ -55,7 +55,7 @@ class Snapshots:
                 each.memory.reserve(size)
 
     def take(self, step: int, tensors: Tensors, meta: Meta) -> None:
-        """Copy the state of `step`, unless a copy is there whose healthy steps are being counted."""
+        """Copy the state of `step`. Does nothing while the previous copy is gathering healthy steps."""
         if self._next.step and self._next.healthy:
             return
         memory = self._next.memory

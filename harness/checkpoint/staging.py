@@ -61,7 +61,8 @@ class Staging:
             self._reserving.join()
             self._reserving = None
 
-        # Tensors get new places in the block only when some were added or changed: an optimizer's state grows.
+        # Tensors get new places in the block only when some were added or changed: an optimizer's state grows. Part
+        # names are compared as well, since a part without tensors is in no layout.
         layout: _Layout = []
         sources: list[Tensor] = []
         for part, named in tensors.items():

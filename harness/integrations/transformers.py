@@ -29,7 +29,7 @@ else:
 
 STATE = "harness_precision.pt"
 """The file of a Trainer's checkpoint that holds `precision.state_dict()`."""
-# Arguments that conflict with a Precision, each with the reason.
+# TrainingArguments that are refused, each with the reason.
 _CONFLICTS = {
     "bf16": "its autocast would go against the plan",
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
@@ -45,12 +45,14 @@ class PrecisionMixin(Trainer):
     precision: a Precision, or a recipe's name or path.
     watch: guard and telemetry.
 
+    The trainer has the Precision as its attribute `harness`.
+
     - `max_grad_norm` of the arguments is done in the update, so that nothing is clipped twice. The `grad_norm` of the
       logs is from before clipping.
     - Checkpoints include the FP8 state, and `resume_from_checkpoint` restores it.
     - Evaluation runs in the plan's precision, and leaves no trace in the FP8 state.
 
-    Raises MisuseError for arguments that would also change the precision, or that own the step.
+    Raises MisuseError for TrainingArguments that would also change the precision, or take over the step.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class PrecisionMixin(Trainer):
         self.harness.standard_loop()  # an evaluation may come before the training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, which ends the telemetry too, however it ends."""
+        """Train as the Trainer does, and end the telemetry afterwards, also after an error."""
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
@@ -89,14 +91,14 @@ class PrecisionMixin(Trainer):
         return result
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's; its loss goes to the telemetry."""
+        """Evaluate as the Trainer does, and write the loss to the telemetry."""
         metrics = super().evaluate(*args, **kwargs)
         if self.watch is not None:
             self.watch.validated(metrics.get("eval_loss"))
         return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the Trainer's optimizer, or the one that was given to it."""
+        """Wrap the optimizer that the Trainer makes, or that was given to it."""
         super().create_optimizer(*args, **kwargs)
         if not isinstance(_inner(self.optimizer), WrappedOptimizer):
             self.optimizer = self.harness.wrap(
@@ -105,7 +107,10 @@ class PrecisionMixin(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Begin the watch here: all that a guard restores exists now, and nothing is loaded yet."""
+        """Make the scheduler and begin the watch.
+
+        This is the place for it: all that a guard restores exists now, and no checkpoint has been loaded yet.
+        """
         scheduler = super().create_scheduler(num_training_steps, *args, **kwargs)
         if self.watch is not None and not self.watch.begun:
             clip = self.args.max_grad_norm or None
@@ -115,16 +120,16 @@ class PrecisionMixin(Trainer):
         return scheduler
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # The Trainer calls it once after every step, before anything is saved.
+        # The Trainer calls this once after every step, before it saves.
         if self.watch is not None:
             self.watch.step_ended()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Nothing: the update clips."""
+        """Does nothing: the update clips."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor:
-        """The unscaled norm from before clipping, for the Trainer's logs."""
+        """The norm for the Trainer's logs, before clipping. The gradients are unscaled by now."""
         return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

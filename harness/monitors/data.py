@@ -91,7 +91,8 @@ class DataMonitor(KeptWindow):
                 what += f"; and {len(found.texts) - NAMED_IN_TEXT} more"
         else:
             faults = ", ".join(words for _, words in kinds)
-            what = f"{faults}, but not when read again: the data source or a rank's memory gives other values each time"
+            what = f"{faults}, but not when read again"
+            what += ": the data source is not deterministic, or a rank's memory is faulty"
         text = f"update skipped, weights unchanged: window {facts.window} of {self.batches.name}: {what}"
         evidence: dict[str, Any] = {
             "window": facts.window,

@@ -42,7 +42,7 @@ from harness.monitors.base import (
 )
 
 SKIP_SIGMA = 6.0
-"""Robust sigmas that a skipped norm is over the usual one, however small `skip_growth` is: for noisy gradients."""
+"""A norm is skipped only if it is over the usual one by this many robust sigmas, so that noisy gradients are not."""
 GROWTH = 10.0
 """A norm this many times the earlier ones is reported as growth."""
 GROWTH_WINDOW = 100
@@ -50,9 +50,12 @@ GROWTH_WINDOW = 100
 GROWTH_ARMED_AFTER = 16
 """Norms needed before growth is reported."""
 OLDEST = 10
-"""Of the window of growth: the oldest norms, which gradual growth is compared with."""
+"""How many of the oldest norms of the growth window a norm is compared with, to see gradual growth."""
 BASELINE = 8
-"""Measurements of underflow that make the baseline. Of as many, the newer half is compared with the older one."""
+"""Number of first measurements of underflow, whose median is the baseline.
+
+As many of the latest ones are kept. Their newer half against their older half shows whether the share still rises.
+"""
 MOSTLY = 0.5
 """A share of zeros that is reported whatever the baseline was."""
 
@@ -69,11 +72,12 @@ class GradientMonitor(KeptWindow):
     updates do not enter the window.
 
     A row of `max_consecutive_skips` large norms (two or more) is *accepted* if every loss in it is within its limit and
-    no norm is over skip_growth times its limit. The weights give such norms, not the samples. The next window would
-    have a large norm too, and a rollback would lead to the same weights. So as many large updates as were skipped are
-    then applied, clipped as before: they may lead to better weights. It was a fault if norms stay large after that, if
-    they grow further, or if another row comes within `window` applied steps. Then rollbacks follow, and at last a halt
-    whose text names the key to raise.
+    no norm is over skip_growth times its limit. Then as many large updates as were skipped are applied, clipped as
+    before. The reason: such norms come from the weights, not the samples. The next window would have a large norm too,
+    and a rollback would lead to the same weights, but these updates may lead to better ones.
+
+    It was a fault after all if norms stay large after that, if they grow further, or if another row comes within
+    `window` applied steps. Then rollbacks follow, and at last a halt whose text names the key to raise.
 
     Large norms with usual norms between them come from the samples. If they *recur* (see `base.recurring`) and none is
     over skip_growth times its limit, norms up to their size are applied, clipped, for as long as they recur.
@@ -122,12 +126,13 @@ class GradientMonitor(KeptWindow):
         self._bad_windows: list[int] = []
         self._bad_norms: list[float | None] = []
 
-        # The accepted row: its median norm, applied steps until another row may be accepted, and large updates that may
-        # still be applied until then.
+        # Median norm of the accepted row.
         self._accepted = 0.0
+        # Applied steps left before another row may be accepted.
         self._probation = 0
+        # Large updates that may still be applied in those steps.
         self._left = 0
-        # Whether the newest limit lets one of them through: that step is on its way when the next limit is decided.
+        # Whether the limit that was decided last was raised for one of them.
         self._lifted = False
 
         # What `base.recurring` looks at, and whether large norms recur by it.
@@ -181,8 +186,8 @@ class GradientMonitor(KeptWindow):
             return Limits()
         centre, room = usual
 
-        # An accepted row raises the limit while some of its updates are left. The step before the one that this limit
-        # is for may use up one of them.
+        # An accepted row raises the limit while some of its updates are left. Limits are decided two steps ahead, so
+        # the step of the last limit is still on its way. If that limit was raised, count one update as used.
         self._lifted = self._left - int(self._lifted) > 0
         accepted = self.skip_growth * self._accepted if self._lifted else 0.0
 
@@ -254,7 +259,7 @@ class GradientMonitor(KeptWindow):
         )
 
     def _count(self, facts: StepFacts) -> None:
-        """Note an applied norm: a usual one, or a large one that was let through and uses up what was accepted."""
+        """Count an applied norm: mark it for `recurring`; a large one uses up one of the accepted updates."""
         usual = self._usual(1)
         if usual is None or not 0 < facts.grad_norm < math.inf:
             return
@@ -413,7 +418,7 @@ class ClippingMonitor(KeptWindow):
         self.warmup_steps = warmup_steps
         self.share = share
         self._norms: deque[float] = deque(maxlen=window)
-        # Whether the present streak was reported; its name is a key in checkpoints.
+        # Whether the present streak was reported. Checkpoints have it under the name "told".
         self._told = False
 
     @classmethod
@@ -565,6 +570,7 @@ class ParameterMonitor(KeptWindow):
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; between measurements it stays what it was."""
+        # NaN: not measured in this step. Weights with a NaN arrive as an infinite norm.
         norm = facts.param_norm
         if not math.isnan(norm):
             recent = [

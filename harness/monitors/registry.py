@@ -74,6 +74,7 @@ class MonitorsPart:
         State of a monitor that does not watch this run is ignored (the run has no FP8 layers, or no loss scale). A
         monitor that did not watch the run before starts without a past.
         """
+        # A caller may have given monitors that are not in the list.
         keys = {monitor.key for monitor in (*MONITORS, *self.monitors)}
         unknown = sorted(meta.keys() - keys)
         if unknown:

@@ -224,7 +224,7 @@ class Judgement:
     suspect: bool
 
     @property
-    def told(self) -> list[Verdict]:
+    def to_log(self) -> list[Verdict]:
         """The verdicts and notes to log: those with a text."""
         return [verdict for verdict in (*self.verdicts, *self.notes) if verdict.text]
 

@@ -280,7 +280,7 @@ class Fp8FrozenMonitor(KeptWindow):
         self._count: npt.NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._peak: npt.NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
         self._newest: npt.NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
-        # Reported since the scale last moved.
+        # Whether it was reported since the scale last moved. Checkpoints have it under the name "told".
         self._told: npt.NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
 
     @classmethod

@@ -62,7 +62,7 @@ class Prepared:
     last: facts of the last step.
     guarded: a `harness.Guard` judges, not this class.
     optimizers: those that the guard restores on a rollback.
-    told: a `harness.Telemetry` records what happens.
+    has_telemetry: a `harness.Telemetry` records what happens.
     loaded: how often a state was loaded.
     parts: names of the state owned here; a Guard adds model and optimizers.
     state: everything that a continuation needs. This object is a part of it itself ("own": `applied` and what is held).
@@ -96,7 +96,7 @@ class Prepared:
         self.pending: deque[InFlight] = deque()
         self.last: InFlight | None = None
         self.guarded = False
-        self.told = False
+        self.has_telemetry = False
         self.optimizers: list[Optimizer] = []
         self.loaded = 0
 
@@ -260,7 +260,7 @@ class Prepared:
         while len(self.pending) > 1 and not self.guarded:
             judged = self.judge.observe(self.pending.popleft().facts())
             if world_rank() == 0:
-                for verdict in judged.told:
+                for verdict in judged.to_log:
                     _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
             for _, switch in self.judge.switch_due():
                 # A move of the whole run names no layers.

@@ -56,11 +56,11 @@ class BadStep(Strict):
     base: the step of the checkpoint to start from; 0: the run's initial state, a function of its seed.
     window: the step's place in the data order.
     samples: sample numbers, in reading order.
-    incidents: the run's ledger at that time.
+    ledger: the run's ledger at that time; "incidents" in the file.
     limits: [loss, norm, clip] in force; None where there was none.
     codes: of the verdicts that were not ok.
     applied, bad_data, demoted: as in StepFacts.
-    lowered: StepFacts.fell_back_to.
+    fell_back_to: as in StepFacts; "lowered" in the file.
     loss, grad_norm, loss_scale: of the step.
     recipe, world_size, engine, threads, torch_version, device: where the step ran.
     """
@@ -69,7 +69,7 @@ class BadStep(Strict):
     base: Count
     window: Count
     samples: tuple[Count, ...]
-    incidents: Annotated[RunLedger, PlainValidator(RunLedger.from_json)]
+    ledger: Annotated[RunLedger, PlainValidator(RunLedger.from_json), Field(alias="incidents")]
     limits: tuple[float | None, float | None, float | None]
     applied: bool
     loss: Figure
@@ -78,7 +78,7 @@ class BadStep(Strict):
     bad_data: Count
     codes: tuple[str, ...]
     demoted: tuple[str, ...]
-    lowered: str
+    fell_back_to: Annotated[str, Field(alias="lowered")]
     recipe: str
     world_size: Annotated[int, Field(ge=1)]
     engine: str
@@ -89,7 +89,7 @@ class BadStep(Strict):
     @property
     def attempt(self) -> int:
         """The run's attempt; every rollback begins another."""
-        return self.incidents.attempt
+        return self.ledger.attempt
 
     @property
     def limits_then(self) -> Limits:
@@ -183,7 +183,7 @@ class FlightRecorder:
 def nearest(steps: Sequence[int], step: int) -> int:
     """The checkpoint to start from on the way to `step`; 0 if none lies before it.
 
-    If possible not the one just before `step`: the step before is run too, to compare with.
+    Rather not the one of `step` - 1: the step before `step` is re-run too, for comparison.
     """
     before = [each for each in steps if each < step]
     earlier = [each for each in before if each < step - 1]
@@ -296,7 +296,7 @@ class Branches:
     def ledger_of(self, step: int) -> RunLedger:
         """The run's ledger as it was when `step` ran: without the rollbacks that came later."""
         if step in self.records:
-            return copy.deepcopy(self.records[step].incidents)
+            return copy.deepcopy(self.records[step].ledger)
 
         attempt = self.attempt_of(step)
         later: set[int] = set()
@@ -304,9 +304,10 @@ class Branches:
         for rollback in self.rollbacks:
             to_step = rollback.to_step
             if rollback.attempt >= attempt:
+                # A rollback of this attempt or a later one: the windows that it skips were not skipped yet.
                 later.update(rollback.passed_over)
             else:
-                # A return to an earlier step also undoes the returns to later ones.
+                # An earlier rollback. A return to an earlier step also undoes the returns to later ones.
                 returned_to = [min(earlier, to_step) for earlier in returned_to]
                 returned_to.append(to_step)
 
@@ -321,7 +322,7 @@ class Branches:
     def config_of(self, step: int, config: RunConfig) -> RunConfig:
         """The config under which `step` ran. config: the run's present one; a resume may have changed it since."""
         later = [event for event in self.changed if event["step"] >= step]
-        # Every change records the config before it, and the earliest later one has this step's.
+        # A run.changed event holds the config before the change. The first one at this step or later has this step's.
         if later:
             config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
 

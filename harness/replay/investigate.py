@@ -208,7 +208,7 @@ class Investigation:
         if self.record:
             # The number of threads decides the order in which sums are rounded.
             torch.set_num_threads(self.record.threads)
-        self.run = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
+        self.rerun = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
         self.difference: Difference | None = None
         # Facts and observations of the step before; None if it is not re-run.
         self.before: tuple[StepFacts, Origin] | None = None
@@ -218,23 +218,24 @@ class Investigation:
         # Get to the state before the step, with the limits that were in force.
         base = self._start()
         self._up_to_the_step()
-        run = self.run
+        rerun = self.rerun
         if self.record is not None:
-            run.run.state.limits[self.step] = self.record.limits_then
-        window = next_window(run.run)
-        kept = run.keep()
+            rerun.run.state.limits[self.step] = self.record.limits_then
+        window = next_window(rerun.run)
+        kept = rerun.keep()
 
-        # With hooks, and without. Where blocks are compiled, the run without hooks is what the run computed.
+        # With hooks, and without. Hooks need eager code: if the run was compiled, only the pass without hooks computes
+        # what the run did.
         self.say(f"step {self.step}: under observation")
-        compiled = self._again(kept) if run.compiled else None
-        watched, origin = run.watched(self._usual())
-        run.restore(kept)
+        compiled = self._again(kept) if rerun.compiled else None
+        watched, origin = rerun.watched(self._usual())
+        rerun.restore(kept)
         here = compiled or watched
-        again = None if run.compiled else self._again(kept)
+        again = None if rerun.compiled else self._again(kept)
         finding = origin.first
         if finding is not None and finding.direction == "forward":
-            finding = run.located(finding)
-            run.restore(kept)
+            finding = rerun.located(finding)
+            rerun.restore(kept)
 
         # Against the journal.
         self._compare(here)
@@ -246,7 +247,7 @@ class Investigation:
         bad = unfit(here) or "loss.spike" in codes
         samples = self._samples(kept, window) if bad else []
         trace = self._anomaly(kept) if anomaly else ""
-        run.close()
+        rerun.close()
         exact: StepFacts | None = None
         exact_origin = Origin()
         if bad and not here.bad_data:
@@ -273,7 +274,7 @@ class Investigation:
             samples=samples,
             window_size=len(window.samples),
             ranks=self.world_size,
-            precision=_precision(run.resolved, here),
+            precision=_precision(rerun.resolved, here),
             anomaly=trace,
         )
 
@@ -297,7 +298,7 @@ class Investigation:
         """Load the best state before the step that verifies. Returns its step, 0 for the initial state."""
         for base, store in self.history.bases(self.step):
             try:
-                self.run.start(base, store)
+                self.rerun.start(base, store)
             except CheckpointError as error:
                 self.say(f"skipped: {error}")
                 continue
@@ -317,12 +318,12 @@ class Investigation:
 
     def _up_to_the_step(self) -> None:
         """Run the steps before it as the loop does. Watch the last of them, to know what is usual."""
-        state = self.run.run.state
+        state = self.rerun.run.state
         reported = time.monotonic()
         while state.step < self.step - 1:
             if state.step == self.step - 2:
                 self.before = self._watch_the_step_before()
-            facts = self.run.advance()
+            facts = self.rerun.advance()
             self._compare(facts)
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
@@ -330,9 +331,9 @@ class Investigation:
                 self.say(f"step {facts.step}: re-run, {left} more before step {self.step}")
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
-        kept = self.run.keep()
-        watched = self.run.watched(None)
-        self.run.restore(kept)
+        kept = self.rerun.keep()
+        watched = self.rerun.watched(None)
+        self.rerun.restore(kept)
         return watched
 
     def _compare(self, facts: StepFacts) -> None:
@@ -342,20 +343,20 @@ class Investigation:
 
     def _again(self, kept: Kept) -> StepFacts:
         """The step without hooks."""
-        facts = self.run.take()
-        self.run.restore(kept)
+        facts = self.rerun.take()
+        self.rerun.restore(kept)
         return facts
 
     def _samples(self, kept: Kept, window: Window) -> list[Sample]:
         """Every sample of the window alone."""
-        order = self.run.samples(window)
-        data = self.run.run.data
+        order = self.rerun.samples(window)
+        data = self.rerun.run.data
         own_data = self.config.data.target is not None
         reported = time.monotonic()
 
         found: list[Sample] = []
         for place, number in enumerate(order):
-            batch, facts = self.run.alone(place, kept)
+            batch, facts = self.rerun.alone(place, kept)
             sample = Sample(
                 number=number,
                 rank=place * self.world_size // len(order),
@@ -374,18 +375,18 @@ class Investigation:
 
     def _anomaly(self, kept: Kept) -> str:
         """What autograd's anomaly mode says: the forward call behind the operation, and the operation."""
-        with warnings.catch_warnings(record=True) as caught, eager(self.run.compiled):
+        with warnings.catch_warnings(record=True) as caught, eager(self.rerun.compiled):
             warnings.simplefilter("always")
             try:
                 with torch.autograd.set_detect_anomaly(True):
-                    self.run.take()
+                    self.rerun.take()
             except RuntimeError as error:
                 messages = [str(each.message) for each in caught]
                 traces = [message for message in messages if "forward call" in message]
                 return "\n".join([*traces, str(error)])
             finally:
-                self.run.model.zero_grad(set_to_none=True)
-                self.run.restore(kept)
+                self.rerun.model.zero_grad(set_to_none=True)
+                self.rerun.restore(kept)
         return "no NaN in backward"
 
     def _in_float32(self, kept: Kept) -> tuple[StepFacts, Origin]:
@@ -398,7 +399,7 @@ class Investigation:
         exact.run.state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
         exact.run.state.step = self.step - 1
         try:
-            limits = self.run.run.state.limits.get(self.step)
+            limits = self.rerun.run.state.limits.get(self.step)
             return exact.watched(self._usual(), limits)
         finally:
             exact.close()
@@ -407,11 +408,13 @@ class Investigation:
         """Why the bits of this re-run may differ from the run's."""
         found: list[str] = []
         planned = read_plan(self.folder).get("resolved")
-        if planned and planned != self.run.resolved:
-            found.append(f"the run computed with {planned}, this machine with {self.run.resolved}")
+        if planned and planned != self.rerun.resolved:
+            found.append(
+                f"the run computed with {planned}, this machine with {self.rerun.resolved}"
+            )
         if self.record is None:
             return found
-        here = self.run.environment
+        here = self.rerun.environment
         if self.world_size > 1:
             found.append(
                 f"the run had {self.world_size} ranks; here their samples run one after the other, and sums are "

@@ -75,7 +75,7 @@ class Spoiled:
     tensor: the gradient.
     parameters: those whose gradient it is.
     where: the line of forward, if it was recorded.
-    replaces: this is a cause; what was reported before was only where a bad gradient arrived.
+    replaces: whether it replaces an earlier report, which was only the place where a bad gradient arrived.
     """
 
     module: str
@@ -100,11 +100,12 @@ class GraphWatch:
         self._counter = torch.zeros((), requires_grad=True)
         # The graph returns the same Python object for an operation only as long as somebody holds it.
         self._hooked: set[Any] = set()
-        # Operations that were recorded before the module that reached them began: left to a parent.
+        # Operations that were reached from a module's outputs and are older than its call: a parent will claim them.
         self._unclaimed: list[Any] = []
         self._handles: list[Any] = []
-        # Whether a bad gradient has arrived somewhere without a cause, and whether a cause has been found.
+        # Whether a bad gradient was reported at the place where it arrived, without a cause.
         self._arrived = False
+        # Whether a cause was reported. Nothing is reported after it.
         self._caused = False
 
     def next_number(self) -> int:

@@ -1,7 +1,9 @@
 """`harness inspect`: a run's FP8 slots, one line each, the moves between FP8 and BF16, and the run's account.
 
+Starts without torch.
+
 The account is short: the loss, the precision that really ran, what happened, and where to look next. `summary` prints
-it at the end of a run, and report.html has it too. Starts without torch.
+it at the end of a run, and report.html has it too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from harness.report.explain import HALTED, command_line, learned_little, next_st
 from harness.tracking.existing import spans
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
-from harness.tracking.store import Store
+from harness.tracking.store import Destination
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
@@ -186,7 +188,7 @@ def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> Renderable
 
 
 def account(history: RunHistory) -> list[tuple[str, str]]:
-    """(label, text) of outcome, loss, precision with proof, data, steps, speed and events."""
+    """Lines (label, text): outcome, loss, precision, data, proof of FP8, steps, speed and events."""
     lines = [
         ("outcome", _outcome(history)),
         ("loss", _loss(history)),
@@ -273,18 +275,20 @@ def fp8_proof(history: RunHistory) -> str:
     silent = [names.get(slot, slot) for slot in history.silent(sorted(expected))]
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
 
-    # A frozen layer with nothing trained before it gets no gradient: that is no fault.
+    # A frozen layer with nothing trained before it gets no gradient, so the silence of that slot is right.
     frozen = {bare(row["module"]) for row in layers if "frozen" in row["reason"]}
-    ends: list[str] = []
+    no_gradient: list[str] = []
     others: list[str] = []
     for slot in silent:
         layer, _, role = slot.rpartition(".")
-        is_end = role == "grad_output" and bare(layer) in frozen
-        (ends if is_end else others).append(slot)
+        if role == "grad_output" and bare(layer) in frozen:
+            no_gradient.append(slot)
+        else:
+            others.append(slot)
     if others:
         text += f"; none seen by: {some(others, MAX_NAMED)}"
-    if ends:
-        text += f"; no gradient goes back to {some(sorted(ends), MAX_NAMED)}"
+    if no_gradient:
+        text += f"; no gradient goes back to {some(sorted(no_gradient), MAX_NAMED)}"
         text += ": frozen, and nothing before is trained"
     return text
 
@@ -292,7 +296,7 @@ def fp8_proof(history: RunHistory) -> str:
 def counts(history: RunHistory) -> dict[str, int]:
     """Counts of a run.
 
-    Steps, applied and skipped updates leave out those that a rollback undid. Rollbacks and demotions do not.
+    Steps that a rollback undid are not counted, nor are their updates. Rollbacks and demotions all are.
     """
     applied = history.points("train/step_applied").figures
     rollbacks = history.last("guard/rollbacks") or 0
@@ -408,8 +412,9 @@ def _mlflow(run_dir: Path) -> str:
     if not delivered(run_dir):
         command = f"{tool('harness')} sync {short(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
-    store = Store.load(run_dir)
-    uri, page = tracking_uri() if store is None else store.uri, run_page(run_dir)
+    destination = Destination.load(run_dir)
+    uri = tracking_uri() if destination is None else destination.uri
+    page = run_page(run_dir)
     if uri.startswith(("http://", "https://")):
         return f"delivered to {uri}{page}"
     then = f", then http://127.0.0.1:5000{page}" if page else ""

@@ -29,7 +29,7 @@ from harness.tracking.figures import Points
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, bare, split_slot
 from harness.tracking.journal import run_page
 from harness.tracking.slot_file import PARQUET, write_parquet
-from harness.tracking.store import Store
+from harness.tracking.store import Destination
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,13 +117,14 @@ def _plan(plan: Mapping[str, Any]) -> list[str]:
 
 def _link(run_dir: Path) -> list[str]:
     """A link to the run in MLflow; none before the first delivery, which gives the run its id there."""
-    store, page = Store.load(run_dir), run_page(run_dir)
-    if store is None or not page:
+    destination = Destination.load(run_dir)
+    page = run_page(run_dir)
+    if destination is None or not page:
         return []
-    if store.uri.startswith(("http://", "https://")):
-        address = escape(shown(store.uri + page))
+    if destination.uri.startswith(("http://", "https://")):
+        address = escape(shown(destination.uri + page))
         return [f'<p><a href="{address}">This run in MLflow</a></p>']
-    command = escape(shown(f"mlflow ui --backend-store-uri {store.uri}"))
+    command = escape(shown(f"mlflow ui --backend-store-uri {destination.uri}"))
     address = escape(f"{LOCAL_PAGES}{page}")
     return [f'<p>In MLflow: <code>{command}</code>, then <a href="{address}">this run</a>.</p>']
 

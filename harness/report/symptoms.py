@@ -81,8 +81,8 @@ def _alike(word: str, known: Mapping[str, int]) -> dict[str, float]:
         return {word: 1.0}
     if len(word) < _LETTERS:
         return {}
-    candidates = [each for each in known if len(each) >= _LETTERS and each[0] == word[0]]
     # Typing errors seldom change the first letter.
+    candidates = [each for each in known if len(each) >= _LETTERS and each[0] == word[0]]
     ratios = {each: SequenceMatcher(None, word, each).ratio() for each in candidates}
     return {each: ratio * ratio for each, ratio in ratios.items() if ratio >= _ALIKE}
 

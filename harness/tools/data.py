@@ -20,12 +20,12 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="text, JSONL, csv, Parquet, Arrow, webdataset, a folder of one, or hf:NAME"
+            help="a file or folder of text, JSONL, csv, Parquet, Arrow or webdataset, or hf:NAME"
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option(help="folder to write; the same command continues an unfinished one"),
+        typer.Option(help="new folder; call the same command again to continue an unfinished one"),
     ],
     tokenizer: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def command(
     bad: Annotated[
         Literal["auto", "skip", "fail"],
         typer.Option(
-            help="rows and files without text: skip or fail; auto: skip empty and binary ones, fail on others"
+            help="what to do with rows and files without text: skip, fail, or auto (skip only empty and binary ones)"
         ),
     ] = "auto",
     val_fraction: Annotated[

@@ -52,10 +52,11 @@ _TOKENIZER = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-# Without this, transformers takes the class of the model's kind, and some (Qwen2's) split text in their own way.
+# If tokenizer_config.json names no class, transformers takes the one of the model's type, and some (Qwen2's) split text
+# in their own way.
 _AS_IT_IS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _OTHER_RECIPE = "not known: the plan is of another recipe"
-"""A layer's precision at a checkpoint from before a resume that changed the recipe: the later plan replaced its own."""
+"""What a layer ran in, if a later resume changed the recipe: plan.json is then that of the new recipe."""
 _NAMED = 32
 _FROM = 'from_pretrained("THIS FOLDER")'
 _LOADS = f"transformers.AutoModelForCausalLM.{_FROM}"
@@ -155,8 +156,8 @@ def _taken(out: Path) -> list[Problem]:
 def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     """The files of the tokenizer that made the run's data, and a text about it.
 
-    No files if the data are bytes, if nobody said which tokenizer made the ids, or if it is gone: another tokenizer
-    would read other ids.
+    No files if the data are bytes, if the ids came without a tokenizer, or if the tokenizer is gone. A different
+    tokenizer is never taken: it would make other ids of a text.
     """
     corpus = read_mapping(folder / "data" / "corpus.json", MAX_LARGE)
     wanted = corpus.get("tokenizer")
@@ -302,11 +303,12 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a checkpoint says of itself.
+    """What the card says of the checkpoint.
 
-    versions: of the libraries, from its manifest.
-    fp8: meta of its FP8 part.
-    seen: for each slot of that part, whether it had an amax over 0; empty if none are kept.
+    step: the step after which it was saved.
+    versions: versions of the libraries that wrote it, from its manifest.
+    fp8: the meta of its FP8 part.
+    seen: for each slot of that part, whether it ever had an amax over 0; empty if the part keeps no slots.
     recipe: SHA-256 of the contents of the recipe that it was trained under.
     """
 
@@ -346,11 +348,11 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """An exported folder in words.
+    """What the card says of the exported folder.
 
-    weights: what they are.
+    weights: what the weights are.
     loads: the Python that loads them.
-    tokenizer: which one.
+    tokenizer: which tokenizer they need.
     """
 
     weights: str
@@ -383,12 +385,13 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
     skipped = (applied.figures[applied.steps <= step] == 0).sum()
     yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
 
+    unit = "" if history.unit == "loss" else f" {history.unit}"
     for key, title in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         points = history.points(key)
         last = int((points.steps <= step).sum()) - 1
         text = "not measured"
         if last >= 0:
-            text = f"{points.figures[last]:.6f} nats per token, after step {points.steps[last]}"
+            text = f"{points.figures[last]:.6f}{unit}, after step {points.steps[last]}"
         yield title, text
 
     back = [each for each in history.rollbacks if each.to_step <= step]
@@ -397,7 +400,9 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
 
     source, sha256 = _last(data.get("source", "not recorded")), data.get("sha256", "not recorded")
     yield "data", f"`{source}`, SHA-256 `{sha256}`"
-    yield "batch", f"{train.global_batch} samples of {config.data.context} tokens a step"
+    # The samples of a data set of the user's own need not be tokens.
+    of_tokens = "" if config.data.target is not None else f" of {config.data.context} tokens"
+    yield "batch", f"{train.global_batch} samples{of_tokens} a step"
     yield "seed", str(train.seed)
 
     args: dict[str, Any] = {}
@@ -412,7 +417,7 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
 
 
 def _last(path: object) -> str:
-    """The last part of a path: a card is for others, who do not have this machine's folders."""
+    """The last part of a path: a card must not show this machine's folders."""
     return Path(str(path)).name
 
 
@@ -480,9 +485,9 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
 
 
 def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
-    """Layers that the checkpoint has in BF16 and no event of this journal moved.
+    """Layers that are in BF16 in the checkpoint although no event of this journal moved them.
 
-    The move was in another run, from whose checkpoint this one began, or its row is lost.
+    Another run moved them, from whose checkpoint this one began; or the rows are lost.
     """
     moved: set[str] = set()
     for event in history.switches:
@@ -500,7 +505,7 @@ def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _elsewhere(history: RunHistory) -> list[str]:
-    """The rungs of the run's earlier starts, if they were others: it may have been stopped and resumed elsewhere."""
+    """Rungs of earlier starts that differ from the last one's: the run may have continued on another machine."""
     starts: list[str] = []
     for row in read_rows(history.run_dir / JOURNAL, metrics=False):
         tags = row.get("tags", {})

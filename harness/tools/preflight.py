@@ -78,9 +78,10 @@ def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | 
 
     optimizer: bytes of the optimizer's state on one rank.
 
-    None if they fit, and where it is not certain that they do not: activations are not counted, an engine that shards
-    the state keeps less of it here, and a GPU has memory of its own.
+    None unless it is certain that they do: activations are not counted, an engine that shards the state keeps less of
+    it here, and a GPU has memory of its own.
     """
+    # An engine without snapshots shards the state.
     if worker.device.type != "cpu" or not ENGINES[worker.engine].snapshots:
         return None
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -288,7 +288,7 @@ def _load_source(run: Run, source: Path) -> None:
     telemetry.screen.event(f"started from {source}")
 
     # A kill before the first periodic save must not lose where the run started.
-    run.recovery.save_surely({})
+    run.recovery.save_and_verify({})
 
 
 def _load_own(run: Run, step: int, accepted: Sequence[str]) -> None:

@@ -45,12 +45,14 @@ def command(
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
     if done:
-        say(f"delivered to {choice.store.uri}")
+        say(f"delivered to {choice.destination.uri}")
     else:
         why = f"; {choice.unsent}" if choice.unsent else ""
         again = "" if elsewhere else "; to deliver to another store: --elsewhere"
         far = portion(Position.load(run).offset, finished_size(run / JOURNAL))
-        say(f"not delivered to {choice.store.uri}: {far}; see {run / 'shipper.log'}{why}{again}")
+        say(
+            f"not delivered to {choice.destination.uri}: {far}; see {run / 'shipper.log'}{why}{again}"
+        )
     return 0 if done else 1
 
 

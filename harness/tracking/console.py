@@ -37,8 +37,8 @@ class Console:
     """One run's output.
 
     total_steps: length of the run; None if it is not known, and then steps get no lines.
-    unit: unit of the losses; "loss": not known.
-    counted: what the speed counts.
+    unit: unit of the losses; "loss": not known. tools/train.py sets it once the data are known.
+    counted: what the speed counts. tools/train.py sets it with the unit.
 
     Nothing raises into training. A stream that went away (a closed pipe, a lost connection) is written to no more.
     """
@@ -68,7 +68,7 @@ class Console:
         """Report one step.
 
         fp8_layers, fp8_total: layers that ran in FP8, of those planned for it.
-        skipped: skipped updates among the steps that count, as in the summary.
+        skipped: skipped updates, without those that a rollback undid.
         rollbacks: number so far.
         """
         done = facts.step

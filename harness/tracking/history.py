@@ -38,7 +38,7 @@ OWN_LOOP = "own"
 _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
 _DIGITS = 6
 _BEGINS = ("run.resumed", "run.started_from", "guard.rollback")
-"""Events after which steps are executed, perhaps again, under the recipe of the process that wrote them."""
+"""Events that say from which step a process goes on. Later steps are under the recipe of that process."""
 MAX_TEXT = 4000
 """Characters of a text in a run folder that are shown."""
 MOST_LOST = 1 << 20
@@ -86,7 +86,7 @@ class RunHistory:
     run: tags, params and data of its "run" rows; later rows replace earlier ones.
     plan: plan.json; empty if there is none.
     outcome: outcome.json; empty if there is none.
-    begun: where each start and each rollback began to execute steps, in order.
+    begun: the step after which each start, resume or rollback went on, with its recipe, in order.
     """
 
     run_dir: Path
@@ -109,7 +109,7 @@ class RunHistory:
         started = False
         for row in read_rows(run_dir / JOURNAL):
             if row["kind"] == "metrics":
-                # A start without an event on where it goes on begins with its first figures.
+                # A start that wrote no event with its step began at its first figures.
                 if started:
                     begun.append(_stretch(max(row["step"] - 1, 0), run))
                     started = False
@@ -142,7 +142,7 @@ class RunHistory:
             there = np.union1d(there, abandoned.steps)
         first = first_step(self.run_dir) or int(points.steps[0])
         last = int(points.steps[-1])
-        # A made-up step number would make a list without end.
+        # A forged step number would make this list huge.
         if last - len(there) > MOST_LOST:
             return []
         return np.setdiff1d(np.arange(first, last + 1), there, assume_unique=True).tolist()
@@ -175,6 +175,7 @@ class RunHistory:
 
     @cached_property
     def _replaced_from(self) -> Callable[[int], float]:
+        """A function: attempt -> the first step that a later attempt did again; infinity if none did."""
         return rewritten(self.rows.begins())
 
     def replaced(self, attempt: int, step: int) -> bool:
@@ -215,7 +216,7 @@ class RunHistory:
 
     @property
     def rollbacks(self) -> list[Returned]:
-        """One for each attempt that ended in a rollback, in order. If an attempt has two events, the last counts."""
+        """One for each attempt that ended in a rollback, in order. If the journal has two, the later one counts."""
         found: dict[int, Returned] = {}
         for event in self.events:
             if event["code"] == "guard.rollback" and "to_step" in event:
@@ -282,7 +283,10 @@ class RunHistory:
     def newest(
         self, slots: Sequence[str], count: int
     ) -> tuple[Mapping[str, Series], dict[str, list[float]]]:
-        """({`fp8_<figure>/<slot>`: its last measured value at its step}, {slot: its last `count` amaxes})."""
+        """Returns ({series name: {step: last measured value}}, {slot: last `count` amaxes}) for `slots`.
+
+        Series are named `fp8_<figure>/<slot>`.
+        """
         if self.slot_steps is not None:
             return self.slot_steps.newest(slots, count)
         # The file is lost: the journal's rows have the slots that were picked.
@@ -305,7 +309,7 @@ class RunHistory:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """(steps [n], values [slots, n]) of `<metric>/<slot>`; NaN where a slot has no value at a step.
 
-        columns: if there are more steps, neighbours are joined by their largest value; None: never.
+        columns: at most so many; neighbouring steps are merged, by their largest value. None: every step.
         """
         if self.slot_steps is not None:
             figure = {each.key: name for name, each in SLOT_ROWS.items()}[metric]
@@ -332,12 +336,12 @@ def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -
     ranks = str(run["tags"].get("ranks"))[:_DIGITS]
     total = run["params"].get("train.steps")
     return MetricsRow(
-        row["attempt"],
-        row["step"],
-        row["metrics"],
-        total if type(total) is int else None,
-        int(ranks) if ranks.isdecimal() else None,
-        str(run["tags"].get("engine", "")),
+        attempt=row["attempt"],
+        step=row["step"],
+        values=row["metrics"],
+        total=total if type(total) is int else None,
+        ranks=int(ranks) if ranks.isdecimal() else None,
+        engine=str(run["tags"].get("engine", "")),
     )
 
 
@@ -370,7 +374,7 @@ def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 def _fit(value: Any, depth: int = 0) -> Any:
-    """The value with text that can be shown, none of it longer than MAX_TEXT, and bounded nesting."""
+    """`value` with every text in it made fit to show and cut to MAX_TEXT, and with bounded nesting."""
     if isinstance(value, str):
         return shown(clipped(value, MAX_TEXT))
     if isinstance(value, dict | list) and depth == _MAX_DEPTH:
@@ -383,7 +387,7 @@ def _fit(value: Any, depth: int = 0) -> Any:
 
 
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An event without fields of a wrong type; an event that moves layers has both of its lists."""
+    """An event without fields of a wrong type. A move of layers gets an empty list where one is missing."""
     event = _fit(row)
     wrong = [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
     wrong += [name for name in _NUMBERS if type(event.get(name, 0)) is not int]

@@ -40,7 +40,7 @@ from harness.tracking.journal import (
     rows_after,
     tracking_uri,
 )
-from harness.tracking.store import URI, Choice, Store, choose
+from harness.tracking.store import URI, Choice, Destination, choose
 
 if TYPE_CHECKING:
     from harness.tracking.mlflow import Sink
@@ -98,7 +98,7 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     command = [*_command(run_dir, experiment), "--pid", str(os.getpid()), "--from", str(size)]
     command += ["--system-seconds", str(system_seconds)]
     choice = choose(run_dir)
-    choice.store.save(run_dir)
+    choice.destination.save(run_dir)
     with _log(run_dir) as log:
         process = subprocess.Popen(
             command,
@@ -127,7 +127,7 @@ def sync(
     """
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     choice = choice or choose(run_dir)
-    choice.store.save(run_dir)
+    choice.destination.save(run_dir)
     receiving, sending = os.pipe()
     command += ["--first-error", str(sending)]
 
@@ -136,7 +136,7 @@ def sync(
         with open(receiving, encoding="utf-8", errors="replace") as errors:
             if error := errors.readline().strip():
                 end = f"trying again, until {patience:g} s have passed without success"
-                said(f"! {choice.store.uri}: {error}; {end}")
+                said(f"! {choice.destination.uri}: {error}; {end}")
 
     reader = threading.Thread(target=report_first_error, name="first-error", daemon=True)
     with _log(run_dir) as log:
@@ -345,7 +345,7 @@ class _Follower:
         listen_to_answers()
         retry = Retry(self.patience if self.pid is None else None, self._failed)
         uri = tracking_uri()
-        return Sink(uri, self.run_dir, self.experiment, position, retry, Store.of(uri).uri)
+        return Sink(uri, self.run_dir, self.experiment, position, retry, Destination.of(uri).uri)
 
     def _failed(self, error: Exception, times: int) -> None:
         """Log a request that is tried again."""

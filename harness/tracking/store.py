@@ -1,4 +1,9 @@
-"""Which MLflow store a run's figures go to. The run keeps its address in `store.json`, without passwords and tokens."""
+"""Where a run's figures go: the destination is a server or database of MLflow.
+
+The run folder keeps it in `store.json`, so that a resume, and `harness sync` from another folder, deliver to the same
+place. Passwords and tokens are not kept. In their place the file has the names of the environment variables that must
+bring them back.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +27,32 @@ _LONGEST = 4000
 
 
 @dataclass(frozen=True)
-class Store:
-    """What a run keeps of a store.
+class Destination:
+    """Where a run's figures go, as its folder keeps it.
 
-    uri: the address without secrets; a file has its whole path.
-    needs: environment variables that had secrets when the store was reached.
+    uri: the address without secrets; an absolute path for a file.
+    needs: environment variables that must be set to reach it, because they held credentials.
     """
 
     uri: str
     needs: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, uri: str, environment: Mapping[str, str] = os.environ) -> Store:
-        """What a run may keep of `uri`."""
+    def of(cls, uri: str, environment: Mapping[str, str] = os.environ) -> Destination:
+        """`uri` without its secrets, with the names of the variables that must supply them.
+
+        A user and password in a server's address make MLflow's two variables needed. Any other secret in an address
+        makes the whole address needed again.
+        """
         address = Address.of(_absolute(uri))
         web = address.bare.startswith(("http://", "https://"))
+
+        # Credentials that the environment holds beside the address of a server.
         needs: list[str] = []
         if web:
             needs = [name for name in (_USERNAME, _PASSWORD, _TOKEN) if environment.get(name)]
 
-        # Secrets in the address itself. MLflow takes a user and a password from variables as well.
+        # Secrets in the address itself replace them: MLflow takes a user and a password from variables as well.
         if web and ":" in address.userinfo and not address.settings:
             needs = [_USERNAME, _PASSWORD]
         elif address.secrets:
@@ -49,8 +60,8 @@ class Store:
         return cls(address.bare, tuple(needs))
 
     @classmethod
-    def load(cls, run_dir: Path) -> Store | None:
-        """What the run keeps; None if there is nothing, or nothing that can be read."""
+    def load(cls, run_dir: Path) -> Destination | None:
+        """The destination that the run folder keeps; None if it keeps none, or none that can be read."""
         stored = read_mapping(run_dir / STORE)
         uri, needs = stored.get("uri"), stored.get("needs")
         if not isinstance(uri, str) or not 0 < len(uri) <= _LONGEST or not uri.isprintable():
@@ -60,19 +71,19 @@ class Store:
         return cls(Address.of(uri).bare, tuple(sorted(secrets & named)))
 
     def save(self, run_dir: Path) -> None:
-        """Write it, atomically."""
+        """Write it into the run folder, atomically."""
         write_json(run_dir / STORE, asdict(self))
 
     def missing(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """Variables that must be set before the store can be reached by what the run keeps."""
-        # A token, or user and password, open a server, whichever of them was used before.
+        """Variables of `needs` that are not set."""
+        # A token, or a user and a password, open a server: they stand in for each other.
         if environment.get(_TOKEN) or (environment.get(_USERNAME) and environment.get(_PASSWORD)):
             return [name for name in self.needs if name == URI]
         return [name for name in self.needs if not environment.get(name)]
 
 
 def _absolute(uri: str) -> str:
-    """The address with an absolute path in place of one that is relative to the working folder."""
+    """`uri` with an absolute path, if it is a file with a path relative to the working folder."""
     sqlite = re.fullmatch(r"(sqlite(?:\+\w+)?:///)([^/:?][^:?]*)(\?.*)?", uri)
     if sqlite is not None:
         scheme, path, settings = sqlite.groups()
@@ -86,22 +97,22 @@ def _absolute(uri: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Where to deliver.
+    """Where to deliver now.
 
-    uri: the address with the secrets of the environment; for MLflow alone.
-    store: the same, without secrets.
-    was: address that figures went to until now; empty if it is the same.
+    uri: the address with its secrets; pass it to MLflow only, never print it.
+    destination: what the run keeps of it.
+    was: the former address, if the run moves to another one; else empty.
     """
 
     uri: str
-    store: Store
+    destination: Destination
     was: str = ""
 
     @property
     def unsent(self) -> str:
-        """Why MLflow's client cannot deliver to such an address; empty if it can.
+        """Why MLflow's client cannot use this address; empty if it can.
 
-        It appends its own path behind a setting (?...), and does not send a token that stands before the host.
+        The client appends its paths after a setting (?...), and ignores a token before the host.
         """
         address = Address.of(self.uri)
         if not address.bare.startswith(("http://", "https://")):
@@ -117,12 +128,16 @@ class Choice:
     @property
     def announcement(self) -> str:
         """Where figures go, in a line without secrets; printed when a run starts."""
-        line = f"figures go to MLflow at {self.store.uri}"
+        line = f"figures go to MLflow at {self.destination.uri}"
         if self.was:
             line += f" from now on, the run's earlier ones too; until now they went to {self.was}"
         if self.unsent:
             line += f"; {self.unsent}"
-        missing = self.store.missing() if self.uri == self.store.uri else []
+
+        # An address without secrets of its own gets them from the environment.
+        missing: list[str] = []
+        if self.uri == self.destination.uri:
+            missing = self.destination.missing()
         if missing:
             line += f"; it was reached with credentials: set {' and '.join(missing)}"
         return line
@@ -133,33 +148,39 @@ def choose(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Choice
 
     To MLFLOW_TRACKING_URI if it is set; else where it delivered before; else to mlflow.db in the working folder.
     """
-    kept, given = Store.load(run_dir), environment.get(URI)
+    kept = Destination.load(run_dir)
+    given = environment.get(URI)
     if kept is not None and not given:
         return Choice(kept.uri, kept)
+
+    # The environment names it, or this is the run's first delivery.
     uri = _absolute(tracking_uri(environment))
-    store = Store.of(uri, environment)
+    destination = Destination.of(uri, environment)
     was = ""
-    if kept is not None and kept.uri != store.uri:
+    if kept is not None and kept.uri != destination.uri:
         was = kept.uri
-    return Choice(uri, store, was)
+    return Choice(uri, destination, was)
 
 
 def choose_for_sync(
     run_dir: Path, elsewhere: bool, environment: Mapping[str, str] = os.environ
 ) -> Choice:
-    """Where `harness sync` delivers: to the store of the run.
+    """Where `harness sync` delivers: to the run's own destination.
 
-    elsewhere: deliver to the store that the environment names instead.
+    elsewhere: deliver to the destination that the environment names, and move the run there.
 
-    Raises ConfigError if the environment names another store and `elsewhere` is not set, if credentials are missing, or
-    if the run's store is not known.
+    Raises ConfigError if the environment names another destination and `elsewhere` is not set, if credentials are
+    missing, or if the run's destination is not known.
     """
-    kept, given = Store.load(run_dir), environment.get(URI)
-    here = Store.of(tracking_uri(environment), environment)
+    kept = Destination.load(run_dir)
+    given = environment.get(URI)
+    here = Destination.of(tracking_uri(environment), environment)
+
+    # The run moves, or keeps no destination: the environment decides.
     if elsewhere or kept is None:
         return _choose_here(run_dir, elsewhere, kept, here, environment)
 
-    # The run's store, reached by the address that the environment gives for it.
+    # The environment gives an address. It must be the run's, and one that MLflow's client can use.
     if given:
         if here.uri != kept.uri:
             what = f"the run's figures are in {kept.uri}, and {URI} names {here.uri}"
@@ -171,7 +192,7 @@ def choose_for_sync(
             raise ConfigError(Problem(f"{URI} has settings (?...)", here.uri, why, fix))
         return Choice(_absolute(given), here)
 
-    # The run's store, reached by what the run keeps.
+    # Only the run folder says where. The credentials must come from the environment.
     if missing := kept.missing(environment):
         what = f"{kept.uri} was reached with credentials, which a run does not keep"
         fix = f"set {' and '.join(missing)}"
@@ -185,16 +206,22 @@ _ELSEWHERE = "--elsewhere delivers the whole run there, and the run belongs ther
 
 
 def _choose_here(
-    run_dir: Path, elsewhere: bool, kept: Store | None, here: Store, environment: Mapping[str, str]
+    run_dir: Path,
+    elsewhere: bool,
+    kept: Destination | None,
+    here: Destination,
+    environment: Mapping[str, str],
 ) -> Choice:
-    """The store that the environment names. Raises ConfigError."""
-    # Without --elsewhere this is a first delivery, unless store.json is gone: then nobody knows where the run is.
+    """The destination that the environment names. Raises ConfigError."""
+    # Without --elsewhere this is a first delivery. If rows were delivered before, store.json is gone, and nobody knows
+    # where the run is: the user must say so.
     delivered = Position.load(run_dir).run_id is not None
     if delivered and not elsewhere and not environment.get(URI):
         what = f"the run has been delivered, but {STORE}, which knows where, is gone or damaged"
         fix = f"set {URI} as it was in the run; {_ELSEWHERE}"
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
 
+    # Without an address it is mlflow.db in the working folder, which must be allowed there.
     if why := misplaced(environment):
         fix = f"call it from another folder, or set {URI}"
         what = "MLflow's database would not be in this folder"

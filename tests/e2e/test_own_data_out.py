@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from harness.core.errors import ExitCode
@@ -22,6 +23,12 @@ def test_sample_and_export_say_what_the_data_are(tmp_path: Path) -> None:
     out = harness(tmp_path, "export", "runs/r", "--format", "safetensors", "--out", "out")
     assert out.returncode == 0, out.stderr
     assert "tokenizer: none: the data are a data set of one's own" in out.stdout
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert re.search(
+        r"^\| training loss \| \d+\.\d{6} nats per label, after step 2 \|$", card, re.MULTILINE
+    )
+    assert re.search(r"^\| batch \| \d+ samples a step \|$", card, re.MULTILINE)
+    assert "nats per token" not in card
 
 
 def test_torchs_muon_by_name_says_which_one_fits(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     ship(run)
     assert check_delivered(run, here / "first.db") == 5
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///second.db")
-    told = choose(run).announcement
-    assert str(here / "first.db") in told
-    assert str(there / "second.db") in told
+    announcement = choose(run).announcement
+    assert str(here / "first.db") in announcement
+    assert str(there / "second.db") in announcement
     ship(run)
     assert check_delivered(run, there / "second.db") == 5, "all of it, not only what is new"
 
@@ -187,7 +187,7 @@ def test_a_run_remembers_no_credentials_and_says_which_variables_had_them(
     from harness.tracking.store import choose, choose_for_sync
 
     run = places[0] / "runs" / "r"
-    choose(run, {"MLFLOW_TRACKING_URI": uri}).store.save(run)
+    choose(run, {"MLFLOW_TRACKING_URI": uri}).destination.save(run)
     assert SECRET not in (run / "store.json").read_text()
     needs = NEEDS[uri]
     if needs:
@@ -214,9 +214,9 @@ def test_variables_with_credentials_are_asked_for_again(places: tuple[Path, Path
     from harness.tracking.store import choose, choose_for_sync
 
     run = places[0] / "runs" / "r"
-    choose(run, {"MLFLOW_TRACKING_URI": "https://t", "MLFLOW_TRACKING_TOKEN": SECRET}).store.save(
-        run
-    )
+    choose(
+        run, {"MLFLOW_TRACKING_URI": "https://t", "MLFLOW_TRACKING_TOKEN": SECRET}
+    ).destination.save(run)
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_TOKEN"):
         choose_for_sync(run, False, {})
     assert SECRET not in (run / "store.json").read_text()

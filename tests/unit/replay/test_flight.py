@@ -62,7 +62,7 @@ def test_a_record_says_what_a_re_run_needs(tmp_path: Path) -> None:
     )
     assert record.limits_then == Limits(norm=3.5)
     assert (record.codes, record.demoted, record.applied) == (("nonfinite.skip",), ("a.b",), False)
-    assert record.incidents == RunLedger(1, [3])
+    assert record.ledger == RunLedger(1, [3])
     assert (record.world_size, record.engine, record.recipe, record.device) == (
         2,
         "ddp",

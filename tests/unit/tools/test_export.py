@@ -132,7 +132,10 @@ def test_a_named_step_and_the_newest(folder: Path, tmp_path: Path) -> None:
         made = load_file(out / "model.safetensors")
         assert torch.equal(made["model.norm.weight"], weights(folder / "gpt", step)["norm.weight"])
         (loss,) = [value for at, value in metrics(folder / "gpt") if at == step]
-        assert f"{loss:.6f} nats per token, after step {step}" in (out / "README.md").read_text()
+        card = (out / "README.md").read_text()
+        assert f"{loss:.6f} nats per byte, after step {step}" in card
+        context = yaml.safe_load((folder / "gpt" / "config.yaml").read_text())["data"]["context"]
+        assert f" samples of {context} tokens a step" in card
 
 
 def test_the_card_tells_what_ran_and_which_layers_left(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from harness.core.errors import ConfigError
 from harness.report import page as report
 from harness.tracking.history import RunHistory, bare
 from harness.tracking.journal import Journal, Position
-from harness.tracking.store import Store
+from harness.tracking.store import Destination
 
 ROLES = ("input", "weight", "grad_output")
 Saturation = Callable[[str, int], float]
@@ -137,7 +137,7 @@ def test_the_page_has_plan_config_and_a_link_to_mlflow(
         "train:\n  steps: 30\ndata: {path: 'http://me:s3cr3t@host/<x>'}\n"
     )
     assert "MLflow" not in report.write(run_dir)[-1].read_text(), "it was delivered nowhere"
-    Store(uri).save(run_dir)
+    Destination(uri).save(run_dir)
     Position("abc", 0, "key", "3").save(run_dir)
     text = report.write(run_dir)[-1].read_text()
     page = Page(text)
