@@ -26,20 +26,14 @@ except ModuleNotFoundError as missing:
 def tiny(folder: Path, text: Path) -> Path:
     """A model folder as fetched from the hub: config.json, model.safetensors, tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train([str(path) for path in text.glob("*.py")], trainer)
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = transformers.Qwen3Config(vocab_size=512, head_dim=32, num_key_value_heads=2, **sizes)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = transformers.Qwen3Config(vocab_size=512, **sizes, **heads)
     transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -57,36 +51,20 @@ def harness(*words: str, work: Path) -> str:
 
 def main(work: Path, folder: Path | None, text: Path) -> None:
     folder = folder or tiny(work / "base", text)
-    sizes = (
-        "train.steps=60",
-        "train.global_batch=8",
-        "train.micro_batch=4",
-        "data.context=128",
-        "train.lr=3e-3",
-    )
-    files = (
-        f"model.target=hf:{folder}",
-        f"data.path={text}",
-        f"data.tokenizer={folder}",
-        "tracking.mlflow=false",
-    )
-    output = harness(
-        "train", "--recipe", "fp8_hybrid", "--name", "tuned", *files, *sizes, work=work
-    )
-    print(
-        "\n".join(
-            line
-            for line in output.splitlines()
-            if line.startswith(("step ", "loss", "precision", "FP8"))
-        )
-    )
+    train = ["train", "--recipe", "fp8_hybrid", "--name", "tuned", "tracking.mlflow=false"]
+    train += [f"model.target=hf:{folder}", f"data.path={text}", f"data.tokenizer={folder}"]
+    train += ["train.steps=60", "train.global_batch=8", "train.micro_batch=4"]
+    train += ["data.context=128", "train.lr=3e-3"]
+    for line in harness(*train, work=work).splitlines():
+        if line.startswith(("step ", "loss", "precision", "FP8")):
+            print(line)
+
     print(harness("eval", "runs/tuned", work=work))
     print(harness("sample", "runs/tuned", "import ", "--tokens", "24", work=work))
     print(harness("export", "runs/tuned", "--format", "hf", "--out", "tuned", work=work))
     model = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned", local_files_only=True)
-    print(
-        f"loaded back: {type(model).__name__}, {json.loads((work / 'tuned/config.json').read_text())['model_type']}"
-    )
+    saved = json.loads((work / "tuned/config.json").read_text())
+    print(f"loaded back: {type(model).__name__}, {saved['model_type']}")
     print(f"peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
 

@@ -23,10 +23,8 @@ END = "<|endoftext|>"
 def tokenizer_of(folder: Path, path: Path) -> Path:
     """A byte-level BPE of 1,024 ids, trained on the folder's own text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
@@ -48,46 +46,23 @@ def harness(*words: str, work: Path) -> str:
 
 def main(work: Path, folder: Path) -> None:
     tokenizer = tokenizer_of(folder, work / "tokenizer.json")
-    harness(
-        "data",
-        "prepare",
-        str(folder),
-        "--tokenizer",
-        str(tokenizer),
-        "--out",
-        "prepared",
-        work=work,
-    )
-    model = ("--config", "tiny", "model.args={dim: 128, layers: 2, heads: 4}")
-    sizes = (
-        "train.steps=80",
-        "train.global_batch=8",
-        "train.micro_batch=4",
-        "data.context=128",
-        "train.lr=3e-3",
-    )
-    files = ("data.path=prepared", "data.packing=documents", "tracking.mlflow=false")
-    output = harness(
-        "train", "--recipe", "fp8_hybrid", "--name", "own", *model, *files, *sizes, work=work
-    )
-    print(
-        "\n".join(
-            line
-            for line in output.splitlines()
-            if line.startswith(("loss", "precision", "data", "FP8"))
-        )
-    )
-    print(
-        harness(
-            "sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7", work=work
-        )
-    )
+    prepare = ["data", "prepare", str(folder), "--tokenizer", str(tokenizer), "--out", "prepared"]
+    harness(*prepare, work=work)
+
+    train = ["train", "--recipe", "fp8_hybrid", "--name", "own", "--config", "tiny"]
+    train += ["model.args={dim: 128, layers: 2, heads: 4}", "train.steps=80", "train.lr=3e-3"]
+    train += ["train.global_batch=8", "train.micro_batch=4", "data.context=128"]
+    train += ["data.path=prepared", "data.packing=documents", "tracking.mlflow=false"]
+    for line in harness(*train, work=work).splitlines():
+        if line.startswith(("loss", "precision", "data", "FP8")):
+            print(line)
+
+    sample = ["sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7"]
+    print(harness(*sample, work=work))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        main(
-            Path(scratch),
-            Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(asyncio.__file__).parent,
-        )
+        given = sys.argv[1] if len(sys.argv) > 1 else Path(asyncio.__file__).parent
+        main(Path(scratch), Path(given).resolve())
