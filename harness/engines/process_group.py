@@ -335,9 +335,7 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
 
 def _meet(store: dist.Store, launch: Launch) -> None:
     """Write this process into `store`, and read the other ranks' processes as they come."""
-    # torchrun's store outlives a failed start. Keys with the number of the start keep its entries apart.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"harness/{start}/{rank}" for rank in range(launch.world_size)]
+    keys = [f"harness/{rank}" for rank in range(launch.world_size)]
     mine = _this_process()
     store.set(keys[launch.rank], json.dumps(astuple(mine)))
     _meeting.peers[launch.rank] = mine
@@ -364,7 +362,7 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     _meeting.host = f"the rendezvous at {address}:{port}, which {host} hosts,"
 
     # torch takes over the listening socket. The port stays taken as long as the store lives.
-    return dist.TCPStore(
+    store = dist.TCPStore(
         address,
         port,
         launch.world_size,
@@ -374,6 +372,10 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
         multi_tenant=not agent,
         master_listen_fd=_listen(port) if hosts and local else None,
     )
+    # torchrun's store outlives a failed start. What its ranks left there must not be read by those of the next one:
+    # our own entries, and the addresses at which gloo and NCCL reach each other.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start-{start}", store)
 
 
 def _listen(port: int) -> int:
