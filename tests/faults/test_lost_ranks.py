@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_other_and_is_named(
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param("deepspeed", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("deepspeed", "SIGKILL", marks=pytest.mark.nightly),
         pytest.param("torchrun", "SIGSTOP", marks=pytest.mark.slow),
         pytest.param("torchrun", "SIGKILL", marks=pytest.mark.nightly),
         pytest.param("deepspeed", "SIGSTOP", marks=pytest.mark.nightly),
