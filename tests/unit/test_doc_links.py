@@ -38,12 +38,18 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def links_of(page: Path) -> list[str]:
+    """Links to files and headings of this project."""
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [link for link in links if "://" not in link]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = links_of(page)
+    assert len(links) > 5 or page.name not in ("README.md", "benchmarks.md"), "links are found"
     dead = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in link:
-            continue
+    for link in links:
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
         if not target.exists() or (
