@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from harness.core.config import EngineConfig, RunConfig
     from harness.core.errors import Problem
+    from harness.core.shards import Rows
     from harness.core.update import DynamicLossScale
 
 NO_LIMITS = Limits()
@@ -42,6 +43,15 @@ class Stateful(Protocol):
     def state_dict(self) -> tuple[TensorDict, Meta]: ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A part of which each rank holds some rows; its `state_dict` gives those, and its load takes those."""
+
+    def rows(self) -> Mapping[str, Rows]:
+        """The rows that this rank holds, for each tensor of `state_dict` that is sharded."""
+        ...
 
 
 class Gradients(Protocol):
@@ -91,6 +101,8 @@ class Engine(Gradients, Protocol):
     """Under fp16 it has its own loss scale and weights in half precision, so a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
     """Its state is whole on every rank, and can be copied in memory between two steps."""
+    sharded: ClassVar[bool]
+    """Each rank holds other rows of weights and moments (`Sharded`), and writes them into a checkpoint itself."""
     any_optimizer: ClassVar[bool]
     """It can step and save any optimizer; otherwise only fused AdamW and SGD."""
     rank: int

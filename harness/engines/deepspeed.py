@@ -230,6 +230,7 @@ class DeepSpeedEngine(ProcessGroup):
     owns_loss_scale: ClassVar = True
     # ZeRO would have to gather its partitions for every snapshot.
     snapshots: ClassVar = False
+    sharded: ClassVar = False
     # Flat partitions have no matrices, which some optimizers need. The gathers take no tensor subclasses.
     any_optimizer: ClassVar = False
 

@@ -424,6 +424,7 @@ class TorchEngine(ProcessGroup):
 
     owns_loss_scale: ClassVar = False
     snapshots: ClassVar = True
+    sharded: ClassVar = False
     any_optimizer: ClassVar = True
 
     @classmethod
