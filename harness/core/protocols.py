@@ -59,13 +59,21 @@ class Gradients(Protocol):
 
     device: torch.device
 
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """Figures of the window's gradients by their names in StepFacts: `grad_norm` and `loss_scale`.
 
         Each is fp32 0-d, and the same on every rank where ranks exchange gradients.
 
-        shares: also measure `grad_zeros` and `grad_near_limit`. They cost another pass over the gradients, and an owner
-            that cannot see scaled gradients leaves them out.
+        thorough: also measure `param_norm`, of the weights that the gradients were computed with, and `grad_zeros` and
+            `grad_near_limit`. They cost another pass over weights and gradients. An owner that cannot see scaled
+            gradients leaves the last two out.
+        """
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """What each rank measured of its rows, summed over ranks: fp64, the same bits on each.
+
+        `values` itself where every rank holds all rows.
         """
         ...
 

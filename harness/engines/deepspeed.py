@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
-from harness.core.health import grad_norm
+from harness.core.health import grad_norm, l2_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
 from harness.engines.deepspeed_setup import (
@@ -376,14 +376,18 @@ class DeepSpeedEngine(ProcessGroup):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     @lost_rank_named()
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`, but never with the shares: DeepSpeed owns the scaled gradients."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
-        if self._sharded:
-            norm = self._sharded_norm() / loss_scale
-        else:
-            norm = grad_norm(param for group in self._members for param in group).to(self.device)
-        return {"grad_norm": norm, "loss_scale": loss_scale}
+        norm = self._sharded_norm() if self._sharded else grad_norm(self._weights())
+        figures = {"grad_norm": norm.to(self.device) / loss_scale, "loss_scale": loss_scale}
+        if thorough:
+            figures["param_norm"] = l2_norm(weight.detach() for weight in self._weights())
+        return figures
+
+    def _weights(self) -> list[nn.Parameter]:
+        """What the optimizer trains, before DeepSpeed replaced its groups by flat partitions; whole on every rank."""
+        return [param for group in self._members for param in group]
 
     @lost_rank_named()
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:

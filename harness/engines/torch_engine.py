@@ -520,12 +520,12 @@ class TorchEngine(ProcessGroup):
             loss = loss * self._loss_scale.value
         loss.backward()
 
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters without a gradient under DDP."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
-        return self._gradients.measure(shares)
+        return self._gradients.measure(thorough)
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""

@@ -383,6 +383,7 @@ class LoopGradients(TorchGradients):
             ready.loss_scale,
             ready.device,
             overflow,
+            weights=ready.model.parameters(),
         )
         self._ready = ready
 

@@ -327,7 +327,7 @@ GUARD = (
         12,
         "the guard's limits reach the update of a loop that is not ours",
         "update(gradients, backend, own, terms.limits, terms.measures)",
-        "update(gradients, backend, own, shares=terms.measures)",
+        "update(gradients, backend, own, thorough=terms.measures)",
         "tests/unit/precision/test_own_guard.py -k limits_reach",
     ),
     Mutation(
