@@ -43,6 +43,7 @@ from harness.data.mixture import Mixture, prepare_mixture
 from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
@@ -74,6 +75,7 @@ from harness.tracking.journal import JOURNAL, Journal
 ENGINES: dict[str, type[Engine]] = {
     "single": TorchEngine,
     "ddp": TorchEngine,
+    "fsdp": FsdpEngine,
     "deepspeed": DeepSpeedEngine,
 }
 """Engines by their names in `engine.name`. Each class declares what the engine needs and can do."""
@@ -330,6 +332,8 @@ def build_run(
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
+    if engine.sharded:
+        backend.gather_weights()
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
@@ -367,12 +371,16 @@ def build_run(
         asked=stop.requested,
         fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
     )
+    # Ranks that hold different rows have nothing to compare.
+    comparison = None
+    if not engine.sharded:
+        comparison = RankComparison.of(config.guard, model, engine.device)
     judge = Judge(
         config.guard,
         state,
         backend,
         monitors,
-        comparison=RankComparison.of(config.guard, model, engine.device),
+        comparison=comparison,
         seed=config.train.seed,
     )
     recorder = (
@@ -555,13 +563,17 @@ def _build_engine(
     telemetry: Telemetry,
 ) -> Engine:
     train = config.train
-    optimizer = build_optimizer(model, train, worker.device)
-    if text := waits_for(optimizer):
-        telemetry.tell(0, "train.optimizer_waits", text)
+
+    def make_optimizer(weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model, train, worker.device, weights)
+        if text := waits_for(optimizer):
+            telemetry.tell(0, "train.optimizer_waits", text)
+        return optimizer
+
     return ENGINES[worker.engine].build(
         config,
         model,
-        optimizer,
+        make_optimizer,
         Schedule.of(train),
         loss_scale,
         autocast_dtype(plan),

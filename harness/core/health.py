@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,28 +25,28 @@ _SAMPLE = 1 << 16
 _NEAR_LIMIT = 65504.0 / 2
 
 
-class GradHealth(NamedTuple):
-    """What `grad_health` measures, 0-d on the gradients' device; fp32 but for `squares`.
+class GradHealth:
+    """What `grad_health` measures, on the gradients' device.
 
-    squares: sum of squares of the gradients as they are, fp64.
-    zeros, near_limit: shares in [0, 1], NaN where not measured.
+    sums: fp64 [5], which ranks that hold different rows can add up: squares, then as `_counts`. NaN where the shares
+        were not measured.
     """
 
-    squares: Tensor
-    zeros: Tensor
-    near_limit: Tensor
-
-    @property
-    def norm(self) -> Tensor:
-        """L2 norm of the gradients as they are, fp32."""
-        return self.squares.sqrt().float()
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums
+        squares, zeros, inside, near, elements = sums.unbind()
+        self.norm = squares.sqrt().float()
+        """L2 norm of the gradients as they are, fp32 0-d."""
+        self.zeros = (zeros / inside).float()
+        self.near_limit = (near / elements).float()
+        """Shares in [0, 1], fp32 0-d."""
 
 
 @torch.no_grad()
 def grad_health(
     params: Iterable[nn.Parameter], scaled: bool, divided_by: Tensor | None = None
 ) -> GradHealth:
-    """The sum of squares of the gradients, and two shares that show whether a loss scale is right.
+    """The norm of the gradients, and two shares that show whether a loss scale is right.
 
     Parameters without a gradient are ignored.
 
@@ -64,15 +63,15 @@ def grad_health(
     Both are 0 / 0 = NaN without a gradient. Large tensors are sampled.
     """
     gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    squares = sum_of_squares(gradients)
-    if not scaled or not gradients:
-        not_measured = torch.full_like(squares, math.nan).float()
-        return GradHealth(squares, not_measured, not_measured)
+    squares = sum_of_squares(gradients).reshape(1)
+    if not scaled:
+        return GradHealth(torch.cat([squares, squares.new_full((4,), math.nan)]))
 
     limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
-    counts = [_counts(gradient, limit).to(squares.device) for gradient in gradients]
-    zeros, inside, near, elements = torch.stack(counts).sum(0).unbind()
-    return GradHealth(squares, (zeros / inside).float(), (near / elements).float())
+    counts = squares.new_zeros(4)
+    for gradient in gradients:
+        counts += _counts(gradient, limit).to(squares.device)
+    return GradHealth(torch.cat([squares, counts]))
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from harness.core.shards import Rows
     from harness.core.update import DynamicLossScale
 
+    MakeOptimizer = Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
+
 NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
@@ -67,13 +69,6 @@ class Gradients(Protocol):
         thorough: also measure `param_norm`, of the weights that the gradients were computed with, and `grad_zeros` and
             `grad_near_limit`. They cost another pass over weights and gradients. An owner that cannot see scaled
             gradients leaves the last two out.
-        """
-        ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        """What each rank measured of its rows, summed over ranks: fp64, the same bits on each.
-
-        `values` itself where every rank holds all rows.
         """
         ...
 
@@ -135,7 +130,7 @@ class Engine(Gradients, Protocol):
         cls,
         config: RunConfig,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: MakeOptimizer,
         schedule: Any,
         loss_scale: DynamicLossScale | None,
         autocast_dtype: torch.dtype | None,
@@ -143,6 +138,8 @@ class Engine(Gradients, Protocol):
     ) -> Engine:
         """The engine of a run.
 
+        make_optimizer: called once, with the parameters by name as this rank holds them. An engine that shards the
+            model calls it afterwards: the optimizer's state is then made for the rank's own rows alone.
         schedule: an `optim.schedule.Schedule`.
         loss_scale: None except in fp16.
         autocast_dtype: what the plan's rung casts to; None: nothing.
@@ -200,6 +197,13 @@ class PrecisionBackend(Stateful, Protocol):
         """Around backward, in which activation checkpointing recomputes forward.
 
         last: whether it is the window's last; None if the caller does not know. No result depends on it.
+        """
+        ...
+
+    def gather_weights(self) -> None:
+        """Called once if the engine gathers weights from all ranks for one layer at a time, and frees them after it.
+
+        From then on no weight, and no cast of one, is kept from a layer's forward to its backward.
         """
         ...
 

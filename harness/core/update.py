@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
 from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerms
-from harness.core.health import by_device_and_dtype, grad_health, sum_of_squares
+from harness.core.health import GradHealth, by_device_and_dtype, grad_health, sum_of_squares
 from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
@@ -197,21 +197,22 @@ class TorchGradients:
         wants_shares = thorough and self._loss_scale is not None
         health = grad_health(self._parameters, wants_shares, divided_by)
 
-        # Both norms in one sum over ranks.
-        squares = [health.squares.to(self.device)]
+        # Gradients and weights in one sum over ranks.
+        sums = health.sums.to(self.device)
         if thorough:
-            weights = [weight.detach() for weight in self._weights]
-            squares.append(sum_of_squares(weights).to(self.device))
-        norms = self.sum(torch.stack(squares)).sqrt().float()
+            squares = sum_of_squares(weight.detach() for weight in self._weights)
+            sums = torch.cat([sums, squares.to(self.device).reshape(1)])
+        sums = self.sum(sums)
+        health = GradHealth(sums[:5])
 
         figures = {
-            "grad_norm": self._unscaled(norms[0], loss_scale),
+            "grad_norm": self._unscaled(health.norm, loss_scale),
             "loss_scale": loss_scale,
             "grad_zeros": health.zeros,
             "grad_near_limit": health.near_limit,
         }
         if thorough:
-            figures["param_norm"] = norms[1]
+            figures["param_norm"] = sums[5].sqrt().float()
         return figures
 
     def _unscaled(self, norm: Tensor, loss_scale: Tensor) -> Tensor:
@@ -222,7 +223,10 @@ class TorchGradients:
         return torch.where(self._overflow > 0, math.inf, norm)
 
     def sum(self, values: Tensor) -> Tensor:
-        """As `Gradients.sum`: every rank holds all gradients here."""
+        """What each rank measured of its rows, summed over ranks: fp64, the same bits on each.
+
+        Here every rank holds all gradients, and `values` are what they are.
+        """
         return values
 
     def max_(self, values: Tensor) -> Tensor:

@@ -50,7 +50,12 @@ _FIXED = ("fused", "foreach", "capturable", "differentiable", "maximize")
 _MUON_OTHERS = "others"
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    train: TrainConfig,
+    device: torch.device,
+    weights: Mapping[str, nn.Parameter] | None = None,
+) -> Optimizer:
     """The optimizer that `train.optimizer` names, over the trainable parameters of `model`.
 
     adamw, sgd: fused; sgd has momentum `train.betas[0]`.
@@ -63,10 +68,16 @@ def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) 
     fused ones and torchao's, `lr` is one shared 0-d fp32 tensor on `device`. adamw, sgd, adamw8bit, adamw_fp8 and muon
     have their state at once, as zeros.
 
+    weights: what the optimizer trains in place of the model's parameters of the same names, such as this rank's rows of
+        each. Only for adamw and sgd. None: the model's own.
+
     Raises ConfigError if nothing is trainable, for arguments that do not fit, or for an optimizer that a run cannot
     gate or save. Raises MachineError where torchao is missing.
     """
     groups = _decay_groups(model, train)
+    if weights is not None:
+        for group in groups:
+            group["params"] = [weights[name] for name in group["param_names"]]
     make = _MAKERS.get(train.optimizer, _made_by_target)
     optimizer = make(model, groups, train, device)
     init_optimizer_state(optimizer)

@@ -21,7 +21,7 @@ from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.files import step_name
 from harness.core.state import RunLedger, lost_ledger, unrelated_ledger
-from harness.engines.torch_engine import OptimizerPart
+from harness.engines.parts import OptimizerPart
 from harness.optim.schedule import Schedule, lr_jump
 from harness.run import Run
 from harness.run_folder import (
