@@ -527,14 +527,21 @@ def read_ledger(folder: Path, worker: Worker, store: Store) -> RunLedger:
     return ledger
 
 
+def _state_size(config: RunConfig, engine: Engine, model: nn.Module) -> int:
+    """About how many bytes of the state this rank holds."""
+    whole = state_bytes(model, optimizer_bytes(model, config.train))
+    return -(-whole // engine.world_size) if engine.sharded else whole
+
+
 def _staging(
     config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
 ) -> Staging | None:
     """Memory that background saves copy the state to. None on ranks that do not save, and if the copy would take more
     than a quarter of the free memory."""
-    if engine.rank != 0 or not config.checkpoint.background:
+    saves = engine.rank == 0 or engine.sharded
+    if not saves or not config.checkpoint.background:
         return None
-    size = state_bytes(model, optimizer_bytes(model, config.train))
+    size = _state_size(config, engine, model)
     if size > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
         telemetry.event(0, "checkpoint.waits", text=text)
@@ -550,7 +557,7 @@ def _snapshots(
     """Snapshots in memory; None if the guard takes none, or a rank has no room for them. Collective."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
-    size = state_bytes(model, optimizer_bytes(model, config.train))
+    size = _state_size(config, engine, model)
     return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,11 +19,15 @@ def shares_buffers(model: nn.Module) -> bool:
     return any(name in saved and buffer.is_floating_point() for name, buffer in buffers)
 
 
-def follow_rank_0(model: nn.Module) -> None:
-    """Let every forward of `model` begin with rank 0's buffers, as DistributedDataParallel does by itself."""
-    model.register_forward_pre_hook(_take_buffers)
+def follow_rank_0(model: nn.Module, now: Callable[[], bool] = lambda: True) -> None:
+    """Let forwards of `model` begin with rank 0's buffers, as DistributedDataParallel does by itself.
 
+    now: whether the forward that begins does so, the same on every rank.
+    """
 
-def _take_buffers(model: nn.Module, _: object) -> None:
-    for buffer in model.buffers():
-        torch.distributed.broadcast(buffer, 0)
+    def take_buffers(module: nn.Module, _: object) -> None:
+        if now():
+            for buffer in module.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
+    model.register_forward_pre_hook(take_buffers)

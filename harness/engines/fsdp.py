@@ -9,7 +9,9 @@ is a plain Parameter over the same memory, this rank's rows (`Shards.weights`). 
 checkpoints use those, so they work as they do under DDP, fused kernels and the gate on the device included. What is
 measured of rows is summed over ranks in fp64 (`ShardGradients`).
 
-On two ranks every loss, weight and moment equals DDP's, bit for bit. With more, collectives may add in another order.
+On two ranks every loss, weight and moment equals DDP's, bit for bit. With more ranks collectives may add in another
+order. On a CPU one more thing differs: fused AdamW rounds the last elements of a tensor otherwise, those that do not
+fill a vector register. A piece whose size is not a multiple of 16 has other last elements than the whole tensor.
 
 Traps that this file takes care of:
 
@@ -169,8 +171,10 @@ class FsdpEngine(ProcessGroup):
             [self.optimizer], trained, max_grad_norm, loss_scale, device
         )
         self._buffers = WindowBuffers(model)
+        # As under DDP, the later micro-batches of a window go on with each rank's own buffers.
+        self._window_begun = False
         if self.world_size > 1 and shares_buffers(model):
-            follow_rank_0(model)
+            follow_rank_0(model, now=lambda: not self._window_begun)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -181,6 +185,7 @@ class FsdpEngine(ProcessGroup):
         root.set_requires_gradient_sync(last or self._every_micro_batch)
         with lost_rank_named():
             yield
+        self._window_begun = not last
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of `loss`, times the loss scale if there is one."""
@@ -258,11 +263,12 @@ def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     groups = [*_blocks_without_ties(model), model]
     problems: list[Problem] = []
+    names = {id(param): name for name, param in model.named_parameters()}
     taken: set[nn.Parameter] = set(ignored)
     for module in groups:
-        own = [(name, each) for name, each in module.named_parameters() if each not in taken]
-        taken |= {each for _, each in own}
-        problems += _mixed_dtypes(own)
+        own = [param for param in module.parameters() if param not in taken]
+        taken.update(own)
+        problems += _mixed_dtypes((names[id(param)], param) for param in own)
     if problems:
         raise ConfigError(problems)
 

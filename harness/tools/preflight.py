@@ -81,8 +81,9 @@ def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | 
     None unless it is certain that they do: activations are not counted, an engine that shards the state keeps less of
     it here, and a GPU has memory of its own.
     """
-    # An engine without snapshots shards the state.
-    if worker.device.type != "cpu" or not ENGINES[worker.engine].snapshots:
+    # An engine without snapshots, DeepSpeed, shards the optimizer's state.
+    engine = ENGINES[worker.engine]
+    if worker.device.type != "cpu" or engine.sharded or not engine.snapshots:
         return None
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
