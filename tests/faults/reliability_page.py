@@ -148,8 +148,8 @@ def kinds(
     """(row, kind, target) -> its figures, each with the name of what it was measured on.
 
     A figure's text is "name: kind" or "kind: name". Several of one row and target that have the same words on one side
-    of the colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of its own,
-    without a name.
+    of the colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of
+    its own, without a name.
     """
     sides: Counter[tuple[int, str, str]] = Counter()
     for figure in figures:
