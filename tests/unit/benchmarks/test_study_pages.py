@@ -239,8 +239,19 @@ def test_cost_of_fp8_screen() -> None:
     shown: dict[str, str] = {}
     for names, cells in re.findall(rf"\| \**([^|]*`)[^|`]*\| \**((?:{cell},? ?)+)", screen):
         shown |= dict(zip(re.findall(r"`(\w+)`", names), re.findall(cell, cells), strict=True))
-    assert len(shown) > 20
-    assert {name: percent(variants[name]["result"]["pooled"]) for name in shown} == shown
+    assert len(shown) > 8
+    pooled = {
+        name: row["result"]["pooled"] for name, row in variants.items() if name not in CONTROLS
+    }
+    assert {name: percent(pooled[name]) for name in shown} == shown
+    assert [name for name, row in pooled.items() if not row["low"] < 0 < row["high"]] == [
+        "stochastic"
+    ]
+    means = [row["mean"] for name, row in pooled.items() if name not in shown]
+    low, high = (
+        percent({"mean": mean, "low": 0, "high": 0}).split()[0] for mean in (min(means), max(means))
+    )
+    assert f"The other {len(means)} variants have means of {low} to {high}, and" in screen
 
 
 def test_cost_of_fp8_larger_sizes() -> None:
