@@ -70,8 +70,8 @@ for end in map(json.loads, lines):
         print(end["commit"], end["again"], end["finding"][:80])
 ```
 
-`make test-faults` writes this page. Every test asserts that its fault happened. `make mutations` removes the
-protections of `tests/faults/mutation_list.py` from the code, one by one, and checks that a test fails each time.
+`make test-faults` writes this page. Every test asserts that its fault happened. `make mutations` takes each protection
+away and checks that a test fails.
 """
 FIGURES = """## Figures
 `pytest tests/faults/TEST` measures a figure again. In brackets is the share that could still fail, at 95% confidence.
