@@ -29,14 +29,13 @@ ABOUT = """\
 of two ways:
 
 - The run finished, with the bytes and the whole history of an undisturbed run.
-- The run refused to start, and its message named the damaged file. After that file was restored, it finished in the
-  same way.
+- The run refused to start and named the damaged file. With that file restored it finished in the same way.
 
 Every process before that must end with a true exit code and without a traceback. No secret may appear in any file of
 the run, on the screen or in MLflow. Rows of the journal that the attack itself changed may differ.
 
 Most runs are forked from a process that has imported everything. A sixth ("new python", torchrun, deepspeed) start as a
-user's runs do. Two other models may train in two threads beside a run; each must end as it ends alone.
+user's runs do. Beside some, two other models train in threads, and must end as they end alone.
 `tests/faults/attack_ledger.jsonl` has a line for each sequence.
 """
 UNPROTECTED = ("a journal cut, deleted or doubled is not noticed",)

@@ -83,7 +83,7 @@ def test_what_the_estimate_said_beside_a_card_is_the_records() -> None:
         in guide
     )
     assert f"{ratio['predicted']:.2f} of bf16's step for {ratio['measured']:.2f}" in guide
-    for place in ("studies/hopper.md", "studies/benchmarks.md", "guide/estimate.md"):
+    for place in ("studies/hopper.md", "guide/estimate.md"):
         assert f"{fp8['measured_ms']:.1f}" in page(place)
         assert f"{fp8['predicted_ms']:.1f}" in page(place)
         assert "86.8" not in page(place)
