@@ -32,7 +32,8 @@ of two ways:
 - The run refused to start and named the damaged file. With that file restored it finished in the same way.
 
 Every process before that must end with a true exit code and without a traceback. No secret may appear in any file of
-the run, on the screen or in MLflow. Rows of the journal that the attack itself changed may differ.
+the run, on the screen or in MLflow. Rows of the journal that the attack itself changed may differ: nothing checks for
+such edits.
 
 Most runs are forked from a process that has imported everything. A sixth ("new python", torchrun, deepspeed) start as a
 user's runs do. Beside some, two other models train in threads, and must end as they end alone.
