@@ -12,11 +12,12 @@ This module judges each slot and statistic on its own. `fallback` decides what f
    - Rows are nearly alike while a model learns what all samples have in common. The SQNR of what varies between rows
      counts only after it has been low for `centred_steps` steps.
    - A layer that has just returned to FP8 is left out for one step by the caller.
-3. *Kept observations.* The last `fallback.window` of them, called `window` below. Reports show them, and a layer may return once they are clean.
-4. *Score.* A count of the kept ones would forget faults that come less often. The score is a
-   CUSUM instead (Page, Continuous inspection schemes, 1954). A bad observation adds 1, and half as much for each octave
-   beyond the limit. A good one takes 1 / (2 * (window - hits)) away. A score of `hits` - 1/2 is enough to leave FP8, if
-   at least `hits` bad observations made it: one huge outlier alone is no fault.
+3. *Kept observations.* The last `fallback.window` of them, called `window` below. Reports show them, and a layer may
+   return once they are clean.
+4. *Score.* A count of the kept ones would forget faults that come less often. The score is a CUSUM instead (Page,
+   Continuous inspection schemes, 1954). A bad observation adds 1, and half as much for each octave beyond the limit. A
+   good one takes 1 / (2 * (window - hits)) away. A score of `hits` - 1/2 is enough to leave FP8, if at least `hits` bad
+   observations made it: one huge outlier alone is no fault.
 
 So `hits` bad observations within `window` are always enough. So are faults further apart, if they are far enough beyond
 their limits.
