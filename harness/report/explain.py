@@ -398,7 +398,7 @@ def command(
     subject: Annotated[
         list[str] | None,
         typer.Argument(
-            help="a code (loss.spike), a run folder, or what you see, in words [default: list all]"
+            help="code (loss.spike), run folder, or what you see, in words [default: list all]"
         ),
     ] = None,
 ) -> int:
