@@ -18,7 +18,7 @@ from harness.integrations.watch import Watch
 try:
     from accelerate import Accelerator
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[accelerate]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[accelerate]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

@@ -20,7 +20,7 @@ try:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[hf]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[hf]'")
 
 
 def tiny(folder: Path, text: Path) -> Path:

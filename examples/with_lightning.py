@@ -18,7 +18,7 @@ try:
 
     from harness.integrations.lightning import HarnessCallback, TrainerPrecision
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[lightning]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[lightning]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

@@ -15,7 +15,7 @@ try:
     import peft
     import transformers
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[peft,hf]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[peft,hf]'")
 
 
 def base(folder: Path) -> Path:

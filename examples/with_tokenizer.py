@@ -15,7 +15,7 @@ from pathlib import Path
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[hf]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[hf]'")
 
 END = "<|endoftext|>"
 

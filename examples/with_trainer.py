@@ -18,7 +18,7 @@ try:
     import accelerate  # noqa: F401 (the Trainer does not train without it)
     from transformers import Trainer, TrainingArguments
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install 'hopper-harness[accelerate,hf]'")
+    sys.exit(f"{missing}: in the project's folder: pip install -e '.[accelerate,hf]'")
 
 STEPS, NAN, RUINED, LARGE = 120, 40, range(70, 75), range(90, 120)
 

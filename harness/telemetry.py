@@ -61,7 +61,8 @@ def undeliverable(config: TrackingConfig, off: str) -> list[Problem]:
 
     if not config.mlflow or mlflow.ok:
         return []
-    fix = f"pip install 'hopper-harness[mlflow]', or {off}: journal.jsonl has every series"
+    install = "pip install -e '.[mlflow]' in the project's folder"
+    fix = f"{install}, or {off}: journal.jsonl has every series"
     return [Problem("rows cannot be delivered to MLflow", "tracking.mlflow", mlflow.reason, fix)]
 
 

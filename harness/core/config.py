@@ -46,64 +46,59 @@ class TrainConfig(Strict):
     """Length, batch, learning rate and optimizer."""
 
     steps: Positive = Field(
-        default=300, description="length of the run in steps; skipped updates count too"
+        default=300, description="steps of the run, with those whose update is skipped"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=0, description="seed of the initial weights and of the data order"
+        default=0, description="seed of initial weights and data order"
     )
     global_batch: Positive = Field(
         default=16,
         description="samples in one step, over all ranks; a multiple of train.micro_batch",
     )
-    micro_batch: Positive = Field(
-        default=8, description="samples in one forward and backward pass on one rank"
-    )
+    micro_batch: Positive = Field(default=8, description="samples in one pass on one rank")
     max_grad_norm: float = Field(
-        default=1.0, gt=0, description="largest L2 norm of the gradient; a larger is clipped"
+        default=1.0, gt=0, description="L2 norm to which a larger gradient is clipped"
     )
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
     warmup_steps: Count = Field(
-        default=20, description="applied updates over which the learning rate rises to train.lr"
+        default=20, description="applied updates until the learning rate is train.lr"
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine",
-        description="learning rate after the warm-up; wsd is constant, then falls linearly over train.decay_share",
+        description="learning rate after the warm-up; wsd: constant, then a line down over train.decay_share",
     )
     min_lr_ratio: Share = Field(
         default=0.1,
-        description="final learning rate as a share of train.lr; constant schedules ignore it",
+        description="final learning rate as a share of train.lr; not for constant",
     )
     decay_share: Share = Field(
-        default=0.2, description="share of train.steps over which wsd decays, at the run's end"
+        default=0.2, description="share of train.steps over which wsd decays"
     )
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="weight decay rate for matrices; vectors (norms, biases) get none",
+        description="weight decay rate of matrices; vectors (norms, biases) have none",
     )
-    decay_embeddings: bool = Field(
-        default=True, description="whether embeddings get weight decay, as matrices do"
-    )
+    decay_embeddings: bool = Field(default=True, description="whether embeddings have weight decay")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="AdamW's decay rates of the first and second moment",
+        description="AdamW's decay rates of first and second moment",
     )
     optimizer: str = Field(
         default="adamw",
-        description="adamw or sgd (momentum: betas[0]) are torch's fused kernels; adamw8bit and adamw_fp8 are "
-        "torchao's; muon takes the hidden matrices and leaves the rest to AdamW; or a class of your own, "
-        '"pkg.mod:Class"',
+        description="adamw, sgd (momentum: betas[0]): torch's fused kernels; adamw8bit, adamw_fp8: torchao's; muon: "
+        'hidden matrices, AdamW for the rest; or your class, "pkg.mod:Class"',
     )
     optimizer_args: dict[str, Any] = Field(
-        default_factory=dict, description="more keyword arguments of the optimizer's class"
+        default_factory=dict, description="more arguments of the optimizer's class"
     )
     eval_every: Count = Field(
         default=100, description="steps between validations; 0: only at the end"
     )
     threads: Count = Field(
         default=0,
-        description="CPU threads of one rank; 0: OMP_NUM_THREADS, else the cores shared by the local ranks",
+        description="CPU threads of one rank; 0: OMP_NUM_THREADS, else the cores divided by local ranks",
     )
     max_minutes: float = Field(
         default=0.0, ge=0, description="minutes after which the run saves and stops; 0: never"
@@ -123,14 +118,14 @@ class HubConfig(Strict):
     """Which part of a data set of the Hugging Face hub, `hf:NAME`."""
 
     configuration: str | None = Field(
-        default=None, description="configuration (subset) of hf:NAME; null: the data set's default"
+        default=None, description="configuration (subset) of hf:NAME; null: its default"
     )
     split: str | None = Field(
         default=None, description="split of hf:NAME to train on; null: train, or the only one"
     )
     revision: str | None = Field(
         default=None,
-        description="branch, tag or commit of hf:NAME; null: the main branch as of the run's first start",
+        description="branch, tag or commit of hf:NAME; null: main, as of the run's first start",
     )
 
     @model_validator(mode="after")
@@ -146,10 +141,10 @@ class HubConfig(Strict):
 class MixtureConfig(HubConfig):
     """One source of a mixture."""
 
-    path: str = Field(description="where this source is, as in data.path")
+    path: str = Field(description="as data.path")
     weight: float = Field(
         gt=0,
-        description="weight of this source; its share of the samples is weight / sum of weights",
+        description="weight: the share of the samples is weight / sum of weights",
     )
 
 
@@ -158,41 +153,36 @@ class DataConfig(HubConfig):
 
     target: str | None = Field(
         default=None,
-        description='your own data set instead of data.path: "pkg.mod:fn", where fn(**args) returns an object with '
-        "__len__ and __getitem__",
+        description='your data set, "pkg.mod:fn": fn(**args) returns an object with __len__ and __getitem__',
     )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of data.target"
-    )
+    args: dict[str, Any] = Field(default_factory=dict, description="arguments of data.target")
     path: str | None = Field(
         default=None,
-        description="a file or folder of text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset or .bin token "
-        "ids; a folder that `harness data prepare` made; or hf:NAME on the Hugging Face hub; null: the source code of "
+        description="file or folder of text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset or .bin token ids; "
+        "a folder of `harness data prepare`; or hf:NAME of the Hugging Face hub; null: the source of "
         "Python's standard library",
     )
     mixture: list[MixtureConfig] = Field(
-        default_factory=list, description="several weighted sources instead of data.path"
+        default_factory=list, description="weighted sources instead of data.path"
     )
     cache: str | None = Field(
         default=None,
         description="folder that keeps hf:NAME; null: huggingface_hub's (HF_HUB_CACHE, HF_HOME)",
     )
     format: Literal["auto", "tokens", Documents] = Field(
-        default="auto", description="format of data.path; auto: found out from the files"
+        default="auto", description="format of data.path; auto: detected"
     )
     tokenizer: str | None = Field(
         default=None,
-        description="a tokenizer.json, or a Hugging Face folder with one; null: a token is a byte",
+        description="a tokenizer.json, or a folder with one; null: a token is a byte",
     )
-    text_key: str = Field(
-        default="text", min_length=1, description="key or column of a row that has the text"
-    )
+    text_key: str = Field(default="text", min_length=1, description="key or column with the text")
     dtype: Literal["uint8", "uint16", "uint32"] = Field(
-        default="uint16", description="type of a token id in .bin files without a header"
+        default="uint16", description="type of ids in .bin files without a header"
     )
     packing: Literal["none", "documents"] = Field(
         default="none",
-        description="documents: no token is predicted from another document's in the same sample",
+        description="documents: no token is predicted from another document's",
     )
     separator: Count | None = Field(
         default=None,
@@ -203,18 +193,17 @@ class DataConfig(HubConfig):
         default=0.1,
         gt=0,
         lt=1,
-        description="share of the data held out for validation, where the data have no validation part of their own",
+        description="share held out, where the data have no validation part",
     )
     val_samples: Positive = Field(
         default=128,
-        description="samples in one validation, over all ranks, spread evenly over the held-out data",
+        description="samples in one validation, over all ranks, spread over the held-out data",
     )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="bad samples (not finite, labels out of range or all missing, unreadable, changed since the "
-        "start): skip skips the update, fail halts, auto halts for labels out of range and skips for the rest; "
-        "files and rows without text, at the start: skip leaves them out, fail refuses, auto leaves out binary and "
-        "empty ones and refuses others",
+        description="samples that are not finite, out of range, without labels, unreadable or changed: skip skips the "
+        "update, fail halts, auto halts for labels out of range and else skips; files and rows without "
+        "text: skip leaves them out, fail refuses, auto leaves out binary and empty ones",
     )
 
     @model_validator(mode="after")
@@ -235,11 +224,9 @@ class ModelConfig(Strict):
 
     target: str = Field(
         default="harness.models.gpt:build",
-        description='"pkg.mod:fn", where fn(**args) returns an nn.Module; or "hf:FOLDER", a causal LM of Hugging Face',
+        description='"pkg.mod:fn": fn(**args) returns an nn.Module; or "hf:FOLDER", a causal LM of Hugging Face',
     )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of model.target"
-    )
+    args: dict[str, Any] = Field(default_factory=dict, description="arguments of model.target")
 
 
 class CheckpointConfig(Strict):
@@ -249,62 +236,58 @@ class CheckpointConfig(Strict):
     keep: int = Field(default=3, ge=2, description="number of newest checkpoints kept")
     healthy_steps: Count = Field(
         default=10,
-        description="healthy steps that must follow a checkpoint before a rollback may use it",
+        description="healthy steps after a checkpoint that make it a rollback target",
     )
     best: Literal["val_loss", "train_loss", "none"] = Field(
         default="val_loss",
-        description="metric whose lowest checkpoint is kept too; val_loss: among those saved at a validation",
+        description="metric whose lowest checkpoint is kept too; val_loss: of those saved at a validation",
     )
     background: bool = Field(
         default=True,
-        description="whether to write while training goes on; takes one copy of the state in memory",
+        description="write while training goes on; takes a copy of the state in memory",
     )
     on_failure: Literal["continue", "pause", "halt"] = Field(
         default="pause",
-        description="after checkpoint.max_failures failed saves: train on, wait on all ranks until a save succeeds, or "
-        "end the run",
+        description="after checkpoint.max_failures failed saves: train on, wait on all ranks, or end",
     )
     max_failures: Positive = Field(
         default=3,
-        description="failed saves in a row before checkpoint.on_failure applies; 1 acts as 2, because a failure is "
-        "known at the next save",
+        description="failed saves in a row before checkpoint.on_failure applies; 1 acts as 2",
     )
     retry_seconds: float = Field(
-        default=30.0, gt=0, description="seconds between tries to save while the run waits"
+        default=30.0, gt=0, description="seconds between tries while the run waits"
     )
     emergency_path: str | None = Field(
         default=None,
-        description="folder on another disk for the last save, if the run's own disk takes none; the next start brings "
-        "it back; null: none",
+        description="folder on another disk for the last save, if the run's own has no room; the next start brings it "
+        "back",
     )
 
 
 class TrackingConfig(Strict):
     """What goes into the journal and MLflow, and how often."""
 
-    mlflow: bool = Field(default=True, description="whether the journal is sent to MLflow")
+    mlflow: bool = Field(default=True, description="send the journal to MLflow")
     experiment: str = Field(
-        default="hopper-harness", min_length=1, description="name of the MLflow experiment"
+        default="hopper-harness", min_length=1, description="MLflow's experiment"
     )
     fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
     fp8_series: Count = Field(
         default=128,
-        description="number of FP8 slots up to which each has metric series of its own; in a larger model picked ones",
+        description="number of FP8 slots up to which all have metric series; in larger models picked ones",
     )
     fp8_slots: list[str] = Field(
         default_factory=list,
-        description="patterns of slots that always have series of their own, such as blocks.*.mlp.down.*",
+        description="patterns of slots that always have series, such as blocks.*.mlp.down.*",
     )
-    report: bool = Field(
-        default=True, description="whether plots and report.html are drawn at the end of the run"
-    )
+    report: bool = Field(default=True, description="draw plots and report.html at the end")
     system_seconds: float = Field(
         default=10.0,
         ge=0,
-        description="seconds between MLflow's metrics of the machine and its GPUs; 0: none",
+        description="seconds between MLflow's metrics of machine and GPUs; 0: none",
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="longest wait for MLflow at the end, in seconds"
+        default=30.0, ge=0, description="seconds to wait for MLflow at the end, at most"
     )
 
 
@@ -313,16 +296,16 @@ class EngineConfig(Strict):
 
     name: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = Field(
         default="auto",
-        description="auto: deepspeed under its launcher, else ddp, or single for one process; fsdp: shard over ranks",
+        description="auto: deepspeed under its launcher, else ddp; single for one process; fsdp: model sharded over ranks",
     )
     gradient_sync: Literal["window", "micro_batch"] = Field(
         default="window",
-        description="when fsdp exchanges gradients: once a window as ddp does, or in every micro-batch, in less memory",
+        description="when fsdp exchanges gradients: once a window, as ddp; or in every micro-batch, in less memory",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed's ZeRO stage")
     deepspeed: str | None = Field(
         default=None,
-        description="path of a DeepSpeed JSON file; the harness's own settings override it; null: none",
+        description="DeepSpeed JSON file; the harness's settings override it",
     )
     timeout_seconds: float = Field(
         default=600.0,
@@ -331,11 +314,11 @@ class EngineConfig(Strict):
     )
     compile: Literal["none", "blocks"] = Field(
         default="none",
-        description="blocks: torch.compile each element of the model's nn.ModuleLists",
+        description="blocks: torch.compile each element of the nn.ModuleLists",
     )
     deterministic: bool = Field(
         default=False,
-        description="whether to use GPU kernels that give the same bits each time; attention's usual gradient may not",
+        description="GPU kernels that give the same bits each time; attention's usual gradient may not",
     )
 
 
@@ -344,91 +327,89 @@ class GuardConfig(Strict):
 
     enabled: bool = Field(
         default=True,
-        description="whether the guard judges steps; non-finite updates are skipped even without it",
+        description="judge steps; non-finite updates are skipped even without it",
     )
     max_consecutive_skips: Positive = Field(
         default=5,
-        description="skipped steps in a row before a rollback, or before large gradient norms are accepted",
+        description="skipped steps in a row before a rollback, or before large norms are accepted",
     )
     spike_window: Positive = Field(
         default=40,
-        description="applied steps from which the usual loss and gradient norm are computed",
+        description="applied steps that define the usual loss and norm",
     )
     spike_sigma: float = Field(
         default=12.0,
         gt=0,
-        description="robust sigmas (median/MAD) over the usual loss that count as a spike",
+        description="robust sigmas (median/MAD) over the usual loss that make a spike",
     )
     spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
     skip_growth: float = Field(
         default=5.0,
         gt=1,
-        description="times the median gradient norm from which an update is skipped",
+        description="times the median norm from which an update is skipped",
     )
     clip_growth: float = Field(
         default=3.0,
         gt=1,
-        description="times the median gradient norm to which gradients are clipped",
+        description="times the median norm to which gradients are clipped",
     )
     measure_every: Positive = Field(
         default=10,
-        description="steps between measurements of the weights' norm and of shares of fp16 gradients",
+        description="steps between measurements of the weights' norm and of fp16 gradients",
     )
     underflow_rise: Share = Field(
         default=0.05,
-        description="reported rise in the share of fp16 gradients that are exactly zero",
+        description="reported rise in the share of fp16 gradients that are zero",
     )
     overflow_share: Share = Field(
         default=0.01,
-        description="reported share of fp16 gradients over half of fp16's largest value",
+        description="reported share of fp16 gradients over half of the largest value",
     )
     clipping_share: Share = Field(
-        default=0.95, description="reported share of the last 200 updates that were clipped"
+        default=0.95, description="reported share of clipped updates in the last 200"
     )
     parameter_growth: float = Field(
         default=10.0,
         gt=1,
-        description="reported growth of the weights' norm within 100 steps, times its smallest",
+        description="reported growth of the weights' norm within 100 steps, times the smallest",
     )
     snapshot_every: Count = Field(
         default=20,
-        description="steps between snapshots of the state in memory; 0: none; the plan names the steps",
+        description="steps between snapshots in memory; 0: none; the plan names them",
     )
     snapshot_seldom_after: Count = Field(
         default=200,
-        description="step after which only every fifth snapshot is taken, but at least every 100 steps (or every "
-        "guard.snapshot_every, if that is longer); 0: all are taken",
+        description="step after which only every fifth is taken, but one in 100 steps (or in guard.snapshot_every, if "
+        "longer); 0: all",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
-        description="when the loss stays over its first median for 200 updates: act rolls back, then halts; report "
-        "only logs",
+        description="a loss over its first median for 200 updates: act rolls back, then halts; report logs",
     )
     rollback_lr_factor: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="factor by which each rollback multiplies the learning rate",
+        description="factor on the learning rate at each rollback",
     )
     compare_ranks_every: Count = Field(
-        default=100, description="steps between comparisons of the ranks' weights; 0: never"
+        default=100, description="steps between comparisons of ranks' weights; 0: never"
     )
     max_rollbacks: Count = Field(
         default=3,
-        description="number of rollbacks within guard.budget_windows after which the next one halts the run",
+        description="number of rollbacks within guard.budget_windows; the next one halts",
     )
     max_skips: Positive = Field(
         default=100,
-        description="skipped steps within guard.budget_windows after which the next one halts the run",
+        description="skipped steps within guard.budget_windows; the next one halts",
     )
     budget_windows: Positive = Field(
         default=10_000,
-        description="windows (steps) over which guard.max_skips and guard.max_rollbacks count, through rollbacks and "
-        "resumes",
+        description="windows (steps) over which both budgets count, through rollbacks and resumes",
     )
     max_switches: Count = Field(
         default=64,
-        description="number of layer switches in the whole run; more are refused and logged",
+        description="number of layer switches in the run; more are refused",
     )
 
 
@@ -442,7 +423,8 @@ class FallbackConfig(Strict):
       without a sample where the saturation shows that every value was flushed to zero.
     - sqnr_db, even_db and centred_db are bad under their limits. centred_db counts only after centred_steps steps in a
       row, and only for what the rows have in common.
-    - An infinite amax is always bad. amax_over and amax_growth (against a window before) are off while None.
+    - An infinite amax is always bad. amax_over and amax_growth (against the value `window` observations before) are off
+      while None.
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954):
     - An observation beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels).
@@ -457,18 +439,14 @@ class FallbackConfig(Strict):
     With these limits healthy runs at learning rates up to 1e-2 keep FP8; docs/studies/fallback.md has what they find.
     """
 
-    enabled: bool = Field(
-        default=True, description="whether single layers move between FP8 and BF16 during the run"
-    )
+    enabled: bool = Field(default=True, description="whether layers move between FP8 and BF16")
     saturation_input: Ratio = Field(
         default=1.5,
         description="saturation ratio (amax * scale / fp8_max) over which an input is bad",
     )
-    saturation_weight: Ratio = Field(
-        default=1.25, description="saturation ratio over which a weight is bad"
-    )
+    saturation_weight: Ratio = Field(default=1.25, description="the same ratio for weights")
     saturation_grad_output: Ratio = Field(
-        default=8.0, description="saturation ratio over which an output gradient is bad"
+        default=8.0, description="the same ratio for output gradients"
     )
     underflow: float = Field(
         default=0.25,
@@ -480,7 +458,7 @@ class FallbackConfig(Strict):
         default=0.85,
         gt=0,
         le=1,
-        description="the same share for output gradients; saturated attention loses many",
+        description="the same share for output gradients",
     )
     clipped: float = Field(
         default=0.05, gt=0, le=1, description="share of values clipped over which a slot is bad"
@@ -489,58 +467,55 @@ class FallbackConfig(Strict):
     even_db_input: float = Field(
         default=8.0, description="per-element SQNR in dB under which an input is bad"
     )
-    even_db_weight: float = Field(
-        default=22.0, description="per-element SQNR in dB under which a weight is bad"
-    )
+    even_db_weight: float = Field(default=22.0, description="the same in dB for weights")
     even_db_grad_output: float = Field(
-        default=7.0, description="per-row SQNR in dB under which an output gradient is bad"
+        default=7.0, description="the same in dB, per row, for output gradients"
     )
     centred_db: float = Field(
         default=5.0,
-        description="SQNR in dB, computed without each channel's mean, under which a slot is bad",
+        description="SQNR in dB, without each channel's mean, under which a slot is bad",
     )
     centred_steps: int = Field(
         default=200,
         ge=1,
-        description="steps on end that a slot must be under centred_db before it counts as bad",
+        description="steps on end under centred_db that make a slot bad",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="times its amax of a window before over which a slot is bad; null: not checked",
+        description="times its amax of fallback.window observations before that make a slot bad; null: not checked",
     )
     amax_over: Ratio | None = Field(
         default=None,
-        description="amax, without unit, over which a slot is bad; null: not checked, which suits scales that follow",
+        description="amax over which a slot is bad; null: not checked, which suits delayed scales",
     )
     hits: int = Field(
         default=3,
         ge=1,
-        description="bad observations in a window that demote a layer; if far over the limit, also further apart",
+        description="bad ones of the last fallback.window observations that demote a layer; far over a limit, also "
+        "further apart",
     )
-    window: int = Field(default=8, ge=1, description="number of observations in a window")
-    dwell_steps: int = Field(
-        default=50, ge=1, description="least steps that a demoted layer stays in BF16"
-    )
+    window: int = Field(default=8, ge=1, description="number of last observations that count")
+    dwell_steps: int = Field(default=50, ge=1, description="least steps in BF16 after a demotion")
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="factor on the next stay in BF16, if a layer leaves again before it was back that long",
+        description="factor on the next stay, if a layer leaves again before it was back that long",
     )
     warmup_steps: int = Field(
         default=2,
         ge=1,
-        description="first steps that give no evidence, because scales are not set yet",
+        description="first steps that give no evidence: scales are not set yet",
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
     )
     over_budget: Literal["bf16", "stay"] = Field(
         default="bf16",
-        description="when more layers want to leave: bf16 moves the whole run to BF16 for good, stay keeps them in FP8",
+        description="if more layers want to leave: bf16 moves the whole run for good, stay keeps them in FP8",
     )
     failed_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=3,
-        description="failed fp16 updates in a row after which the run moves to BF16 or FP32; null: never",
+        description="failed fp16 updates in a row that move the run to BF16 or FP32; null: never",
     )
 
     @model_validator(mode="after")

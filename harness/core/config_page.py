@@ -46,14 +46,13 @@ def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:
                     on_resume(key),
                 ]
             )
-    return key_table.table(["key", "type", "default", "meaning", "a resume may change it"], rows)
+    return key_table.table(["key", "type", "default", "meaning", "on a resume"], rows)
 
 
 _INTRODUCTION = """\
 # Config keys
 
-For whoever writes a config or an override: every key with its type, limits, default and unit, and whether a resume may
-change it. Keys of a recipe, such as `fallback.hits`, are a page of their own. Made from `harness/core/config.py`:
+Every key of a run's config; [those of a recipe](recipe-keys.md) are a page of their own. Made from the schema:
 `python -m harness.core.config_page > docs/reference/config.md`.
 
 ```python
@@ -64,14 +63,13 @@ assert (config.train.lr, config.guard.spike_sigma) == (1e-3, 20)
 ```
 
 A config is a YAML file with these sections; `key=value` on the command line overrides it. A key that does not exist is
-refused, with the nearest that does. A step is one optimizer step; its samples are a window. Shares are between 0 and 1.
+refused, with the nearest that does. A step is one optimizer step; its samples are a window. Shares are from 0 to 1.
 
-The last column says what happens if you resume a run with another value:
+Whether a resume may bring another value:
 
-- yes: the run goes on with the new value.
-- if accepted: only with `--accept-changed KEY`, which the run records as `run.changed`. `recipe` covers the recipe's
-  contents too.
-- never: the run's data and optimizer stay. Start a new run, which may begin at a checkpoint of the old one:
+- yes: the run goes on with it.
+- if accepted: only with `--accept-changed KEY`, recorded as `run.changed`. `recipe` covers the recipe's contents too.
+- never: start a new run, from a checkpoint of the old one if you like:
   `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
 
 

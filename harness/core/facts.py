@@ -105,7 +105,7 @@ class Metric:
 
 
 _KEPT = "tracking.fp8_every"
-SAMPLED = "tracking.fp8_every; the last sample (fp8.stats_every) since the row before"
+SAMPLED = "tracking.fp8_every, sampled"
 _SCALED = "guard.measure_every, under a loss scale"
 _OWN_LOOP = "every step, not in loops of your own"
 _PerSlot = npt.NDArray[np.float32]
@@ -158,7 +158,7 @@ class SlotStats:
     even_db: Annotated[
         _PerSlot,
         Metric(
-            "per-element SQNR: each value (for gradients: each row) counts alike, whatever its size",
+            "per-element SQNR: each value (of gradients: each row) counts alike",
             "dB",
             "fp8_even_db",
             often=SAMPLED,
@@ -167,7 +167,7 @@ class SlotStats:
     centred_db: Annotated[
         _PerSlot,
         Metric(
-            "SQNR of what varies from row to row: each channel's mean is taken off value and error",
+            "SQNR of what varies from row to row, without each channel's mean",
             "dB",
             "fp8_centred_db",
             often=SAMPLED,
@@ -226,7 +226,7 @@ class StepFacts:
     loss: Annotated[
         float,
         Metric(
-            "mean training loss of the step's samples, over all ranks",
+            "mean loss of the step's samples, over all ranks",
             "nats per token",
             "train/loss",
         ),
@@ -294,7 +294,7 @@ class StepFacts:
     peak_memory: Annotated[
         float,
         Metric(
-            "peak memory of a process so far: torch's allocations on a GPU, the whole process on a CPU",
+            "peak memory so far: torch's allocations on a GPU, the process on a CPU",
             "GiB",
             "train/peak_memory_gib",
             "max",

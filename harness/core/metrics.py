@@ -67,15 +67,14 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         MFU,
         "",
-        "model FLOPs utilisation: time of the step's matrix products at the card's peak (for the fastest precision "
-        "that ran), as a share of the step's time; left out where the peak is not known",
+        "model FLOPs utilisation: time of the step's matrix products at the card's peak for the fastest precision that "
+        "ran, as a share of the step's time; left out where the peak is not known",
         _mfu,
     ),
     (
         "guard/skipped",
         "",
-        "updates skipped so far, also those before a rollback; those of the last guard.budget_windows count against "
-        "guard.max_skips",
+        "updates skipped so far, also before a rollback; the last guard.budget_windows count against guard.max_skips",
         lambda _, ledger: float(ledger.skips),
     ),
     (
@@ -166,8 +165,8 @@ def page() -> str:
 
 
 _BEGINNING = (
-    "For whoever reads a run's figures: every metric that a run writes into its journal, and from there into MLflow.",
-    "Made from `harness/core/facts.py`: `python -m harness.core.metrics > docs/reference/metrics.md`.",
+    "Every metric that a run writes into its journal, and from there into MLflow. Made from the declarations:",
+    "`python -m harness.core.metrics > docs/reference/metrics.md`.",
     "",
     "<!-- setup",
     "from pathlib import Path",
@@ -186,14 +185,14 @@ _BEGINNING = (
     "```",
     "",
     "- **over ranks**: how the values of several ranks become one. `ranks agree`: every rank has the same value.",
-    "- **measured**: in which steps a row has the metric. A key in this column is a config or recipe key: one step in",
-    "  so many. What a step did not measure is left out of its row. The last step has a row too.",
+    "- **measured**: in which steps. A key stands for one step in so many; the last step has a row too. `sampled`: the",
+    "  value of the last sampled step (`fp8.stats_every`) since the row before.",
     "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",
     "- Shares and decibels of a slot are over the values of all ranks together.",
-    "- Up to `tracking.fp8_series` slots all have metric series of their own. In a larger model picked slots have them",
+    "- Only models of up to `tracking.fp8_series` slots have series of all; in larger ones some are picked",
     "  ([telemetry.md](../guide/telemetry.md)).",
-    "- Over the layers: `p10`, `p50` and `p90` are of the step itself; `min` and `max` are of every step since the",
-    "  row before.",
+    "- Over the layers: `p10`, `p50` and `p90` are of the step itself, `min` and `max` of every step since the row",
+    "  before.",
     "",
 )
 

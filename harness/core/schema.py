@@ -312,7 +312,7 @@ def import_extra(module: str, extra: str, where: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install 'hopper-harness[{extra}]'"
+        fix = f"in the project's folder: pip install -e '.[{extra}]'"
         raise ConfigError(
             Problem(f"needs {module}, which cannot be imported: {error}", where, fix=fix)
         ) from error

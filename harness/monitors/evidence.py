@@ -1,4 +1,4 @@
-"""The evidence that a layer should leave FP8: limits, exceptions, windows and scores. Torch-free.
+"""The evidence that a layer should leave FP8: limits, exceptions, kept observations and scores. Torch-free.
 
 Every step yields up to nine statistics (`STATISTICS`) of every slot, that is of every quantised tensor of every layer.
 This module judges each slot and statistic on its own. `fallback` decides what follows for the layer.
@@ -12,11 +12,12 @@ This module judges each slot and statistic on its own. `fallback` decides what f
    - Rows are nearly alike while a model learns what all samples have in common. The SQNR of what varies between rows
      counts only after it has been low for `centred_steps` steps.
    - A layer that has just returned to FP8 is left out for one step by the caller.
-3. *Window.* The last `window` observations are kept. Reports show them, and a layer may return once they are clean.
-4. *Score.* A count within the window would forget faults that come less often than the window is long. The score is a
-   CUSUM instead (Page, Continuous inspection schemes, 1954). A bad observation adds 1, and half as much for each octave
-   beyond the limit. A good one takes 1 / (2 * (window - hits)) away. A score of `hits` - 1/2 is enough to leave FP8, if
-   at least `hits` bad observations made it: one huge outlier alone is no fault.
+3. *Kept observations.* The last `fallback.window` of them, called `window` below. Reports show them, and a layer may
+   return once they are clean.
+4. *Score.* A count of the kept ones would forget faults that come less often. The score is a CUSUM instead (Page,
+   Continuous inspection schemes, 1954). A bad observation adds 1, and half as much for each octave beyond the limit. A
+   good one takes 1 / (2 * (window - hits)) away. A score of `hits` - 1/2 is enough to leave FP8, if at least `hits` bad
+   observations made it: one huge outlier alone is no fault.
 
 So `hits` bad observations within `window` are always enough. So are faults further apart, if they are far enough beyond
 their limits.
@@ -58,7 +59,7 @@ STATISTICS = (
     Statistic("saturation"),
     # Whether the amax is infinite: 0 or 1.
     Statistic("nonfinite"),
-    # The amax over that of a window before.
+    # The amax over that of `window` observations before.
     Statistic("amax_growth"),
     Statistic("amax_over"),
     # Share of values over the format's largest one.
@@ -182,7 +183,7 @@ class Score:
 
 
 class Evidence:
-    """The observations and scores of every slot and statistic of `layers`. Each statistic has a window of its own."""
+    """The observations and scores of every slot and statistic of `layers`. Each statistic has a `window` of its own."""
 
     def __init__(self, policy: FallbackConfig, layers: Sequence[str]) -> None:
         self.policy = policy

@@ -5,10 +5,10 @@ The life of a layer under `FallbackController`:
 1. *Demotion.* `evidence` scores every statistic of every slot. A layer with a score over its threshold asks to leave
    FP8. The worst layers go first, until `max_demoted_share` of all layers are in BF16.
 2. *Stay.* A demoted layer computes in BF16. Its tensors are still measured as if they were quantised.
-3. *Promotion.* It returns after its dwell time, once nothing was bad for a whole window. A layer that leaves again soon
-   after its return stays longer the next time.
-4. *Budget.* If more layers need to leave than the share allows, the run says so. If that lasts for a window, the whole
-   run goes to BF16 for good, unless `over_budget` is "stay".
+3. *Promotion.* It returns after its dwell time, once nothing was bad for `fallback.window` observations. A layer that
+   leaves again soon after its return stays longer the next time.
+4. *Budget.* If more layers need to leave than the share allows, the run says so. If that lasts for `fallback.window`
+   steps, the whole run goes to BF16 for good, unless `over_budget` is "stay".
 
 Some statistics are expensive and only sampled. After a switch, after anything suspicious and in the first steps, the
 controller asks for them at every step.
@@ -44,13 +44,13 @@ class FallbackController(KeptWindow):
     layers: the FP8 layers of the plan, in order.
 
     Facts are judged one step late, so a proposal is not repeated while it is on its way. After it was refused it rests
-    for a window. Only a completed step is evidence, so no layer switches before the first step.
+    for `window` steps. Only a completed step is evidence, so no layer switches before the first step.
 
     Verdicts, all healthy: clipping costs accuracy, and whether the run suffers is for the loss and gradients to say.
     - `precision.demote`: layers leave FP8; the same verdict carries layers that return.
     - `precision.promote`: layers return.
     - `precision.budget`: more layers want to leave than max_demoted_share allows, once per streak.
-    - `precision.lowered`: that lasted for a window, and the whole run leaves FP8 for good.
+    - `precision.lowered`: that lasted for `window` steps, and the whole run leaves FP8 for good.
     - `precision.ok`: nothing to do.
     """
 
@@ -163,7 +163,7 @@ class FallbackController(KeptWindow):
             # one bad observation is evidence.
             over = over | self._evidence.lost()
 
-        # Facts come one step late. A proposal that changed nothing within a window after that was refused.
+        # Facts come one step late. A proposal that changed nothing `window` steps after that was refused.
         ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         wants = over.any(axis=(0, 2)) & ~self._demoted
         on_their_way = ~ready & ~self._demoted
@@ -174,7 +174,7 @@ class FallbackController(KeptWindow):
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
 
-        # Where layers are stuck for a window, and for a fault that can press a whole run, the run leaves FP8.
+        # Where layers are stuck for `window` steps, and for a fault that can press a whole run, the run leaves FP8.
         pressing = bool(over[PRESSING][:, stuck].any())
         if not pressing:
             self._stuck_since = _NEVER

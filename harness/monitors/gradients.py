@@ -50,7 +50,7 @@ GROWTH_WINDOW = 100
 GROWTH_ARMED_AFTER = 16
 """Norms needed before growth is reported."""
 OLDEST = 10
-"""How many of the oldest norms of the growth window a norm is compared with, to see gradual growth."""
+"""How many of the oldest norms of the last GROWTH_WINDOW a norm is compared with, to see gradual growth."""
 BASELINE = 8
 """Number of first measurements of underflow, whose median is the baseline.
 
@@ -69,7 +69,7 @@ class GradientMonitor(KeptWindow):
     window: applied steps that say what is usual (see `base.level`); limits begin after 32 of them, or `window` if less.
 
     The limit for the update two steps ahead is max(skip_growth, e^(6 sigma)) times the usual norm. The norms of skipped
-    updates do not enter the window.
+    updates are not kept.
 
     A row of `max_consecutive_skips` large norms (two or more) is *accepted* if every loss in it is within its limit and
     no norm is over skip_growth times its limit. Then as many large updates as were skipped are applied, clipped as

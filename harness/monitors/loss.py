@@ -5,7 +5,7 @@ How `LossMonitor` tells a spike from a usual loss:
 1. *What is usual.* `base.level` takes the level and the spread (sigma) of the last `spike_window` losses, from medians
    and the MAD (median absolute deviation): a minority of outliers does not move them. The level follows a fall.
 2. *The bound.* A loss spikes when it is over the level by spike_sigma sigmas, and by half of what the loss has fallen
-   since its start. The second condition is for quiet windows, in which sigma is tiny. Only differences of losses
+   since its start. The second condition is for quiet stretches, in which sigma is tiny. Only differences of losses
    count: a constant added to every loss changes no decision, so losses of zero and below are judged like others.
 3. *The limit.* The bound for the step two ahead is a limit that the device compares with: facts arrive one step late,
    and the update of a spike must not reach the weights.
@@ -44,7 +44,7 @@ from harness.monitors.base import (
 JUDGED_AFTER = 16
 """Losses needed before spikes are reported. A limit, which acts by itself, needs twice as many."""
 HALF = 0.5
-"""Share of the fall since the first median: a smaller rise is no spike, however quiet the window is."""
+"""Share of the fall since the first median: a smaller rise is no spike, however quiet the losses are."""
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """The first loss of an untrained model lies between these multiples of ln(vocabulary)."""
 _OF_TOKENS = ("nats per token", "nats per byte")
@@ -68,7 +68,7 @@ class LossMonitor(KeptWindow):
     what the loss has fallen since its first median. Spikes are judged after 16 losses (or `spike_window`, if less).
     After 32 (or `spike_window`) every verdict carries that bound as the limit for the update two steps ahead.
 
-    Losses over the limit stay out of the window. Two kinds of them are let through from then on, each reported as
+    Losses over the limit are not kept as usual ones. Two kinds of them are let through from then on, each reported as
     `loss.accepted`:
     - Losses that *recur* with usual ones between them (see `base.recurring`), for as long as they do.
     - A *step that lasts*: `spike_steps` of them in a row, at usual norms, right behind windows that a rollback skipped.
@@ -154,7 +154,7 @@ class LossMonitor(KeptWindow):
         return replace(verdict, limits=limits)
 
     def _learn(self, loss: float) -> None:
-        """Take a usual loss into the window."""
+        """Keep a usual loss."""
         self._losses.append(loss)
         newest = list(self._losses)[-JUDGED_AFTER:]
         if len(newest) < min(JUDGED_AFTER, self._losses.maxlen or JUDGED_AFTER):
@@ -339,7 +339,7 @@ class PlateauMonitor(KeptWindow):
 
     - *Vanished gradient.* The later half's median loss is not under the earlier one's by NOISE, and its median norm is
       under `vanished` times the largest such median of the run. Medians, so single spikes do not count.
-    - *Plateau.* At applied step 512, 1024, 2048, ... the window's median loss is compared with the one at half as many
+    - *Plateau.* At applied step 512, 1024, 2048, ... their median loss is compared with the one at half as many
       steps. A run on a plateau has gained nothing from all of them.
 
     Only differences of losses count: a constant added to every loss changes nothing.
@@ -426,7 +426,7 @@ class PlateauMonitor(KeptWindow):
         return Verdict("loss.plateau", facts.step, text, evidence=evidence)
 
     def _later(self) -> list[float]:
-        """The later half of the window's losses."""
+        """The later half of the losses kept."""
         return list(islice(self._losses, len(self._losses) // 2, None))
 
     def _stands(self, before: float, now: float) -> bool:

@@ -18,7 +18,7 @@ class RanksMonitor(KeptWindow):
 
     ratio: a step is slow if the slowest rank's forward passes took over this many times the fastest one's.
     window: steps looked back on.
-    share: of slow steps in a full window that is reported, again only after half of it was good.
+    share: of slow steps in a full `window` that is reported, again only after half of it was good.
 
     Verdicts:
     - `ranks.diverged`, unhealthy: proposes a rollback to a state that every rank reads from the same file.

@@ -47,7 +47,7 @@ class Rung(Strict):
 
     backend: BackendName = Field(description=f"what computes: {', '.join(BACKENDS)}")
     precision: PrecisionName = Field(description="of the matrix multiplications")
-    tiers: list[TierName] = Field(min_length=1, description="tiers on which this rung may be taken")
+    tiers: list[TierName] = Field(min_length=1, description="where this rung may be taken")
 
     @model_validator(mode="after")
     def _pairs(self) -> Rung:
@@ -69,26 +69,26 @@ class Fp8Config(Strict):
 
     scaling: Literal["delayed", "current", "block"] = Field(
         default="delayed",
-        description="how transformer_engine rungs scale: by amax history, by this tensor's amax, or by blocks of 128",
+        description="of transformer_engine rungs: by amax history, by this tensor's amax, or by blocks of 128",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients"
     )
     margin: int = Field(
-        default=0, ge=0, le=15, description="powers of two of headroom under the format's maximum"
+        default=0, ge=0, le=15, description="powers of two under the format's maximum"
     )
     amax_history_len: int = Field(
-        default=16, ge=2, description="updates kept in the amax history (TE's default: 1024)"
+        default=16, ge=2, description="updates in the amax history (TE's default: 1024)"
     )
     amax_compute_algo: Literal["max", "most_recent"] = Field(
         default="max", description="which amax of the history sets the scale"
     )
     roll: Literal["step", "micro_batch"] = Field(
-        default="step", description="roll once a step, or as TE once a micro-batch"
+        default="step", description="once a step, or as TE once a micro-batch"
     )
     dynamic: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         default="tensorwise",
-        description="torchao rungs only, which scale dynamically: its recipe name",
+        description="torchao's recipe name, for torchao rungs",
     )
     scrub_inf: bool = Field(
         default=True, description="drop an infinite amax; false: as TE, it freezes the scale"
@@ -96,7 +96,7 @@ class Fp8Config(Strict):
     stats_every: int = Field(
         default=10,
         ge=1,
-        description="one of so many steps, drawn by a seed, measures underflow, clipped share and SQNR",
+        description="one of so many steps, drawn by a seed, measures underflow, clipped and SQNR",
     )
 
     @model_validator(mode="after")
@@ -117,28 +117,24 @@ class LayersConfig(Strict):
         default_factory=lambda: ["*"], min_length=1, description="patterns of layers to convert"
     )
     exclude: list[str] = Field(
-        default_factory=list, description="patterns kept out; each must match something"
+        default_factory=list, description="patterns kept out; each must match"
     )
     exclude_if_present: list[str] = Field(
         default_factory=lambda: ["lm_head", "*.lm_head"],
-        description="patterns kept out, allowed to match nothing",
+        description="the same; may match nothing",
     )
-    skip_first_blocks: int = Field(
-        default=0, ge=0, description="blocks at the model's start that stay in BF16"
-    )
-    skip_last_blocks: int = Field(
-        default=0, ge=0, description="blocks at the model's end that stay in BF16"
-    )
+    skip_first_blocks: int = Field(default=0, ge=0, description="first blocks that stay in BF16")
+    skip_last_blocks: int = Field(default=0, ge=0, description="last blocks that stay in BF16")
     min_features: int = Field(
         default=64, ge=1, description="layers with fewer in or out features stay in BF16"
     )
     probe: bool = Field(
         default=False,
-        description="on a GPU, time each size of layer once and keep those that FP8 slows down in BF16",
+        description="on a GPU, time each size of layer and keep those that FP8 slows down in BF16",
     )
     probe_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="tokens of the timed forward and backward; null: micro_batch * context, else 2048",
+        description="tokens of that timing; null: micro_batch * context, else 2048",
     )
     keep_fp32: list[str] = Field(
         default_factory=list,
@@ -146,7 +142,7 @@ class LayersConfig(Strict):
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine, delayed: compute a norm and its Linear, or a SwiGLU MLP, in one, if declared",
+        description="transformer_engine, delayed: a norm and its Linear, or a SwiGLU MLP, in one, if declared",
     )
 
 
@@ -162,10 +158,10 @@ class LossScaleConfig(Strict):
     """The loss scale of fp16: GradScaler's rule with a floor and a cap."""
 
     preset: Literal["default", "underflow", "overflow"] = Field(
-        default="default", description="starting point for init, backoff_factor and growth_interval"
+        default="default", description="sets init, backoff_factor and growth_interval"
     )
     init: Ratio = Field(
-        default=65536.0, description="initial loss scale (underflow: 131072, overflow: 32768)"
+        default=65536.0, description="first loss scale (underflow: 131072, overflow: 32768)"
     )
     growth_factor: float = Field(
         default=2.0, gt=1, description="multiplier after growth_interval good steps"
@@ -178,10 +174,8 @@ class LossScaleConfig(Strict):
         ge=1,
         description="good steps in a row before growth (underflow: 1000, overflow: 4000)",
     )
-    floor: Ratio = Field(
-        default=1.0, description="the scale never falls below this (at 0 the next step writes NaN)"
-    )
-    cap: Ratio = Field(default=2.0**24, description="the scale never rises above this")
+    floor: Ratio = Field(default=1.0, description="least scale (at 0 the next step writes NaN)")
+    cap: Ratio = Field(default=2.0**24, description="largest scale")
 
     @model_validator(mode="before")
     @classmethod
@@ -203,7 +197,7 @@ class LossScaleConfig(Strict):
 class Recipe(Strict):
     """A precision policy for any machine: the ladder says what runs where the best rung cannot."""
 
-    name: str = Field(min_length=1, description="what the recipe is called in plans and tags")
+    name: str = Field(min_length=1, description="the recipe's name in plans and tags")
     description: str = Field(default="", description="one line for people")
     ladder: list[Rung] = Field(
         min_length=1, description="rungs from best to last; the first that can run is taken"
@@ -277,7 +271,7 @@ _PAGE_HEAD = (
     "print(recipe.ladder[0].name, recipe.fp8.amax_history_len, recipe.fallback.hits)",
     "```",
     "",
-    "Only `name` and `ladder` are required. An unknown key, a wrong type and a value outside of the limits are errors.",
+    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors.",
     "",
 )
 

@@ -11,7 +11,7 @@ import typer
 
 from harness.core.errors import shown
 
-RunFolder = Annotated[Path, typer.Argument(help="a run folder, runs/<run>")]
+RunFolder = Annotated[Path, typer.Argument(help="run folder, runs/<run>")]
 
 
 def tool(name: str) -> str:

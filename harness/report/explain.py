@@ -65,13 +65,11 @@ class Entry:
     title: its codes, or a symptom in words.
     kind: "codes" (of the guard), "events" (of the run itself) or "symptoms".
     fields: label -> Markdown text.
-    about: a line under the title, for the page only.
     """
 
     title: str
     kind: str
     fields: Mapping[str, str]
-    about: str = ""
 
     @property
     def is_symptom(self) -> bool:
@@ -111,7 +109,7 @@ class Catalogue:
         """TOML as a catalogue. Raises ValueError or LookupError if it is none."""
         raw = tomllib.loads(text)
         entries = [
-            Entry(title, kind, about=fields.pop("about", ""), fields=fields)
+            Entry(title, kind, fields)
             for kind in ("codes", "events", "symptoms")
             for title, fields in raw[kind].items()
         ]
@@ -400,7 +398,7 @@ def command(
     subject: Annotated[
         list[str] | None,
         typer.Argument(
-            help="a code (loss.spike), a run folder, or what you see, in words [default: list all]"
+            help="code (loss.spike), run folder, or what you see, in words [default: list all]"
         ),
     ] = None,
 ) -> int:
@@ -556,10 +554,12 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
 def runbook() -> str:
     """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
-    table = ["| code | healthy | what happens |", "|---|---|---|"]
+    table = ["| code | what happens |", "|---|---|"]
     for code, healthy, what in known.ranking:
-        anchor = code.replace(".", "")
-        table.append(f"| [`{code}`](#{anchor}) | {healthy} | {what} |")
+        # As GitHub makes it from the heading, which may have several codes.
+        anchor = re.sub(r"[^a-z0-9_ -]", "", known.find(code).title).replace(" ", "-")
+        unhealthy = "; unhealthy" if healthy == "no" else ""
+        table.append(f"| [`{code}`](#{anchor}) | {what}{unhealthy} |")
     parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
     for kind, heading in _HEADINGS.items():
         if heading:
@@ -570,11 +570,10 @@ def runbook() -> str:
 
 
 def _section(entry: Entry, mark: str) -> str:
-    """One entry as a section of the page, a paragraph for each field."""
-    parts = [f"{mark} {entry.title}"]
-    if entry.about:
-        parts.append(entry.about)
-    for label, markdown in entry.fields.items():
+    """One entry as a section of the page, a paragraph for each field. The first one needs no label there."""
+    first, *others = entry.fields.items()
+    parts = [f"{mark} {entry.title}", first[1]]
+    for label, markdown in others:
         is_list = _ITEM.match(markdown)
         parts.append(f"**{label}**:" + ("\n" if is_list else " ") + markdown)
     return "\n\n".join(parts)

@@ -20,16 +20,16 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            help="a file or folder of text, JSONL, csv, Parquet, Arrow or webdataset, or hf:NAME"
+            help="file or folder of text, JSONL, csv, Parquet, Arrow or webdataset, or hf:NAME"
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option(help="new folder; call the same command again to continue an unfinished one"),
+        typer.Option(help="new folder; the same command again continues an unfinished one"),
     ],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="tokenizer.json, or a Hugging Face folder with one [default: bytes]"),
+        typer.Option(help="tokenizer.json, or a folder with one [default: bytes]"),
     ] = None,
     text_key: Annotated[str, typer.Option(help="key or column with the text")] = "text",
     format: Annotated[
@@ -38,7 +38,7 @@ def command(
     bad: Annotated[
         Literal["auto", "skip", "fail"],
         typer.Option(
-            help="what to do with rows and files without text: skip, fail, or auto (skip only empty and binary ones)"
+            help="rows and files without text: skip, fail, or auto (skip only empty and binary ones)"
         ),
     ] = "auto",
     val_fraction: Annotated[
@@ -46,14 +46,14 @@ def command(
         typer.Option(min=0.0, max=0.5, help="share held out if the source has no validation files"),
     ] = 0.01,
     processes: Annotated[
-        int, typer.Option(min=0, help="number of tokenizing processes; 0: one for each core")
+        int, typer.Option(min=0, help="tokenizing processes; 0: one for each core")
     ] = 0,
     configuration: Annotated[
-        str | None, typer.Option(help="configuration of hf:NAME [default: its own default]")
+        str | None, typer.Option(help="configuration of hf:NAME [default: its own]")
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option(help="split of hf:NAME to train on [default: train, or the only one]"),
+        typer.Option(help="split of hf:NAME [default: train, or the only one]"),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="branch, tag or commit of hf:NAME [default: main]")

@@ -68,12 +68,10 @@ def command(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="largest number of samples [default: data.val_samples of the run]"
-        ),
+        typer.Option(min=1, help="samples, at most [default: the run's data.val_samples]"),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
+        int | None, typer.Option(help="checkpoint's step [default: the newest that verifies]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:

@@ -76,7 +76,7 @@ def command(
         Format, typer.Option(help="hf: for from_pretrained; safetensors: the model's own names")
     ] = Format.hf,
     step: Annotated[
-        int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
+        int | None, typer.Option(help="checkpoint's step [default: the newest that verifies]")
     ] = None,
 ) -> int:
     """Write the weights of a checkpoint, verified by its manifest, and a model card; returns the exit code.

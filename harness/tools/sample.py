@@ -35,27 +35,25 @@ class Choice(StrEnum):
 def command(
     run: RunFolder,
     text: Annotated[str, typer.Argument(help="the prompt")],
-    tokens: Annotated[int, typer.Option(min=1, help="largest number of tokens to generate")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to generate, at most")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0: always the likeliest token")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=0, help="choose among this many likeliest tokens; 0: all")
+        int, typer.Option(min=0, help="likeliest tokens to choose among; 0: all")
     ] = 50,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="the same seed gives the same text")
     ] = 0,
     step: Annotated[
-        int | None, typer.Option(help="checkpoint of this step [default: the newest that verifies]")
+        int | None, typer.Option(help="checkpoint's step [default: the newest that verifies]")
     ] = None,
     precision: Annotated[
         Choice, typer.Option(help="run: the run's precision; fp32: float32 throughout")
     ] = Choice.run,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            help="tokenizer.json, or a folder with one [default: the run's own; bytes if it has none]"
-        ),
+        typer.Option(help="tokenizer.json, or a folder with one [default: the run's, or bytes]"),
     ] = None,
 ) -> int:
     """Print the prompt and the generated text; nothing is written into the run.

@@ -31,7 +31,7 @@ def command(
         bool,
         typer.Option(
             "--elsewhere",
-            help="deliver to the store that MLFLOW_TRACKING_URI names, not to the run's own",
+            help="to the store in MLFLOW_TRACKING_URI, not the run's own",
         ),
     ] = False,
 ) -> int:

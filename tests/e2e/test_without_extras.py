@@ -33,7 +33,7 @@ def start(*overrides: str) -> int:
 def test_a_run_that_wants_mlflow_is_refused_before_it_begins() -> None:
     with pytest.raises(MachineError) as refused:
         start()
-    for words in ("holds no module mlflow", "hopper-harness[mlflow]", "tracking.mlflow=false"):
+    for words in ("holds no module mlflow", "pip install -e '.[mlflow]'", "tracking.mlflow=false"):
         assert words in str(refused.value)
     assert not Path("runs").exists()
 

@@ -53,4 +53,4 @@ def test_a_missing_library_is_one_line_that_says_what_to_install(
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert library in line
-    assert line.endswith(f"pip install 'hopper-harness[{NEEDS[example][library]}]'")
+    assert line.endswith(f"pip install -e '.[{NEEDS[example][library]}]'")

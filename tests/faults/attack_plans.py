@@ -197,7 +197,7 @@ def no_names(scene: Scene) -> Episode:
 
 
 def read_only(scene: Scene) -> Episode:
-    """From a step on no file can be changed, open ones included, as on a file system remounted after an error."""
+    """From a step on no file can be changed, open ones included."""
     return _disk(scene, "read-only", "readonly")
 
 
@@ -265,7 +265,7 @@ def power_cut(scene: Scene) -> Episode:
 
 
 def files(scene: Scene) -> Episode:
-    """One or two files of the run folder are damaged, lost, swapped or replaced by older ones, between two starts."""
+    """One or two files of the run folder are damaged, lost, swapped or replaced by older ones."""
     damage = [
         {
             "what": scene.chance.choice(FILES),
@@ -330,7 +330,7 @@ def writers(scene: Scene) -> Episode:
 
 
 def suspend(scene: Scene) -> Episode:
-    """Every process stops at once, launcher included, as on a machine that is put to sleep; then the clock has moved.
+    """Every process stops at once, as on a machine that sleeps; then the clock has moved.
     Some sleep for longer than the ranks would wait for each other.
     """
     at, jump = scene.step(), scene.chance.choice((-3600, -5, 60, 28_800, 31_536_000))

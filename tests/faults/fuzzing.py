@@ -78,7 +78,7 @@ def fuzz(
     limited(given(strategy)(counted))()
     figure(
         24,
-        f"random damage to {what}: refused by name or skipped, in bounded time",
+        f"refused by name or skipped, in bounded time, after random damage: {what}",
         (done, done),
     )
 

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,14 @@ ABOUT = """\
 of two ways:
 
 - The run finished, with the bytes and the whole history of an undisturbed run.
-- The run refused to start, and its message named what was touched. After that was restored, it finished in the same
-  way.
+- The run refused to start and named the damaged file. With that file restored it finished in the same way.
 
-Every process before that ended with a true exit code and without a traceback. Rows of the journal that the attack
-removed, doubled or changed may differ, and no others: nothing checks for such edits.
+Every process before that must end with a true exit code and without a traceback. No secret may appear in any file of
+the run, on the screen or in MLflow. Rows of the journal that the attack itself changed may differ: nothing checks for
+such edits.
 
 Most runs are forked from a process that has imported everything. A sixth ("new python", torchrun, deepspeed) start as a
-user's runs do. Two other models may train in two threads beside the run, and each must end as it ends alone. A tracked
-run has a secret in its address or its environment variables, and a server that may fail three in ten requests. The
-secret must not appear in any file of the run, on the screen or in MLflow.
-
+user's runs do. Beside some, two other models train in threads, and must end as they end alone.
 `tests/faults/attack_ledger.jsonl` has a line for each sequence.
 """
 UNPROTECTED = ("a journal cut, deleted or doubled is not noticed",)
@@ -52,8 +49,13 @@ from benchmarks.intervals import binomial_upper  # noqa: E402
 
 HEAD = """# Reliability
 
-What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail:
-the faults that are tested, with figures. For whoever has to rely on a run. All on CPUs.
+What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail.
+For whoever has to rely on a run. All on CPUs, with one or two ranks.
+
+- Every fault of [the matrix](#the-fault-matrix) ended as it must. The page is written only if all tests pass.
+- [Figures](#figures) say in how many trials, and how many could still fail.
+- [Random sequences of faults](#random-sequences-of-faults) look for ends that no test foresees. The example lists the
+  wrong ends that they found.
 
 ```python
 import json
@@ -63,17 +65,16 @@ import benchmarks
 
 root = Path(benchmarks.__file__).parents[1]
 lines = (root / "tests" / "faults" / "attack_ledger.jsonl").read_text().splitlines()
-ends = [json.loads(line)["result"] for line in lines]
-print(f"of {len(ends):,} random sequences of faults {ends.count('finding')} ended wrong; all of these are listed below")
+for end in map(json.loads, lines):
+    if end["result"] == "finding":
+        print(end["commit"], end["again"], end["finding"][:80])
 ```
 
-`make test-faults` writes this page from what its tests measured; do not edit it. Every test asserts that its fault
-happened. `make mutations` removes the protections of `tests/faults/mutation_list.py` from the code, one by one, and
-checks that a test fails each time.
+`make test-faults` writes this page. Every test asserts that its fault happened. `make mutations` takes each protection
+away and checks that a test fails.
 """
 FIGURES = """## Figures
-`pytest tests/faults/TEST` measures a figure again. The bound says how many could still fail, at 95% confidence. Rows
-are those of the matrix.
+`pytest tests/faults/TEST` measures a figure again. In brackets is the share that could still fail, at 95% confidence.
 
 | row | what | measured | wanted | TEST |
 |---|---|---|---|---|
@@ -125,15 +126,49 @@ def matrix(tests: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each kind of figure; what it was measured on stands before each value, and in the same order."""
     lines: list[str] = []
-    for figure in merged(figures):
-        measured = _measured(figure["value"])
-        test = _plain(figure).removeprefix("tests/faults/")
-        cells = (figure["row"], figure["what"], measured, figure["target"], f"`{test}`")
-        line = "| " + " | ".join(map(str, cells)) + " |"
-        if line not in lines:
-            lines.append(line)
+    for (row, kind, target), alike in kinds(merged(figures)).items():
+        values: list[str] = []
+        tests: list[str] = []
+        for name, figure in alike:
+            measured = _measured(figure["value"])
+            values.append(f"{name}: {measured}" if name else measured)
+            test = f"`{_plain(figure).removeprefix('tests/faults/')}`"
+            if test not in tests:
+                tests.append(test)
+        cells = (str(row), kind, "<br>".join(dict.fromkeys(values)), target, "<br>".join(tests))
+        lines.append(f"| {' | '.join(cells)} |")
     return FIGURES + "\n".join(lines) + "\n"
+
+
+def kinds(
+    figures: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]]:
+    """(row, kind, target) -> its figures, each with the name of what it was measured on.
+
+    A figure's text is "name: kind" or "kind: name". Several of one row and target that have the same words on one side
+    of the colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of
+    its own, without a name.
+    """
+    sides: Counter[tuple[int, str, str]] = Counter()
+    for figure in figures:
+        head, _, tail = figure["what"].partition(": ")
+        sides.update((figure["row"], side, figure["target"]) for side in {head, tail} if side)
+
+    found: dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    for figure in figures:
+        row, target = figure["row"], figure["target"]
+        head, _, tail = figure["what"].partition(": ")
+        before, after = sides[row, head, target], sides[row, tail, target]
+        if not tail or max(before, after) == 1:
+            kind, name = figure["what"], ""
+        elif before >= after:
+            kind, name = head, tail
+        else:
+            kind, name = tail, head
+        found.setdefault((row, kind, target), []).append((name, figure))
+    return found
 
 
 def merged(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -142,19 +177,19 @@ def merged(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A word before a colon says what trials were tried on ("bf16: runs that end"): those of all such words are summed.
     A test that repeats the same trials with a larger n counts once, with the largest n.
     """
-    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, figure in enumerate(sorted(figures, key=lambda each: (each["row"], each["what"]))):
         head, _, tail = figure["what"].partition(": ")
         trials = not isinstance(figure["value"], str)
         what, of = (tail, head) if trials and tail and " " not in head else (figure["what"], "")
         key = (figure["row"], _plain(figure), what, None if trials else number)
-        kind = kinds.setdefault(key, {**figure, "what": what, "of": {}})
+        kind = found.setdefault(key, {**figure, "what": what, "of": {}})
         if trials:
             largest = max(
                 kind["of"].get(of, figure["value"]), figure["value"], key=lambda each: each[1]
             )
             kind["of"][of] = largest
-    for kind in kinds.values():
+    for kind in found.values():
         if not kind["of"]:
             continue
         kind["value"] = [sum(column) for column in zip(*kind["of"].values(), strict=True)]
@@ -164,7 +199,7 @@ def merged(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             kind["what"] += f" ({counts})"
         elif names:
             kind["what"] = f"{names[0]}: {kind['what']}"
-    return list(kinds.values())
+    return list(found.values())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -175,10 +210,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
     """What `make attack` has found so far, by family. ledger: its lines, oldest first."""
     lines = [line for line in ledger if line["result"] != "void"]
-    kinds: dict[str, int] = defaultdict(int)
-    for line in lines:
-        kinds[line["kind"]] += 1
-    by_kind = sorted(kinds.items(), key=lambda each: -each[1])
+    by_kind = Counter(line["kind"] for line in lines).most_common()
+    ends = Counter(line["result"] for line in lines)
     faults, commits = sum(line["faults"] for line in lines), len({line["commit"] for line in lines})
     text = [
         ATTACK,
@@ -186,22 +219,25 @@ def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
         f"So far {len(lines):,} sequences of {faults:,} faults, at {commits} commits, the last of them "
         f"{lines[-1]['commit']}: {', '.join(f'{kind} {count:,}' for kind, count in by_kind)}. "
         f"Not counted: {len(ledger) - len(lines)} in which the attack itself was wrong.\n",
-        "| family | what it does | sequences | as undisturbed | refused, then as undisturbed | known gap | wrong | "
-        "since the last wrong one |",
-        "|---|---|---|---|---|---|---|---|",
+        "| as undisturbed | refused, then as undisturbed | known gap | wrong |",
+        "|---|---|---|---|",
+        f"| {ends['same']:,} | {ends['refused']:,} | {ends['known']:,} | {ends['finding']:,} |\n",
+        *_found(lines),
+        "",
+        "| family | what it does | sequences | wrong | since the last wrong one |",
+        "|---|---|---|---|---|",
     ]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})
     for name in (*families, "all"):
-        own = [line for line in lines if name == "all" or name in line["families"]]
-        ends = [line["result"] for line in own]
-        counts = [ends.count(result) for result in ("same", "refused", "known", "finding")]
+        results = [line["result"] for line in lines if name == "all" or name in line["families"]]
         since = next(
-            (number for number, end in enumerate(reversed(ends)) if end == "finding"), len(ends)
+            (number for number, end in enumerate(reversed(results)) if end == "finding"),
+            len(results),
         )
-        bound = f"{since:,} (at most {binomial_upper(0, since):.1%} fail)" if since else "0"
-        cells = [name, _about(name), *(f"{count:,}" for count in (len(own), *counts)), bound]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*text, "", *_found(lines)]) + "\n"
+        bound = f"{since:,} ({binomial_upper(0, since):.1%})" if since else "0"
+        counts = f"{len(results):,} | {results.count('finding'):,}"
+        text.append(f"| {name} | {_about(name)} | {counts} | {bound} |")
+    return "\n".join(text) + "\n"
 
 
 def _about(family: str) -> str:
@@ -211,7 +247,7 @@ def _about(family: str) -> str:
 
 
 def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each wrong end once, with the seed that shows it, and how that sequence ends by now."""
+    """How many different wrong ends and gaps were found, and those whose sequence does not end well by now."""
     last = {(line["again"], line["plans"]): line for line in lines}
     shown: dict[str, Mapping[str, Any]] = {}
     for line in lines:
@@ -220,18 +256,23 @@ def _found(lines: Sequence[Mapping[str, Any]]) -> list[str]:
             shown.setdefault(name, line)
     if not shown:
         return []
-    text = [
-        "| what was wrong | `make attack ARGS=` | at | that sequence now |",
-        "|---|---|---|---|",
-    ]
+
+    left: list[str] = []
     for line in shown.values():
-        now = last[line["again"], line["plans"]]
-        ended = {"known": "known gap", "finding": "open"}.get(
-            now["result"], f"well at {now['commit']}"
-        )
-        finding = " ".join(line["finding"].split())[:SHOWN].replace("|", "/").replace("`", "'")
-        text.append(f"| {finding} | `{line['again']}` | {line['commit']} | {ended} |")
-    return text
+        now = last[line["again"], line["plans"]]["result"]
+        if now in ("known", "finding"):
+            finding = " ".join(line["finding"].split())[:SHOWN].replace("|", "/").replace("`", "'")
+            ended = {"known": "known gap", "finding": "open"}[now]
+            left.append(f"| {finding} | `{line['again']}` | {line['commit']} | {ended} |")
+    text = f"{len(shown)} different wrong ends and gaps were found. "
+    if not left:
+        return [text + "Each was fixed: its sequence, repeated, ends well."]
+    return [
+        f"{text}All but {len(left)} were fixed: their sequences, repeated, end well.\n",
+        "| what is wrong | `make attack ARGS=` | at | now |",
+        "|---|---|---|---|",
+        *left,
+    ]
 
 
 def renewed(text: str, ledger: Sequence[Mapping[str, Any]]) -> str:
@@ -253,18 +294,13 @@ def _measured(value: str | list[int]) -> str:
     if isinstance(value, str):
         return value
     good, trials = value
-    return f"{good:,} of {trials:,} (at most {binomial_upper(trials - good, trials):.2%} fail)"
+    return f"{good:,} of {trials:,} ({binomial_upper(trials - good, trials):.2%})"
 
 
 def _files(tests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`tests/faults/test_x.py`: 3 of 3, by file."""
-    outcomes: dict[str, list[str]] = defaultdict(list)
-    for test in tests:
-        outcomes[test["test"].partition("::")[0]].append(test["outcome"])
-    return [
-        f"`{file}` {ended.count('passed')} of {len(ended)}"
-        for file, ended in sorted(outcomes.items())
-    ]
+    """`tests/faults/test_x.py` 3, by file: how many passed, which is all of them on a page that is written."""
+    passed = Counter(test["test"].partition("::")[0] for test in tests)
+    return [f"`{file}` {count}" for file, count in sorted(passed.items())]
 
 
 def _plain(figure: Mapping[str, Any]) -> str:

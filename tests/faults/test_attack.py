@@ -19,7 +19,7 @@ from attack_job import Ended
 from attack_oracle import Rows, compare, compare_history, figures, traceback
 from attack_plans import FAMILIES, KINDS, SECRETS, Episode, draw, fits
 from attack_run import Finding, _Sequence, credentials, leaks, secrets_of
-from reliability_page import attacks, merged
+from reliability_page import attacks, figures_table, merged
 
 from harness.checkpoint.store import Store
 from harness.tracking.journal import encode
@@ -496,6 +496,28 @@ def test_figures_of_one_kind_are_one_row() -> None:
     ]  # fmt: skip
 
 
+def test_figures_that_share_a_side_of_the_colon_are_one_line() -> None:
+    told = [
+        ("a save, killed: two load", [19, 19], "a.py::x[1]"),
+        ("a repair, killed: two load", [21, 21], "tests/faults/b.py::y"),
+        ("alone: others load", "3 s", "a.py::x"),
+        ("longest end: torchrun", "0.9 s", "a.py::z"),
+        ("longest end: deepspeed", "1.7 s", "a.py::z"),
+    ]
+    page = figures_table(
+        [
+            {"row": 1, "what": what, "value": value, "n": 0, "target": "", "test": test}
+            for what, value, test in told
+        ]
+    )
+    assert page.splitlines()[-3:] == [
+        "| 1 | two load | a repair, killed: 21 of 21 (13.29%)<br>a save, killed: 19 of 19 (14.59%) |  "
+        "| `b.py::y`<br>`a.py::x` |",
+        "| 1 | alone: others load | 3 s |  | `a.py::x` |",
+        "| 1 | longest end | deepspeed: 1.7 s<br>torchrun: 0.9 s |  | `a.py::z` |",
+    ]
+
+
 def test_the_page_tells_the_sums_of_the_ledger() -> None:
     line = {
         "seed": 1,
@@ -518,5 +540,9 @@ def test_the_page_tells_the_sums_of_the_ledger() -> None:
         in told
     )
     assert "| kill | SIGKILL: after a step, " in told
-    assert " | 2 | 1 | 0 | 0 | 1 | 1 (at most 95.0% fail) |" in told
-    assert "| bytes: x | `--seed=1` | a | well at b |" in told
+    assert "| 1 | 0 | 0 | 1 |" in told
+    assert " | 2 | 1 | 1 (95.0%) |" in told
+    assert "1 different wrong ends and gaps were found. Each was fixed" in told
+    assert "| bytes: x |" not in told
+    still = attacks([{**line, "commit": "c", "result": "finding", "finding": "bytes: x"}])
+    assert "| bytes: x | `--seed=1` | c | open |" in still

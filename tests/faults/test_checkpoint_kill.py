@@ -35,13 +35,13 @@ SWEEPS = [
 
 
 WHAT = {
-    "save": (1, "file calls of a save"),
-    "prune": (2, "file calls of a retention"),
-    "discard": (2, "file calls of a rollback"),
-    "resave": (1, "file calls of a save over a damaged checkpoint"),
-    "quarantine": (4, "file calls of setting a damaged checkpoint aside"),
+    "save": (1, "a save"),
+    "prune": (2, "a retention"),
+    "discard": (2, "a rollback"),
+    "resave": (1, "a save over a damaged checkpoint"),
+    "quarantine": (4, "setting a damaged checkpoint aside"),
 }
-HOW = {"kill": "killed at each", "full": "disk full from each on", "once": "an I/O error at each"}
+HOW = {"kill": "killed", "full": "disk full from there on", "once": "an I/O error"}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,12 @@ def swept(
             assert seen["newest"] == seen["valid"][-1]
             assert not [name for name in seen["names"] if name.startswith(".tmp")]
         assert result["again"]["valid"] == last["valid"]
-    figure(row if mode == "kill" else 3, f"{what}, {HOW[mode]}: the newest whole checkpoint loads, at least two verify",
-           (len(hit), len(hit)), target="all")  # fmt: skip
+    figure(
+        row if mode == "kill" else 3,
+        f"{what}, {HOW[mode]}: file calls after which the newest whole checkpoint loads, at least two verify",
+        (len(hit), len(hit)),
+        target="all",
+    )
     return hit
 
 

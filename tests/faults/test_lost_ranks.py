@@ -92,10 +92,10 @@ def test_a_run_survives_the_loss_of_any_rank(
     value = f"{alone:.1f} s, {everything:.1f} s"
     figure(
         20,
-        f"{name} of rank 0 or 1 under {kind}: the other rank's end, all processes' end",
+        f"from the loss of rank 0 or 1 to the other rank's end, all processes' end: {name}, {kind}",
         value,
         2,
         target,
     )
-    figure(20, f"{name} of a rank under {kind}: orphans", "0", 2, "0")
+    figure(20, f"orphans after the loss of a rank: {name}, {kind}", "0", 2, "0")
     finishes(tmp_path, kind, 2)

@@ -286,13 +286,11 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
         for number, each in enumerate(sent)
     ]
     finishes(tmp_path, kind, ranks)
-    what = (
-        f"signals to {kind} or one of its ranks, {ranks} rank(s): saved, ended, resumed bit for bit"
-    )
+    what = f"signals to a launcher or a rank, saved, ended, resumed bit for bit: {kind}, {ranks} rank(s)"
     figure(6, what, (len(sent), len(sent)))
     figure(
         6,
-        f"longest from such a signal to the end of every process, {kind}, {ranks} rank(s)",
+        f"longest from such a signal to the end of every process: {kind}, {ranks} rank(s)",
         f"{max(seconds):.1f} s",
     )
 

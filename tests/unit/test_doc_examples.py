@@ -3,13 +3,15 @@
 A page's example is its first block of code that is marked `python` or `bash`; further blocks with such a mark run too.
 - `python` runs as it stands, in an empty folder. What a reader brings himself (a model, batches) comes from a comment
   before the block, which no reader sees: `<!-- setup`, lines of Python, `-->`.
-- `bash` runs line by line in a folder with a small finished run, `runs/quickstart-fp8_hybrid`, and a folder of text,
-  `texts/`. Commands of `harness` run to the end and must succeed; of `make` and of the launchers it is checked that
-  they exist, as what they do is tested elsewhere. A block marked `text`, `yaml` or without a mark is only shown.
+- `bash` runs line by line in a folder with a small finished run, `runs/quickstart-fp8_hybrid`, a folder of text,
+  `texts/`, and the same lines as rows of `docs.jsonl`. Commands of `harness` run to the end and must succeed; of `make`
+  and of the launchers it is checked that they exist, as what they do is tested elsewhere. A block marked `text`, `yaml`
+  or without a mark is only shown.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -37,6 +39,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert trained.returncode == 0, trained.stdout[-2000:]
     shutil.copytree(runs.TEXT, folder / "texts")
+    with (folder / "docs.jsonl").open("w") as rows:
+        for path in sorted(runs.TEXT.iterdir()):
+            for line in path.read_text().splitlines():
+                rows.write(json.dumps({"text": line, "meta": {"title": path.stem}}) + "\n")
     return folder
 
 

@@ -45,16 +45,32 @@ def told(strengths: list[int], steps: list[int]) -> str:
     return ", ".join(parts) or "-"
 
 
+def span(values: Sequence[float], digits: int = 0) -> str:
+    """As the tables have it."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def percents(values: Sequence[float]) -> str:
+    """A span of differences to bf16."""
+    return f"{min(values):+.2%} to {max(values):+.2%}"
+
+
 def test_three_faults_with_and_without_the_fallback() -> None:
     rows = read_json(RESULTS / "fallback_cpu.json")["rows"]
     assert len(rows) == 9
+    for scenario, group in groupby(rows, key=lambda row: row["scenario"]):
+        alike = list(group)
+        assert [row["seed"] for row in alike] == [0, 1, 2]
+        plain, ours, control = (
+            percents([row["difference"][name] for row in alike])
+            for name in ("plain", "fallback", "control")
+        )
+        ((layer,),) = {tuple(row["demoted"]) for row in alike}
+        steps = span([row["first_demotion"] for row in alike])
+        cells = [scenario, plain, ours, f"{control}, 0 switches", f"`{layer}`, {steps}"]
+        assert f"| {' | '.join(cells)} |" in FALLBACK
     for row in rows:
-        loss, over = row["val_loss"], row["difference"]
-        plain, ours = (f"{loss[name]:.4f} ({over[name]:+.2%})" for name in ("plain", "fallback"))
-        control = f"{over['control']:+.2%}, {row['control_switches']} switches"
-        (layer,) = row["demoted"]
-        cells = [row["scenario"], str(row["seed"]), f"{loss['bf16']:.4f}", plain, ours, control]
-        assert f"| {' | '.join(cells)} | `{layer}`, {row['first_demotion']} |" in FALLBACK
         assert (row["promoted"], row["control_switches"]) == ([], 0)
         assert "saturation" not in str(row["evidence"])
     ours = [row["difference"]["fallback"] for row in rows]
@@ -67,12 +83,31 @@ def test_first_faults() -> None:
     families = read_json(RESULTS / "evidence_faults_cpu.json")["families"]
     assert len(families) == 14
     alike: dict[str, list[str]] = {}
+    slowest = 0
+    at_once: dict[str, list[int]] = {"input": [], "weight": [], "gradient": []}
     for name, found in families.items():
         assert list(found["steps"]) == ["1", "2", "4", "10"]
-        cells = " | ".join(told(found["strengths"], steps) for steps in found["steps"].values())
+        # Strengths from which on the layer leaves after 5 or 6 steps, however often the fault comes.
+        soon = [
+            strength
+            for number, strength in enumerate(found["strengths"])
+            if all(set(steps[number:]) <= {5, 6} for steps in found["steps"].values())
+        ]
+        if soon:
+            at_once[name.partition(",")[0]].append(soon[0])
+            slowest = max(slowest, *(max(steps) for steps in found["steps"].values()))
+            continue
+        shown = [found["steps"][every] for every in ("1", "2", "10")]
+        cells = " | ".join(told(found["strengths"], steps) for steps in shown)
         alike.setdefault(cells, []).append(name)
     for cells, names in alike.items():
         assert f"| {'; '.join(names)} | {cells} |" in FALLBACK
+    assert sum(map(len, at_once.values())) == 14 - sum(map(len, alike.values())) == 9
+    assert "The other nine families leave after 5 or 6 steps" in FALLBACK
+    assert f"Weaker ones take up to {slowest} steps" in FALLBACK
+    assert at_once["gradient"] == [32], "a row"
+    weights, inputs = (span(at_once[role]) for role in ("weight", "input"))
+    assert f"2^{weights} for weights, 2^{inputs.replace(' to ', ' to 2^')} for inputs" in FALLBACK
     runs = sum(len(found["strengths"]) * len(found["steps"]) for found in families.values())
     assert not any(any(each) for found in families.values() for each in found["others"].values())
     assert f"No other layer left in any of the {runs} runs" in FALLBACK
@@ -82,7 +117,21 @@ def test_held_out_faults() -> None:
     faults = read_json(RESULTS / "evidence_held_out_cpu.json")["faults"]
     lines = [line for line in summary(faults).splitlines() if line.startswith("| ") and "(" in line]
     assert len(lines) > 12
-    assert [line for line in lines if line not in FALLBACK] == []
+    needless: list[int] = []
+    for line in lines[1:]:
+        _, _, bad, found, stayed, left = line.strip("| ").split(" | ")
+        latest = int(re.findall(r"\d+", f"0 {found}")[-1])
+        if stayed == "-" and latest <= 7:
+            # A family that is not in the table: all of its harmful faults were seen, and soon.
+            assert line not in FALLBACK
+            assert found.split()[0] == bad
+            needless.append(int(left.replace("-", "0")))
+        else:
+            assert line in FALLBACK
+            assert left == "-"
+    assert f"Layers left without harm in {sum(needless)} of their runs" in FALLBACK
+    listed = FALLBACK.partition("of their runs: ")[2].partition(". ")[0]
+    assert sorted(map(int, re.findall(r"\d+", listed))) == sorted(filter(None, needless))
     harmful = [row for row in faults if row["harm"] >= HARMFUL]
     seen = sum(bool(row["left"]) for row in harmful)
     assert f"Of {len(harmful)} harmful faults {seen} were seen" in FALLBACK
@@ -128,7 +177,7 @@ def test_healthy_runs() -> None:
     upper = binomial_upper(0, len(healthy))
     assert record["upper bound"] == pytest.approx(upper)
     assert (
-        f"no layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK
+        f"No layer left FP8 in any of the {len(runs)} runs; in {len(healthy)} of them" in FALLBACK
     )
     assert f"(95% upper bound of the chance of a demotion: {upper:.0%})" in FALLBACK
 
@@ -191,8 +240,19 @@ def test_cost_of_fp8_screen() -> None:
     shown: dict[str, str] = {}
     for names, cells in re.findall(rf"\| \**([^|]*`)[^|`]*\| \**((?:{cell},? ?)+)", screen):
         shown |= dict(zip(re.findall(r"`(\w+)`", names), re.findall(cell, cells), strict=True))
-    assert len(shown) > 20
-    assert {name: percent(variants[name]["result"]["pooled"]) for name in shown} == shown
+    assert len(shown) > 8
+    pooled = {
+        name: row["result"]["pooled"] for name, row in variants.items() if name not in CONTROLS
+    }
+    assert {name: percent(pooled[name]) for name in shown} == shown
+    assert [name for name, row in pooled.items() if not row["low"] < 0 < row["high"]] == [
+        "stochastic"
+    ]
+    means = [row["mean"] for name, row in pooled.items() if name not in shown]
+    low, high = (
+        percent({"mean": mean, "low": 0, "high": 0}).split()[0] for mean in (min(means), max(means))
+    )
+    assert f"The other {len(means)} variants have means of {low} to {high}, and" in screen
 
 
 def test_cost_of_fp8_larger_sizes() -> None:
@@ -283,12 +343,6 @@ def test_limits_of_common_parts_and_small_groups() -> None:
     assert f"at 2^-34: {lost[0]} dB with a seventh, {lost[1]} dB with a sixth" in FALLBACK
 
 
-def span(values: Sequence[float], digits: int = 0) -> str:
-    """As the table of starts from zero has it."""
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
 def test_starts_from_zero() -> None:
     record = read_json(RESULTS / "zero_init_cpu.json")
     starts = [row for row in record["runs"] if row["model"] != CONTROL]
@@ -302,18 +356,26 @@ def test_starts_from_zero() -> None:
     ]
     assert len(eight) == 2
     assert "Two of the six runs of the ConvNet from zero go to BF16 for good" in FALLBACK
+    lora, net = (
+        [run for row in record["harm"] if start in row["model"] for run in row["losses"]["bf16"]]
+        for start in ("LoRA", "residual branches from zero")
+    )
+    assert f"LoRA ends at {span([run['late'] for run in lora], 2)} nats" in FALLBACK
+    assert (
+        f"explodes to between {span([run['largest'] for run in net], 1).replace(' to ', ' and ')}"
+        in FALLBACK
+    )
     for row in record["harm"]:
-        bf16, ours = row["losses"]["bf16"], row["losses"]["fallback"]
-        assert len(bf16) == 6
-        largest, late = ([run[name] for run in bf16] for name in ("largest", "late"))
-        course = f"{span(largest, 1)}, then {span(late, 2)}"
-        ratios = [found["late"] for found in row["over bf16"].values()]
+        ours = row["losses"]["fallback"]
+        assert len(row["losses"]["bf16"]) == 6
+        over = row["over bf16"]
+        ratios = [over[name]["late"] for name in ("bf16, an ulp apart", "FP8 without the fallback")]
         cells = " | ".join(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios)
         counts = [len(run["left"]) for run in ours]
         first = [min(run["left"].values()) for run in ours]
         left = f"{span(counts)}, from step {span(first)} on"
         name = row["model"] + (", warm-up" if row["warmup"] else "")
-        assert f"| {name} | {course} | {cells} | {left} |" in FALLBACK
+        assert f"| {name} | {cells} | {left} |" in FALLBACK
         # No start in which FP8 could be shown to be worse than bf16.
         assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1
 

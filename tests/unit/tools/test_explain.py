@@ -51,7 +51,6 @@ What = "the second."
 [events."c.three"]
 What = "still a code."
 [symptoms."Loss that, well, *falls*"]
-about = "For the page only."
 How = "slowly."
 '''
 
