@@ -296,7 +296,7 @@ class EngineConfig(Strict):
 
     name: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = Field(
         default="auto",
-        description="auto: deepspeed under its launcher, else ddp; single for one process; fsdp: model sharded over ranks",
+        description="auto: deepspeed under its launcher, else ddp; single for one process; fsdp: a sharded model",
     )
     gradient_sync: Literal["window", "micro_batch"] = Field(
         default="window",

@@ -186,7 +186,7 @@ class TransformerEngineBackend:
             self._watch.active = self._watch.in_backward = False
 
     def gather_weights(self) -> None:
-        """Nothing to change: TE itself finds out that its weights are gathered, and quantises them again in backward."""
+        """Nothing to change: TE finds out that its weights are gathered, and quantises them again in backward."""
 
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
