@@ -122,7 +122,7 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
     """Why an engine that takes only fused AdamW and SGD cannot train with `train.optimizer`; empty if it can."""
     if train.optimizer in ("adamw", "sgd"):
         return []
-    why = "it keeps the optimizer's state in flat partitions, which hold neither matrices nor quantised moments"
+    why = "a rank updates its share of each parameter: it has neither whole matrices nor whole blocks of moments"
     fix = "train.optimizer=adamw or sgd, or start with torchrun (engine ddp)"
     what = f"the engine {engine} does not take it"
     return [Problem(what, f"train.optimizer {train.optimizer!r}", why, fix)]

@@ -205,6 +205,54 @@ def counted_collectives() -> dict[str, int]:
     return counts
 
 
+def bytes_held(engine: Any, gradients: Callable[[], list[Tensor]]) -> list[float]:
+    """Bytes of weights, gradients and moments on this rank, for each trained parameter of the whole model."""
+    parameters = sum(each.numel() for each in nn.Linear(64, 64).parameters())
+    inputs = torch.randn(4, 64)
+    # Two micro-batches. The gradients are looked at before the last exchange, where most of them are there.
+    for last in (False, True):
+        with engine.micro_batch(last):
+            engine.backward(engine.module(inputs).square().mean())
+            if not last:
+                held = sum(each.nbytes for each in gradients())
+    state = {name: part.state_dict()[0] for name, part in engine.parts().items()}
+    moments = [tensor for name, tensor in state["optimizer"].items() if ".exp_avg" in name]
+    weights = list(state["model"].values())
+    sums = [sum(each.nbytes for each in weights), held, sum(each.nbytes for each in moments)]
+    return [each / parameters for each in sums]
+
+
+def bytes_of_engines() -> dict[str, list[float]]:
+    """`bytes_held` of one Linear under each engine."""
+
+    def of_fsdp(every_micro_batch: bool) -> list[float]:
+        model = nn.Linear(64, 64)
+        engine = make_fsdp(model, every_micro_batch=every_micro_batch)
+        groups = model._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+
+        def gradients() -> list[Tensor]:
+            found = [
+                param.grad.to_local() for param in model.parameters() if param.grad is not None
+            ]
+            for each in groups[0].fsdp_params:
+                whole = [each.unsharded_accumulated_grad]
+                if hasattr(each, "_unsharded_param"):
+                    whole.append(each._unsharded_param.grad)
+                found += [grad for grad in whole if grad is not None]
+            return found
+
+        return bytes_held(engine, gradients)
+
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    ddp = make_ddp(model)
+    return {
+        "ddp": bytes_held(ddp, lambda: [each.grad for each in model.parameters()]),
+        "window": of_fsdp(every_micro_batch=False),
+        "micro_batch": of_fsdp(every_micro_batch=True),
+    }
+
+
 def refused(build: Callable[[], object]) -> str:
     try:
         build()
@@ -231,6 +279,7 @@ def rank_main(folder: Path) -> None:
         "different": refused(lambda: make_fsdp(net(seed=rank))),
         "dtypes": refused(lambda: make_fsdp(mixed())),
     }
+    result["bytes"] = bytes_of_engines()
     torch.manual_seed(0)
     parted = make_fsdp(Parted())
     result["parted"] = [train(parted, step)["norm"] for step in range(3)]
@@ -275,6 +324,14 @@ def test_a_rank_holds_its_rows_alone(two_ranks: list[dict[str, Any]]) -> None:
     assert "outward.weight" not in first, "tied: held once"
     trained = sum(each.numel() for each in net().parameters() if each.requires_grad)
     assert sum(result["moments"] for result in two_ranks) < 2 * trained + 300
+
+
+def test_bytes_of_a_parameter_are_those_of_the_guide(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert result["bytes"]["ddp"] == [4, 4, 8]
+        assert result["bytes"]["micro_batch"] == [4 / 2, 4 / 2, 8 / 2]
+        # The whole gradient of a window, before it is exchanged into the rank's rows: 4 of the 4 + 4 / N.
+        assert result["bytes"]["window"] == [4 / 2, 4, 8 / 2]
 
 
 def test_a_load_after_a_validation_is_seen(two_ranks: list[dict[str, Any]]) -> None:
