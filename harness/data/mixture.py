@@ -66,7 +66,7 @@ class Mixture:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._counts = shares(weights, CYCLE)
 
-        # One config for all sources: context, packing and unit are alike.
+        # Context and packing are the config's, and the tokenizer is one (`_check_tokenizers`): these are alike.
         self.tokens_per_sample = parts[0].tokens_per_sample
         self.masked, self.unit = parts[0].masked, parts[0].unit
         self.ids = max(part.ids for part in parts)

@@ -96,14 +96,14 @@ def prepare_dataset(
     wanted: Preparation,
     out: Path,
     processes: int = 0,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
     most: int | None = None,
     anew: bool = False,
 ) -> dict[str, Any]:
     """Make `out`. Returns the contents of its dataset.json.
 
     processes: number of workers; 0: one for each core.
-    tell: is called with the progress whenever it changes.
+    report: is called with the progress whenever it changes.
     most: bytes of the source that are allowed; None: any number.
     anew: whether to delete what `out` holds if it is something else.
 
@@ -119,7 +119,7 @@ def prepare_dataset(
     with _alone(out):
         if made := _begin(out, plan):
             return made
-        _run_tasks(out, plan, processes, tell)
+        _run_tasks(out, plan, processes, report)
         return _finish(out, plan)
 
 
@@ -250,7 +250,7 @@ def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[st
 
 
 def _run_tasks(
-    out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Progress], None]
+    out: Path, plan: Mapping[str, Any], processes: int, report: Callable[[Progress], None]
 ) -> None:
     """Make the shards of all tasks that are not done."""
     # An earlier try may have been killed: its finished tasks stay.
@@ -260,7 +260,7 @@ def _run_tasks(
     total = sum(map(_size, tasks))
     kept = len(tasks) - len(todo)
     progress = Progress(total, len(tasks), total - left, kept, kept)
-    tell(progress)
+    report(progress)
 
     if processes == 0:
         processes = len(os.sched_getaffinity(0))
@@ -273,10 +273,10 @@ def _run_tasks(
                 with contextlib.closing(_Task(out, plan, number).run(encoding)) as counts:
                     for count in counts:
                         progress.done += count
-                        tell(progress)
+                        report(progress)
                 progress.done = end  # a source has more bytes than its texts
                 progress.finished += 1
-                tell(progress)
+                report(progress)
     except BrokenProcessPool as error:
         why = "perhaps the memory did not suffice: --processes takes fewer"
         problem = Problem("a worker died", str(out), why, "the same command goes on")

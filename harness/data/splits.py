@@ -66,6 +66,7 @@ def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
 
     The documents of a file whose split is empty are divided later.
     """
+    # Does every name say something, and do they say train and something else?
     said = {name: said_by(name) for name in names}
     words = set(said.values()) - {"other"}
     if "" in words or "train" not in words or len(words) == 1:
