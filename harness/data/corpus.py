@@ -244,6 +244,7 @@ def _read_ids(shard: Shard, stride: int) -> _Seen:
             return
         seen.largest = max(seen.largest, int(ids.max()))
         seen.smallest = min(seen.smallest, int(ids.min()))
+
         # bincount takes no negative ids, and memory for every id up to the largest: a wrong dtype would fill it.
         if chunk % stride == 0 and seen.smallest >= 0 and seen.largest < LARGEST:
             seen.counts = add_counts(seen.counts, np.bincount(ids))
@@ -501,7 +502,9 @@ def _changed(path: Path, error: Exception) -> Problem:
 def _written(folder: Path, path: Path) -> str:
     """A path as corpus.json has it: relative if it lies in the run, so that the run can be moved."""
     path, folder = path.resolve(), folder.resolve()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+    if path.is_relative_to(folder):
+        path = path.relative_to(folder)
+    return str(path)
 
 
 def _path(folder: Path, written: str) -> Path:

@@ -147,6 +147,7 @@ def _inputs_and_labels(first: Any, second: Any) -> str:
         return ""
     if not first.ndim or not second.ndim or len(first) != len(second):
         return ""
+
     # Arrays of one shape and dtype are two splits: labels hardly look like their inputs.
     if first.shape[1:] == second.shape[1:] and first.dtype == second.dtype:
         return ""
@@ -425,6 +426,7 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
     for label, sha256 in record["looked_at"].items():
         if hashes.get(label) != sha256:
             changed.append(label)
+
     # Other sizes change which samples are looked at, so that other hashes say nothing more then.
     if changed and not why:
         why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]

@@ -87,6 +87,7 @@ def look(path: Path) -> Kind:
         return "prepared"
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "Arrow"
+
     # A .json is data only where there is nothing else.
     files, beside = _data_files(path)
     if not files and beside and all(file.suffix.lower() == JSON for file in beside):
@@ -138,10 +139,14 @@ def _refuse_packed(path: Path, files: Sequence[Path]) -> None:
     endings = [_packed_ending(file) for file in files]
     if not files or not all(endings):
         return
-    file = files[0]
-    fix = _COMMANDS[endings[0]].format(path=file, stem=str(file)[: -len(endings[0])])
-    more = f" ({len(files)} such as {file.relative_to(path)})" if path.is_dir() else ""
-    raise DataError(Problem(f"is not read: {endings[0]}{more}", f"data.path: {path}", fix=fix))
+    # The command is for the first of them.
+    file, ending = files[0], endings[0]
+    stem = str(file)[: -len(ending)]  # by length: the ending may be in capitals
+    what = f"is not read: {ending}"
+    if path.is_dir():
+        what += f" ({len(files)} such as {file.relative_to(path)})"
+    fix = _COMMANDS[ending].format(path=file, stem=stem)
+    raise DataError(Problem(what, f"data.path: {path}", fix=fix))
 
 
 def _packed_ending(file: Path) -> str:

@@ -103,7 +103,8 @@ class Mixture:
                 here = np.flatnonzero(sources == number)
                 if not len(here):
                     continue
-                # A cycle has its positions of one source in that source's own order, so these are consecutive there.
+
+                # `_cycle` counts a source's positions from left to right, so these are consecutive in its own order.
                 place = cycle * self._counts[number] + int(ranks[here[0]])
                 seed = self._seed + (number + 1) * _STRIDE
                 own = ordered_samples(seed, place, place + len(here), part.n_samples)

@@ -94,6 +94,7 @@ class Prefetched:
         self.report: Callable[[str], None] = lambda text: None
         self.first_report = FIRST_REPORT
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+
         # The window that is read ahead, and the last one that was asked for in place of it.
         self._ahead: _Job | None = None
         self._missed: _Key | None = None

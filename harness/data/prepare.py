@@ -125,7 +125,7 @@ def prepare_dataset(
 
 def too_large(source: str, kind: str, most: int, tokenizer: str | None) -> DataError:
     """The error for a source that is too large to be prepared at the start of a run."""
-    # hf:NAME@COMMIT. A path may have an @ of its own.
+    # A name of the hub has the commit that was fetched, hf:NAME@COMMIT; the command takes it apart.
     name, options = source, ""
     if source.startswith(PREFIX):
         name, _, commit = source.partition("@")
@@ -463,8 +463,8 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     for reason, count in sorted(skipped.items()):
         left_out.append({"name": f"{count} rows", "reason": reason})
 
-    # Stamps let a run on this machine take untouched shards without reading them. The hash of the whole is of contents
-    # only, so that a copy elsewhere has the same.
+    # Stamps let a run on this machine take untouched shards without reading them. They are not part of the hash of the
+    # whole, which a copy elsewhere has too.
     hashes: list[list[str]] = []
     for shard in shards:
         stamp = Stamp.of(out / shard["name"])
@@ -499,7 +499,9 @@ def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the source, once all of it was read. Raises DataError if a file changed meanwhile."""
     files = {Path(path): Stamp(*stamp) for path, *stamp in plan["files"]}
     suffixes = None if plan["kind"] == "text" else FORMATS[plan["kind"]].suffixes
-    tokenizer = (plan["tokenizer"], plan["vocabulary"]["tokenizer"]) if plan["tokenizer"] else None
+    tokenizer: tuple[str, str] | None = None
+    if plan["tokenizer"]:
+        tokenizer = plan["tokenizer"], plan["vocabulary"]["tokenizer"]
     # save_to_disk and the hub name their files: others in the folder do not belong to the source.
     listed = plan["kind"] != "Arrow" and not plan["hub"]
     made = record_of_files(Path(plan["source"]), suffixes, listed, files, tokenizer)

@@ -98,6 +98,7 @@ class Rows:
                 continue
             if file.name.lower().endswith(_PACKED):
                 size *= _UNPACKED
+
             # The first row shows before hours of work that the file can be read, and that the key is the right one.
             try:
                 with closing(self._documents(str(file), key)) as rows:
@@ -224,6 +225,7 @@ class JsonLines(Rows):
         for (begin, end), count in zip(found, rows, strict=True):
             parts.append((first, first + count, end - begin))
             first += count
+
         # To the end of the file, should the reader count more rows than there are lines.
         first, _, size_of_last = parts[-1]
         parts[-1] = first, _LAST, size_of_last

@@ -70,11 +70,12 @@ def record_of_text(
     source: Path, before: Mapping[str, Stamp], documents: Iterable[Document]
 ) -> dict[str, Any]:
     """The record of text that was copied. before: `stamps` from before the documents were read."""
-    hashes = {document.name: hashlib.sha256(document.content).hexdigest() for document in documents}
+    contents = {document.name: document.content for document in documents}
     files: dict[str, str] = {}
     for name, stamp in before.items():
-        if name in hashes:
-            files[name] = _entry(stamp, hashes[name])
+        if name in contents:
+            sha256 = hashlib.sha256(contents[name]).hexdigest()
+            files[name] = _entry(stamp, sha256)
 
     # Files that were there and skipped: they are not new at the next start.
     others = sorted(before.keys() - files.keys())
@@ -203,7 +204,9 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
         record = _Record.read(path)
         prepared = record.made == MADE_DATASET
         source = record.source if prepared else _moved_to(given) or record.source
-        changed = _changed_files(source, record) if record.files and source.exists() else ""
+        changed = ""
+        if record.files and source.exists():
+            changed = _changed_files(source, record)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         return f"{path} cannot be read ({why}): nothing shows whether the source has changed"

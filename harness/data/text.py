@@ -127,6 +127,7 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
         problems.append(_nothing_left(source, skipped))
     if problems:
         raise DataError(first_of(problems, source))
+
     # A disk lists its files in any order; a run on the same files has the same bytes.
     documents.sort(key=lambda document: document.name)
     skipped.sort(key=lambda skip: skip.name)
@@ -257,7 +258,8 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     one `test`). Otherwise, or if none is validation, see `split_documents`.
     """
     splits, left_out = splits_of_text([document.name for document in text.documents])
-    skipped = [*text.skipped, *(Skipped(name, reason) for name, reason in left_out)]
+    skipped = list(text.skipped)
+    skipped += [Skipped(name, reason) for name, reason in left_out]
     skipped.sort(key=lambda skip: skip.name)
     kept: list[Document] = []
     train: list[Document] = []
@@ -297,6 +299,7 @@ def split_documents(
     total = sum(len(document.content) for document in documents)
     target = val_fraction * total
     most = min(1.5 * target, (target + total) / 2)
+
     # Whole files, as far as they fit.
     chosen: set[str] = set()
     held = 0
@@ -330,5 +333,6 @@ def _line_cut(content: bytes, tail: int) -> int:
     near = [cut for cut in (before, after) if cut]
     if near:
         return min(near, key=lambda cut: abs(cut - wanted))
+
     # One long line: cut it anywhere, with something on both sides.
     return max(1, min(wanted, len(content) - 1))

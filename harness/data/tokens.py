@@ -171,7 +171,9 @@ def _open_corpus(
     lead: bool,
     reading: Callable[[str | None], None],
 ) -> TokenData:
-    info = corpus.relocate(folder, written, home(config.path) if config.path else None)
+    # The files may have moved together with `data.path`.
+    source = home(config.path) if config.path else None
+    info = corpus.relocate(folder, written, source)
     if lead:
         info = corpus.check_corpus(folder, info)
         if info != written:
@@ -275,7 +277,9 @@ def _tokenized(
 
 def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]:
     """What corpus.json says of files of token ids, or a folder of them."""
-    vocabulary = load_encoder(config.tokenizer).vocabulary if config.tokenizer else None
+    vocabulary: Vocabulary | None = None
+    if config.tokenizer:
+        vocabulary = load_encoder(config.tokenizer).vocabulary
     separator = config.separator
     if separator is None and vocabulary is not None:
         separator = vocabulary.separator
@@ -303,7 +307,8 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
 
 def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     """(training files, validation files, what is left out) of a folder of token ids."""
-    every = sorted(each for each in folder.iterdir() if each.suffix.lower() == ".bin")
+    in_folder = sorted(folder.iterdir())
+    every = [file for file in in_folder if file.suffix.lower() == ".bin"]
     left_out: LeftOut = []
 
     # A file and a link to it are one file: the file itself is taken, or the first of several links.
@@ -318,14 +323,13 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
 
     # An .idx belongs to its .bin, and is not listed as left out.
     left_out += tests
-    indices: set[Path] = set()
+    pairs: set[Path] = set()
     for file in every:
-        indices.add(file.with_suffix(".idx"))
+        pairs |= {file, file.with_suffix(".idx")}
         if file not in files:
             left_out.append((file.name, "a link to another file of the folder"))
-    for other in sorted(folder.iterdir()):
-        is_data = other in every or other in indices
-        if not is_data and not other.name.startswith("."):
+    for other in in_folder:
+        if other not in pairs and not other.name.startswith("."):
             left_out.append((other.name, "not a .bin"))
     return train, val, left_out
 

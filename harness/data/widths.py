@@ -33,6 +33,7 @@ import numpy.typing as npt
 SAMPLES, SAMPLE_BYTES = 16, 1 << 13
 CELL = 8
 """Bytes of the widest id."""
+
 # With fewer than these, chance explains anything.
 _LEAST_BYTES, _LEAST_PAIRS, _LEAST_IN_PART = 128, 128, 256
 _MOST_UPPER = 0x3F  # upper half of the largest id of four bytes: corpus.LARGEST
@@ -72,6 +73,7 @@ def other_width(path: Path, size: int, dtype: str) -> Other | None:
 def _sampled(path: Path, size: int) -> npt.NDArray[np.uint8]:
     if size <= SAMPLES * SAMPLE_BYTES:
         return np.fromfile(path, np.uint8, size // CELL * CELL)
+
     # A whole number of cells: an id of any width must not be cut at the start of a sample.
     step = (size - SAMPLE_BYTES) // (SAMPLES - 1) // CELL * CELL
     samples: list[npt.NDArray[np.uint8]] = []
@@ -165,6 +167,7 @@ def _is_upper(lower: Numbers, upper: Numbers) -> bool:
         return False
     if not upper.any():
         return True
+
     # Sound.
     if (upper >= 0xF0).mean() > (upper < 0x10).mean() / 100:
         return False
@@ -231,6 +234,7 @@ def _floats(data: npt.NDArray[np.uint8]) -> Other | None:
     """Numbers of float32: the upper halves have magnitudes from 2^-14 to 2^16, the lower ones any value."""
     halves = data.view("<u2")
     lower, upper = halves[::2], halves[1::2]
+
     # An upper half is the sign, the 8 bits of the exponent (bias 127), and 7 of the mantissa.
     exponents = upper & 0x7F80
     inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
