@@ -50,7 +50,7 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "ids of two bytes are not read as bytes",
-        "if _is_upper(lower, upper):",
+        "if _is_upper(first, second):",
         "if False:",
         "tests/unit/data/test_token_files.py -k uint16-uint8",
     ),
