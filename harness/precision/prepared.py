@@ -34,9 +34,9 @@ from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, TorchGradients, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
+from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
-from harness.monitors.scales import Fp8Monitor
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OpenWindow, parameters_of
