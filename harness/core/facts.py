@@ -459,6 +459,7 @@ class LayerPlan:
 
     norm: name of the norm that is fused with it; empty if none is.
     first: name of the first Linear of a fused MLP, if this is its second.
+    frozen: it runs in FP8 and its weight is not trained. No gradient reaches it unless something before it is trained.
     """
 
     module: str
@@ -469,6 +470,7 @@ class LayerPlan:
     shape: tuple[int, ...] = ()
     norm: str = ""
     first: str = ""
+    frozen: bool = False
 
 
 def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:

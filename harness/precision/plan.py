@@ -332,9 +332,10 @@ def _row(
     reason = "converted"
     if others:
         reason += f", also known as {', '.join(others)}"
-    if not module.weight.requires_grad:
+    frozen = not module.weight.requires_grad
+    if frozen:
         reason += ", frozen: no weight gradient"
-    return LayerPlan(name, kind, "fp8", rung.backend, reason, shape)
+    return LayerPlan(name, kind, "fp8", rung.backend, reason, shape, frozen=frozen)
 
 
 def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
