@@ -219,20 +219,16 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _scaling_is_computed(self) -> Recipe:
-        scaling, computed = (
-            self.fp8.scaling,
-            {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder},
-        )
+        scaling = self.fp8.scaling
+        computed = {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder}
         for backend, scalings in computed.items():
             if scalings and scaling not in scalings:
-                told = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
-                raise ValueError(f"{told}: take them out")
+                what = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
+                raise ValueError(f"{what}: take them out")
         if scaling != "delayed" and not any(computed.values()):
-            able = " or ".join(
-                name for name, backend in BACKENDS.items() if scaling in backend.scalings
-            )
+            able = [name for name, backend in BACKENDS.items() if scaling in backend.scalings]
             raise ValueError(
-                f"fp8.scaling {scaling} needs a {able} rung (torchao rungs go by fp8.dynamic)"
+                f"fp8.scaling {scaling} needs a {' or '.join(able)} rung (torchao rungs go by fp8.dynamic)"
             )
         return self
 

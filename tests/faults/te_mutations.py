@@ -128,7 +128,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "which layers are demoted is restored under TE",
-        '        self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])\n',
+        '        self.switch(meta["demoted"], others)\n',
         "",
         "tests/te_cpu/test_te_refusals.py -k continues_bit_for_bit",
     ),

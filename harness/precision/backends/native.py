@@ -68,7 +68,7 @@ from harness.precision.backends.native_gemm import (
 )
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_linear, swap_linears, twin
+from harness.precision.layers import pickled_as_linear, shallow_copy, swap_linears
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.products import planned_autocast
@@ -460,9 +460,10 @@ class NativeBackend:
         self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
 
         # Each planned layer is replaced by one of ours with the same Parameters.
-        self.modules = swap_linears(
-            model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear)))
-        )
+        def native(linear: nn.Linear) -> NativeLayer:
+            return shallow_copy(linear, _in_place_of(type(linear)))
+
+        self.modules = swap_linears(model, self.layers, native)
         self._blocks = Blocks(model, NativeLayer)
         for index, module in enumerate(self.modules.values()):
             module.attach(self.slot_buffers, 3 * index, self._blocks.of(module))
@@ -491,13 +492,8 @@ class NativeBackend:
     @contextmanager
     def _active(self) -> Iterator[None]:
         if self.slot_buffers.active:
-            raise MisuseError(
-                Problem(
-                    "precision contexts do not nest",
-                    "context()",
-                    fix="leave the first context before the next",
-                )
-            )
+            fix = "leave the first context before the next"
+            raise MisuseError(Problem("precision contexts do not nest", "context()", fix=fix))
         self.slot_buffers.active = True
         try:
             yield
@@ -540,10 +536,8 @@ class NativeBackend:
         self._mark_blocks()
 
     def _mark_blocks(self) -> None:
-        self._blocks.mark(
-            self.slot_buffers.sampling,
-            [module for module in self.modules.values() if module.demoted],
-        )
+        demoted = [module for module in self.modules.values() if module.demoted]
+        self._blocks.mark(self.slot_buffers.sampling, demoted)
 
     def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: FP8 layers have no other precision below them, whatever `precision` names."""
