@@ -160,7 +160,8 @@ class RunLedger:
 
         # The keys, and the type of each value: somebody may have written the file.
         keys = {each.name for each in fields(cls)}
-        if set(raw) != keys or not _all_are(list, [raw[key] for key in (*_LISTS, "hashes")]):
+        lists = [raw.get(key) for key in (*_LISTS, "hashes")]
+        if set(raw) != keys or not _all_are(list, lists):
             raise ValueError("its keys are not those of this version")
         if not _all_are(str, raw["hashes"]):
             raise ValueError("its hashes are not text")

@@ -76,9 +76,9 @@ class Bench:
     ) -> None:
         out, into = shape
         copies = max(1, min(_COPIES, _MOST_WEIGHTS // (out * into)))
-        self.model = nn.ModuleList(
-            nn.Linear(into, out, bias=False, device=device) for _ in range(copies)
-        )
+        self.model = nn.ModuleList()
+        for _ in range(copies):
+            self.model.append(nn.Linear(into, out, bias=False, device=device))
         self.backend: PrecisionBackend = AutocastBackend("bf16", device)
         if rung is not None:
             plan = make_plan(recipe, probe(), rung, [], self.model)
@@ -104,7 +104,8 @@ class Bench:
             torch.autograd.backward(outputs, self._grads)
         stop = _mark(self.device)
         self.backend.end_micro_batch(_same)
-        self.backend.end_window(self.backend.amax(), torch.zeros((), device=self.device), _same)
+        not_skipped = torch.zeros((), device=self.device)
+        self.backend.end_window(self.backend.amax(), not_skipped, _same)
         return start, stop
 
     def seconds(self, marks: Sequence[tuple[Any, Any]]) -> float:

@@ -285,14 +285,16 @@ class _Matmul(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1])
             out, left, right = layer.multiply(rows, weight, bias, record, ctx.needs_input_grad[:3])
 
-        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient.
+        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient. Backward cuts
+        # the list in half, so a tensor that is not kept leaves a None.
         kept_left, ctx.left = left.kept()
         kept_right, ctx.right = right.kept()
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            *(part if wants_weight else None for part in kept_left),
-            *(part if wants_rows else None for part in kept_right),
-        )
+        if not wants_weight:
+            kept_left = (None,) * len(kept_left)
+        if not wants_rows:
+            kept_right = (None,) * len(kept_right)
+        ctx.save_for_backward(*kept_left, *kept_right)
         # Not a view: the code that follows may work on it in place.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
 
