@@ -228,11 +228,11 @@ class TrueGradients:
     def _unscale(self, grad: Tensor) -> Tensor | None:
         if not self.active or self._loss_scale.retired or grad.is_sparse:
             return None
+        unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
+        torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
         # With create_graph the division has to be part of the graph of the gradients.
         if torch.is_grad_enabled():
             return grad * self._inverse.to(grad.device)
-        unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
-        torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
         return unscaled.to(grad.device, grad.dtype)
 
 
