@@ -169,13 +169,13 @@ class Plan:
 
     def fused_norms(self) -> dict[str, str]:
         """FP8 layer -> the norm that is computed together with it. Names as in the model."""
-        return {row.module: row.norm for row in self.layers if row.precision == "fp8" and row.norm}
+        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
+        return {layer.module: layer.norm for layer in fp8 if layer.norm}
 
     def fused_mlps(self) -> dict[str, str]:
         """Second Linear of an MLP -> the first, which is computed together with it. Names as in the model."""
-        return {
-            row.module: row.first for row in self.layers if row.precision == "fp8" and row.first
-        }
+        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
+        return {layer.module: layer.first for layer in fp8 if layer.first}
 
     def fp8_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The weight of each FP8 layer, by the layer's name with numbers padded. `model` is not converted yet.
