@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -69,7 +69,9 @@ def grad_health(
         not_measured = torch.full_like(norm, math.nan)
         return GradHealth(norm, not_measured, not_measured)
 
-    limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
+    limit: float | Tensor = _NEAR_LIMIT
+    if divided_by is not None:
+        limit = _NEAR_LIMIT / divided_by
     counts = [_counts(gradient, limit).to(norm.device) for gradient in gradients]
     zeros, inside, near, elements = torch.stack(counts).sum(0).unbind()
     return GradHealth(norm, (zeros / inside).float(), (near / elements).float())
@@ -88,13 +90,16 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     Without a tensor it is 0 on the CPU. Non-finite if any element is, and if the squares of 1024 elements (CUDA: of
     one tensor) overflow fp32 (elements beyond 1e17). No host read.
     """
-    # The norm of norms, in fp64 until the end.
-    pieces = [torch.cat(_norms(group)) for group in by_device_and_dtype(tensors)]
-    norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
+    # The norm of norms, in fp64 until the end: the squares of many norms would lose digits in fp32.
+    norms: list[Tensor] = []
+    for group in by_device_and_dtype(tensors):
+        pieces = torch.cat(_norms(group))
+        norms.append(torch.linalg.vector_norm(pieces.double()))
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])).float()
+    together = torch.stack([norm.to(device) for norm in norms])
+    return torch.linalg.vector_norm(together).float()
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -146,7 +151,8 @@ def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     # of bools, take five times as long.
     other = torch.ne(sample, 0.0, out=torch.empty_like(sample))
     in_rows = other.sum(1, dtype=torch.float64)
-    inside = in_rows.count_nonzero() * other.sum(0).count_nonzero().double()
+    in_columns = other.sum(0)
+    inside = in_rows.count_nonzero() * in_columns.count_nonzero().double()
     inside = torch.where(inside == 0, float(sample.numel()), inside)
 
     if isinstance(limit, Tensor):
@@ -210,7 +216,8 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
         if not values.is_floating_point() and not labels and name not in TOKENS:
             continue
 
-        low, high = (bound.item() for bound in torch.aminmax(values))
+        bounds = torch.aminmax(values)
+        low, high = bounds.min.item(), bounds.max.item()
         if labels and low == IGNORED and not values.is_floating_point():
             if high == IGNORED:
                 found |= NO_LABEL
@@ -227,7 +234,9 @@ def name_faults(
 
     Slow: for batches that are known to be bad.
     """
-    faults: list[Fault] = list(batch.faults) if isinstance(batch, Flawed) else []
+    faults: list[Fault] = []
+    if isinstance(batch, Flawed):
+        faults += batch.faults
     for name, values in batch.items():
         labels = name in LABELS
         values = _ordered(values)
@@ -256,8 +265,10 @@ def harmless(batch: Batch) -> Batch:
     found: Batch = {}
     for name, values in batch.items():
         # Attention that may look at nothing is 0 / 0.
-        allow = name == "attention_mask"
-        found[name] = torch.ones_like(values) if allow else torch.zeros_like(values)
+        if name == "attention_mask":
+            found[name] = torch.ones_like(values)
+        else:
+            found[name] = torch.zeros_like(values)
     return found
 
 
@@ -266,22 +277,27 @@ def one_sample(batch: Batch, row: int) -> Batch:
     one = {name: values[row : row + 1] for name, values in batch.items()}
     if not isinstance(batch, Flawed):
         return one
-    faults = [Fault(0, fault.bit, fault.text) for fault in batch.faults if fault.row in (row, None)]
+    own = [fault for fault in batch.faults if fault.row in (row, None)]
+    faults = [replace(fault, row=0) for fault in own]
     return Flawed(one, faults) if faults else one
 
 
 def count_targets(batch: Batch) -> int:
     """Targets that have a loss; without labels, samples."""
-    labels = next((batch[name] for name in LABELS if name in batch), None)
-    if labels is None:
-        return len(next(iter(batch.values())))
-    if labels.is_floating_point():
-        return labels.numel()
-    return int((labels != IGNORED).sum())
+    for name in LABELS:
+        if name not in batch:
+            continue
+        labels = batch[name]
+        if labels.is_floating_point():
+            return labels.numel()
+        return int((labels != IGNORED).sum())
+    return len(next(iter(batch.values())))
 
 
 def _bound(labels: bool, vocab_size: int | None, classes: int | None) -> int | None:
-    return classes if labels and classes is not None else vocab_size
+    if labels and classes is not None:
+        return classes
+    return vocab_size
 
 
 def _ordered(values: Tensor) -> Tensor:
@@ -293,7 +309,9 @@ def _ordered(values: Tensor) -> Tensor:
         return values
     if values.is_complex():
         return torch.view_as_real(values)
-    return values.float() if values.is_floating_point() else values.to(torch.int64)
+    if values.is_floating_point():
+        return values.float()
+    return values.to(torch.int64)
 
 
 def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> int:
@@ -327,9 +345,13 @@ def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) ->
             continue
         index = places[0].tolist()[: bad.ndim]
         where = ""
-        if index:
-            where = f" at position {index[0] if len(index) == 1 else index}"
-        more = f" ({len(places)} such values)" if len(places) > 1 else ""
+        if len(index) == 1:
+            where = f" at position {index[0]}"
+        elif index:
+            where = f" at position {index}"
+        more = ""
+        if len(places) > 1:
+            more = f" ({len(places)} such values)"
         text = f"{kind} {sample[tuple(index)].item()}{where}{allowed}{more}"
         faults.append(Fault(row, bit, text))
     return faults

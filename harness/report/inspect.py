@@ -293,7 +293,7 @@ def fp8_proof(history: RunHistory) -> str:
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
 
     # A frozen layer with nothing trained before it gets no gradient, so the silence of that slot is right.
-    frozen = {bare(row["module"]) for row in layers if "frozen" in row["reason"]}
+    frozen = {bare(row["module"]) for row in layers if row["frozen"]}
     no_gradient: list[str] = []
     others: list[str] = []
     for slot in silent:

@@ -448,7 +448,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     for layer in layers:
         if not isinstance(layer, dict) or not _has_texts(layer, _OF_A_LAYER):
             continue
-        whole = {"kind": "", "reason": "", "shape": []} | layer
+        whole = {"kind": "", "reason": "", "shape": [], "frozen": False} | layer
         if _has_texts(whole, ("kind", "reason")) and isinstance(whole["shape"], list):
             plan["layers"].append(whole)
 
