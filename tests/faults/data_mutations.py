@@ -168,7 +168,7 @@ DATA: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
-        "folders that cannot be listed are told",
+        "folders that cannot be listed are reported",
         "    yield from closed\n",
         "",
         "tests/faults/test_data_faults.py -k closed",

@@ -55,7 +55,7 @@ FOREIGN: tuple[Mutation, ...] = (
     ),
     Mutation(
         24,
-        "an event without a time is told",
+        "an event without a time is reported",
         '    if seconds is None:\n        return "-"\n',
         "",
         f"{_TESTS} -k without_a_time",

@@ -147,7 +147,7 @@ LOOP = (
     ),
     Mutation(
         8,
-        "a loss of two prepared models is told whose it is",
+        "a loss of two prepared models is refused with their names",
         "if len(reached) > 1:",
         "if False:",
         "tests/unit/precision/test_standard_refusals.py -k whose_it_is",

@@ -1,4 +1,4 @@
-"""What data were made of, and has changed since, is told by file at the next start; what was only touched is not."""
+"""Sources that changed since the data were made are reported by file at the next start; touched ones are not."""
 
 from __future__ import annotations
 
