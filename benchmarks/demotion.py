@@ -50,14 +50,14 @@ LOOKS = {
 
 def series(run: Path, name: str) -> list[tuple[int, float]]:
     """(step, value) of a metric in the journal of a run folder, without steps at which it was not measured."""
-    rows = [
-        row
-        for row in read_rows(run / "journal.jsonl")
-        if row["kind"] == "metrics" and name in row["metrics"]
-    ]
-    return [
-        (row["step"], value) for row in rows if np.isfinite(value := float(row["metrics"][name]))
-    ]
+    points: list[tuple[int, float]] = []
+    for row in read_rows(run / "journal.jsonl"):
+        if row["kind"] != "metrics" or name not in row["metrics"]:
+            continue
+        value = float(row["metrics"][name])
+        if np.isfinite(value):
+            points.append((row["step"], value))
+    return points
 
 
 def look(run: Path) -> dict[str, Any]:
@@ -99,15 +99,18 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     ]
     for result in results:
         runs = result["runs"]
-        bf16, plain, fallback = (runs[kind]["val_loss"] for kind in ("bf16", "plain", "fallback"))
-        left = ", ".join(
-            f"{layer}, {switch['step']}"
-            for switch in runs["fallback"]["switches"]
-            for layer in switch["demote"]
-        )
+        bf16 = runs["bf16"]["val_loss"]
+        plain = runs["plain"]["val_loss"]
+        fallback = runs["fallback"]["val_loss"]
+
+        moves: list[str] = []
+        for switch in runs["fallback"]["switches"]:
+            moves += [f"{layer}, {switch['step']}" for layer in switch["demote"]]
+        left = ", ".join(moves) or "-"
+
         lines.append(
             f"{result['seed']:>4}  {bf16:.4f}  {plain:.4f} {plain / bf16 - 1:+8.2%}    {fallback:.4f} "
-            f"{fallback / bf16 - 1:+7.2%}    {left or '-':<26}  {result['guard']['step']}"
+            f"{fallback / bf16 - 1:+7.2%}    {left:<26}  {result['guard']['step']}"
         )
     return "\n".join(lines)
 
@@ -116,8 +119,12 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss above, underflow below, by step: each seed thin, their mean thick, demotions as vertical lines."""
     figure = Figure(figsize=(8.0, 5.4), dpi=200, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 3])
+
+    # The loss of all three kinds of runs.
     for kind, (colour, line, name) in LOOKS.items():
         _lines(above, [result["runs"][kind]["loss"] for result in results], colour, line, name)
+
+    # The underflow. Behind the demotion it is measured and no longer used, and drawn dashed.
     colour, line, name = LOOKS["plain"]
     _lines(below, [result["runs"]["plain"]["underflow"] for result in results], colour, line, name)
     fallback = [result["runs"]["fallback"] for result in results]
@@ -127,6 +134,7 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
     unused = [run["underflow"][len(part) - 1 :] for run, part in zip(fallback, used, strict=True)]
     _lines(below, unused, colour, "--", "the same, measured but not used")
 
+    # Where the layer left FP8.
     steps = sorted(_demotion(run) for run in fallback if _demotion(run) < math.inf)
     for step in set(steps):
         for axes in (above, below):
@@ -141,6 +149,8 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
             color=colour,
             fontsize=10,
         )
+
+    # Limit, titles and axes.
     limit = FallbackConfig().underflow
     below.axhline(limit, color="#737373", linewidth=1.0, zorder=1)
     below.text(2, limit + 0.03, f"limit {limit:g}", color="#737373")
@@ -165,10 +175,8 @@ def picture(results: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _demotion(run: Mapping[str, Any]) -> float:
     """The step from which the layer was in BF16; infinity if it never was."""
-    return min(
-        (switch["step"] for switch in run["switches"] if CASE.layer in switch["demote"]),
-        default=math.inf,
-    )
+    steps = [switch["step"] for switch in run["switches"] if CASE.layer in switch["demote"]]
+    return min(steps, default=math.inf)
 
 
 def _listed(steps: Sequence[float]) -> str:
@@ -192,7 +200,9 @@ def _lines(
         axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
     if not known:
         return
-    first, last = max(steps[0] for steps, _ in known), min(steps[-1] for steps, _ in known)
+
+    first = max(steps[0] for steps, _ in known)
+    last = min(steps[-1] for steps, _ in known)
     steps = np.arange(first, last + 1)
     means = np.mean([np.interp(steps, each[0], each[1]) for each in known], axis=0)
     axes.plot(steps, means, line, color=colour, linewidth=1.8, label=name)
@@ -212,18 +222,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [study(Path(folder), seed) for seed in options.seeds]
     print(table(results))
     for result in results:
-        print(
-            *(
-                f"seed {result['seed']}: {row['text']}"
-                for row in result["runs"]["fallback"]["verdicts"]
-            ),
-            sep="\n",
-        )
+        verdicts = result["runs"]["fallback"]["verdicts"]
+        print("\n".join(f"seed {result['seed']}: {row['text']}" for row in verdicts))
+
     with atomic_file(options.picture) as stream:
         picture(results).savefig(stream, format="png", facecolor="white")
+
+    # The picture has the series; the record keeps the figures of the table.
     for result in results:
         for run in result["runs"].values():
-            del run["loss"], run["underflow"]  # the picture has them
+            del run["loss"], run["underflow"]
     write_results(options.out, "benchmarks.demotion", arguments, 1, results)
 
 

@@ -174,12 +174,13 @@ def faults() -> dict[str, Any]:
         found[name] = {"strengths": strengths, "steps": {}, "others": {}}
         for period in PERIODS:
             left = [first_out(role, change, bits, period) for bits in strengths]
-            found[name]["steps"][period] = [each.get(FAULTY, 0) for each in left]
-            found[name]["others"][period] = [sorted(each.keys() - {FAULTY}) for each in left]
-            shown = " ".join(f"{steps or '-':>3}" for steps in found[name]["steps"][period])
-            print(
-                f"{name:<34} every {period:>2}  {shown}  others {sum(map(bool, found[name]['others'][period]))}"
-            )
+            steps = [each.get(FAULTY, 0) for each in left]
+            others = [sorted(each.keys() - {FAULTY}) for each in left]
+            found[name]["steps"][period] = steps
+            found[name]["others"][period] = others
+            shown = " ".join(f"{count or '-':>3}" for count in steps)
+            count_others = sum(map(bool, others))
+            print(f"{name:<34} every {period:>2}  {shown}  others {count_others}")
         print(f"{'':<34} 2^        {' '.join(f'{bits:>3}' for bits in strengths)}", flush=True)
     return found
 
@@ -218,54 +219,34 @@ def healthy(work: Path, other: Path, first_seed: int) -> list[dict[str, Any]]:
         for place, corpus in enumerate(("standard library", "other")):
             seed = first_seed + 2 * number + place
             layers, heads, ffn = SIZES[dim]
+            sizes = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": heads}
+            args = {**sizes, "ffn": ffn, "tied": True}
+            steps = 100 if dim < 256 else 60
             given = [f"train.lr={lr}", f"train.warmup_steps={warmup}", f"train.seed={seed}"]
-            given += [
-                f"train.steps={100 if dim < 256 else 60}",
-                "tracking.mlflow=false",
-                "tracking.report=false",
-            ]
-            args = {
-                "dim": dim,
-                "layers": layers,
-                "heads": heads,
-                "kv_heads": heads,
-                "ffn": ffn,
-                "tied": True,
-            }
-            given += [
-                "checkpoint.every=0",
-                "tracking.fp8_every=1",
-                f"model.args={json.dumps(args)}",
-            ]
-            given += [f"data.path={other}"] if place else []
-            told = {recipe: _told(work, recipe, seed, given) for recipe in ("fp8_hybrid", "bf16")}
-            events = {
-                recipe: [row for row in each if row["kind"] == "event"]
-                for recipe, each in told.items()
-            }
-            switches = [
-                row["text"] for row in events["fp8_hybrid"] if row["code"] == "precision.demote"
-            ]
-            twin = sorted({row["code"] for row in events["bf16"]})
-            figures = [
-                row["metrics"].get(_GRADIENTS, math.nan)
-                for row in told["fp8_hybrid"]
-                if row["kind"] == "metrics"
-            ]
-            lowest = min(value for value in figures if not math.isnan(value))
-            rows.append(
-                {
-                    "dim": dim,
-                    "lr": lr,
-                    "warmup": warmup,
-                    "corpus": corpus,
-                    "seed": seed,
-                    "twin": twin,
-                }
-            )
-            rows[-1] |= {"healthy": not set(twin) & set(SPIKES), "demotions": switches}
-            rows[-1]["lowest even_db of a gradient"] = round(lowest, 2)
-            print(json.dumps(rows[-1]), flush=True)
+            given += [f"train.steps={steps}", f"model.args={json.dumps(args)}"]
+            given += ["tracking.mlflow=false", "tracking.report=false", "tracking.fp8_every=1"]
+            given += ["checkpoint.every=0"]
+            if corpus == "other":
+                given.append(f"data.path={other}")
+
+            # What the FP8 run reports: its moves, and the worst sample of a gradient.
+            demotions: list[str] = []
+            lowest = math.inf
+            for row in _journal(work, "fp8_hybrid", seed, given):
+                if row["kind"] == "event" and row["code"] == "precision.demote":
+                    demotions.append(row["text"])
+                if row["kind"] == "metrics" and _GRADIENTS in row["metrics"]:
+                    # A NaN, which no comparison finds smaller, is left out.
+                    lowest = min(lowest, row["metrics"][_GRADIENTS])
+
+            # The same run in bf16 says whether the run is healthy in itself.
+            journal = _journal(work, "bf16", seed, given)
+            codes = sorted({row["code"] for row in journal if row["kind"] == "event"})
+            found: dict[str, Any] = {"dim": dim, "lr": lr, "warmup": warmup, "corpus": corpus}
+            found |= {"seed": seed, "twin": codes, "healthy": not set(codes) & set(SPIKES)}
+            found |= {"demotions": demotions, "lowest even_db of a gradient": round(lowest, 2)}
+            rows.append(found)
+            print(json.dumps(found), flush=True)
     return rows
 
 
@@ -276,16 +257,15 @@ TIGHTENED = ("saturation", "clipped", "underflow", "sqnr_db", "even_db")
 
 def tightened(shipped: FallbackConfig, statistic: str, octaves: float) -> FallbackConfig:
     """The policy with the limits of one statistic, of all roles, so many octaves tighter."""
-    shares, decibels = 2.0**-octaves, 20 * math.log10(2) * octaves
-    limits = {
-        key: value for key, value in shipped.model_dump().items() if key.startswith(statistic)
-    }
-    return shipped.model_copy(
-        update={
-            key: value + decibels if "_db" in key else value * shares
-            for key, value in limits.items()
-        }
-    )
+    changed: dict[str, float] = {}
+    for key, value in shipped.model_dump().items():
+        if not key.startswith(statistic):
+            continue
+        if "_db" in key:
+            changed[key] = value + 20 * math.log10(2) * octaves
+        else:
+            changed[key] = value * 2.0**-octaves
+    return shipped.model_copy(update=changed)
 
 
 def recorded(run: Path) -> list[StepFacts]:
@@ -344,13 +324,8 @@ def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> No
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for statistic, counts in found.items():
-        axes.plot(
-            TIGHTER,
-            [100 * count / runs for count in counts],
-            marker="o",
-            markersize=4,
-            label=statistic,
-        )
+        shares = [100 * count / runs for count in counts]
+        axes.plot(TIGHTER, shares, marker="o", markersize=4, label=statistic)
     axes.set_xlabel(
         "octaves (6 dB) by which the limits of one statistic are tightened; 0: as shipped"
     )
@@ -362,7 +337,7 @@ def draw_alarms(found: Mapping[str, Sequence[int]], runs: int, path: Path) -> No
         figure.savefig(stream, format="png", facecolor="white", dpi=120)
 
 
-def _told(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
+def _journal(work: Path, recipe: str, seed: int, given: list[str]) -> list[dict[str, Any]]:
     folder = work / "runs" / f"{recipe}-{seed}"
     if not (folder / "outcome.json").exists():
         command = [

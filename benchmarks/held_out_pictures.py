@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,20 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         f"{'model':<9}{'comes':<12}{'family':<38}harmful seen  steps    misses  needless  others"
     ]
-    keys = dict.fromkeys((row["model"], row["duty"], row["family"]) for row in rows)
-    for model, duty, family in keys:
-        mine = [
-            row
-            for row in rows
-            if (row["model"], row["duty"], row["family"]) == (model, duty, family)
-        ]
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["duty"], row["family"]), []).append(row)
+    for (model, duty, family), mine in groups.items():
         harmful = [row for row in mine if row["harm"] >= HARMFUL]
         steps = [row["left"] for row in harmful if row["left"]]
         late = f"{min(steps)} to {max(steps)}" if steps else "-"
-        told = [verdict(row) for row in mine]
-        counts = f"{len(harmful):>7} {len(steps):>4}  {late:<9}{told.count('miss'):>6}  {told.count('needless'):>8}"
-        lines.append(
-            f"{model:<9}{duty:<12}{family:<38}{counts}  {sum(bool(row['others']) for row in mine):>6}"
-        )
+        verdicts = Counter(map(verdict, mine))
+        others = sum(bool(row["others"]) for row in mine)
+
+        name = f"{model:<9}{duty:<12}{family:<38}"
+        seen = f"{len(harmful):>7} {len(steps):>4}  {late:<9}"
+        wrong = f"{verdicts['miss']:>6}  {verdicts['needless']:>8}"
+        lines.append(f"{name}{seen}{wrong}  {others:>6}")
     return "\n".join(lines)
 
 
@@ -57,19 +57,18 @@ def summary(rows: Sequence[Row]) -> str:
     lines = [head, "|---|---|---|---|---|---|"]
     for family in dict.fromkeys(row["family"] for row in rows if row["family"] != "none"):
         mine = [row for row in rows if row["family"] == family]
-        told = [verdict(row) for row in mine]
+        verdicts = Counter(map(verdict, mine))
         harmful = [row for row in mine if row["harm"] >= HARMFUL]
         steps = [row["left"] for row in harmful if row["left"]]
         late = f"{len(steps)} ({statistics.median(steps):g}, {max(steps)})" if steps else "-"
-        counts = f"{told.count('miss') or '-'} | {told.count('needless') or '-'}"
+        counts = f"{verdicts['miss'] or '-'} | {verdicts['needless'] or '-'}"
         lines.append(f"| {family} | {len(mine)} | {len(harmful) or '-'} | {late} | {counts} |")
     healthy = [row for row in rows if row["family"] == "none"]
     others = sum(bool(row["others"]) for row in rows)
-    told = f"\n{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
     harm = _range([row["harm"] for row in healthy])
-    return "\n".join(
-        [*lines, f"{told}another layer left in {others}. Harm without a fault: {harm}"]
-    )
+    text = f"{len(rows)} runs, {len(healthy)} of them without a fault, of which {_left(healthy)} lost a layer; "
+    text += f"another layer left in {others}. Harm without a fault: {harm}"
+    return "\n".join([*lines, "", text])
 
 
 def _left(rows: Sequence[Row]) -> int:
@@ -87,9 +86,10 @@ def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     figure = Figure(figsize=(3.0 * columns, 2.7 * lines + 0.4), dpi=150, layout="constrained")
     panels = np.atleast_1d(figure.subplots(lines, columns, sharey=True, squeeze=False)).ravel()
     for axes, name in zip(panels, names, strict=False):
-        _panel(
-            axes, [row for row in rows if row["family"] == name and row["layer"] == PLACES[1]], name
-        )
+        mine = [row for row in rows if row["family"] == name and row["layer"] == PLACES[1]]
+        _panel(axes, mine, name)
+
+    # The last line may have fewer panels than columns.
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:
@@ -101,14 +101,13 @@ def picture(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 
 def _panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
     for colour, duty in zip(COLOURS, DUTIES, strict=True):
-        mine = sorted((row for row in rows if row["duty"] == duty), key=lambda row: row["bits"])
-        axes.plot(
-            [row["bits"] for row in mine],
-            [row["harm"] for row in mine],
-            color=colour,
-            linewidth=1,
-            label=duty,
-        )
+        mine = [row for row in rows if row["duty"] == duty]
+        mine.sort(key=lambda row: row["bits"])
+        strengths = [row["bits"] for row in mine]
+        harms = [row["harm"] for row in mine]
+        axes.plot(strengths, harms, color=colour, linewidth=1, label=duty)
+
+        # Filled: the layer left FP8.
         for left in (True, False):
             some = [row for row in mine if bool(row["left"]) is left]
             face = colour if left else "white"
@@ -132,11 +131,9 @@ def _unit(name: str) -> str:
         return "octaves of a standard deviation"
     if "drifting" in name:
         return "octaves a step"
-    return (
-        "share of the channels, power of two"
-        if "harmless" in name
-        else "times as large, power of two"
-    )
+    if "harmless" in name:
+        return "share of the channels, power of two"
+    return "times as large, power of two"
 
 
 def places_picture(rows: Sequence[Row]) -> Figure:
@@ -148,6 +145,8 @@ def places_picture(rows: Sequence[Row]) -> Figure:
     found = {(row["family"], row["bits"], row["model"], row["layer"]): row for row in rows}
     figure = Figure(figsize=(9.5, 0.19 * len(faults) + 1.9), dpi=150, layout="constrained")
     axes = figure.subplots()
+
+    # A cell for each fault and place, NaN where it was not run.
     grid = np.full((len(faults), len(places)), np.nan)
     for line, (name, bits) in enumerate(faults):
         for column, place in enumerate(places):
@@ -156,52 +155,31 @@ def places_picture(rows: Sequence[Row]) -> Figure:
                 continue
             grid[line, column] = row["harm"]
             colour = "white" if row["harm"] > 0.4 else "black"
-            axes.text(
-                column,
-                line,
-                str(row["left"] or "-"),
-                ha="center",
-                va="center",
-                fontsize=6.5,
-                color=colour,
-            )
+            text = str(row["left"] or "-")
+            axes.text(column, line, text, ha="center", va="center", fontsize=6.5, color=colour)
             if verdict(row) == "miss":
-                frame = Rectangle(
-                    (column - 0.46, line - 0.42),
-                    0.92,
-                    0.84,
-                    fill=False,
-                    color="#ff3b30",
-                    linewidth=1.6,
-                )
-                axes.add_patch(frame)
-    shown = axes.imshow(
-        np.log10(np.clip(grid, 0.03, 1)), aspect="auto", cmap="Blues", vmin=-1.5, vmax=0
-    )
-    axes.set_xticks(
-        range(len(places)),
-        [_place(*place) for place in places],
-        rotation=60,
-        ha="right",
-        fontsize=7,
-    )
-    axes.set_yticks(
-        range(len(faults)), [f"{name}  {bits:g}" for name, bits in faults], fontsize=6.5
-    )
+                corner = (column - 0.46, line - 0.42)
+                look = {"fill": False, "color": "#ff3b30", "linewidth": 1.6}
+                axes.add_patch(Rectangle(corner, 0.92, 0.84, **look))
+    logarithms = np.log10(np.clip(grid, 0.03, 1))
+    shown = axes.imshow(logarithms, aspect="auto", cmap="Blues", vmin=-1.5, vmax=0)
+
+    # Names of places and faults, and the scale of the colours.
+    columns = [_place(*place) for place in places]
+    axes.set_xticks(range(len(places)), columns, rotation=60, ha="right", fontsize=7)
+    lines = [f"{name}  {bits:g}" for name, bits in faults]
+    axes.set_yticks(range(len(faults)), lines, fontsize=6.5)
     bar = figure.colorbar(shown, ax=axes, fraction=0.03, pad=0.01)
-    bar.set_ticks(
-        np.log10([0.05, 0.1, 0.2, 0.5, 1]).tolist(), labels=["0.05", "0.1", "0.2", "0.5", "1"]
-    )
+    marks = [0.05, 0.1, 0.2, 0.5, 1]
+    bar.set_ticks(np.log10(marks).tolist(), labels=[f"{mark:g}" for mark in marks])
     bar.set_label("share of a product lost, mean of the steps", fontsize=7.5)
     return figure
 
 
 def _place(model: str, layer: str) -> str:
-    return (
-        f"Linear {PLACES.index(layer) + 1} of 3"
-        if model == "linears"
-        else layer.removeprefix("blocks.")
-    )
+    if model == "linears":
+        return f"Linear {PLACES.index(layer) + 1} of 3"
+    return layer.removeprefix("blocks.")
 
 
 def draw(rows: Sequence[Row], folder: Path, part: str) -> None:
@@ -209,13 +187,11 @@ def draw(rows: Sequence[Row], folder: Path, part: str) -> None:
     if part == "missed":
         figures = {"missed": picture(rows, list(MISSED))}
     else:
-        kinds = {
-            kind: [name for name in FAMILIES if name.startswith(kind)]
-            for kind in ("input", "weight", "gradient")
-        }
-        figures = {kind: picture(rows, names) for kind, names in kinds.items()} | {
-            "places": places_picture(rows)
-        }
+        figures: dict[str, Figure] = {}
+        for kind in ("input", "weight", "gradient"):
+            names = [name for name in FAMILIES if name.startswith(kind)]
+            figures[kind] = picture(rows, names)
+        figures["places"] = places_picture(rows)
     for kind, figure in figures.items():
         with atomic_file(folder / f"evidence_{kind}.png") as stream:
             figure.savefig(stream, format="png", facecolor="white")

@@ -75,14 +75,14 @@ def parameters(millions: int, dtype: torch.dtype) -> list[nn.Parameter]:
 
 def tutorial(params: Iterable[nn.Parameter], zeros: bool) -> tuple[float, bool, int]:
     """Norm, whether all is finite, number of exact zeros: one read of the device for each, parameter by parameter."""
-    squares, finite, none = 0.0, True, 0
+    squares, finite, exact_zeros = 0.0, True, 0
     for param in params:
         assert param.grad is not None
         squares += param.grad.norm().item() ** 2
         finite = bool(torch.isfinite(param.grad).all().item()) and finite
         if zeros:
-            none += int((param.grad == 0).sum().item())
-    return math.sqrt(squares), finite, none
+            exact_zeros += int((param.grad == 0).sum().item())
+    return math.sqrt(squares), finite, exact_zeros
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -91,7 +91,9 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def spread(ratios: Sequence[float]) -> dict[str, float]:
+def spread(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """ours / theirs, round by round: the median, with the smallest and the largest."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
 
 
@@ -104,37 +106,34 @@ def measure_pass(millions: int, dtype: torch.dtype, rounds: int) -> dict[str, An
         "loop with zeros": lambda: tutorial(params, zeros=True),
         "pass with zeros": lambda: grad_health(params, scaled=True),
     }
+    # The first call of each allocates and loads kernels.
     for turn in turns.values():
         turn()
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
             times[name].append(min(seconds(turn) for _ in range(3)))
-    average = [
-        ((EVERY - 1) * a + b) / EVERY
-        for a, b in zip(times["pass"], times["pass with zeros"], strict=True)
-    ]
-    exact = math.sqrt(
-        sum(param.grad.double().square().sum().item() for param in params if param.grad is not None)
-    )
+
+    # A run under a loss scale measures the shares in one of EVERY steps.
+    average: list[float] = []
+    for usual, with_zeros in zip(times["pass"], times["pass with zeros"], strict=True):
+        average.append(((EVERY - 1) * usual + with_zeros) / EVERY)
+
+    # How far our norm is from that in float64.
+    squares = 0.0
+    for param in params:
+        assert param.grad is not None
+        squares += param.grad.double().square().sum().item()
+    exact = math.sqrt(squares)
     norm = grad_health(params, scaled=False).norm.item()
     return {
         "parameters": sum(param.numel() for param in params),
         "tensors": len(params),
         "milliseconds": {name: 1e3 * median(each) for name, each in times.items()},
         "faster": {
-            "without zeros": spread(
-                [a / b for a, b in zip(times["loop"], times["pass"], strict=True)]
-            ),
-            "with zeros, on average": spread(
-                [a / b for a, b in zip(times["loop with zeros"], average, strict=True)]
-            ),
-            "with zeros, in their step": spread(
-                [
-                    a / b
-                    for a, b in zip(times["loop with zeros"], times["pass with zeros"], strict=True)
-                ]
-            ),
+            "without zeros": spread(times["loop"], times["pass"]),
+            "with zeros, on average": spread(times["loop with zeros"], average),
+            "with zeros, in their step": spread(times["loop with zeros"], times["pass with zeros"]),
         },
         "norm_error": abs(norm / exact - 1),
     }
@@ -151,12 +150,9 @@ def start(
     """A run that is ready for its first step; closed with `stack`."""
     folder.mkdir()
     text = folder / "text.txt"
-    text.write_bytes(
-        torch.randint(32, 127, (300_000,), generator=torch.Generator().manual_seed(0))
-        .byte()
-        .numpy()
-        .tobytes()
-    )
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(32, 127, (300_000,), generator=generator)
+    text.write_bytes(bytes(letters.tolist()))
     context = min(256, tokens)
     batch = tokens // context
     config = RunConfig.model_validate(
@@ -237,9 +233,7 @@ def measure_step(millions: int, tokens: int, rounds: int, steps: int = 20) -> di
         **{
             clock: {
                 "seconds": {name: median(each) for name, each in rows.items()},
-                "on_over_off": spread(
-                    [a / b for a, b in zip(rows["on"], rows["off"], strict=True)]
-                ),
+                "on_over_off": spread(rows["on"], rows["off"]),
                 "on_over_off_of_all_steps": sum(rows["on"]) / sum(rows["off"]),
             }
             for clock, rows in times.items()
@@ -268,10 +262,8 @@ def table(results: Mapping[str, Any]) -> str:
         for what, ratio in row["faster"].items():
             span = f"{ratio['ratio']:6.1f}x  ({ratio['ratio_min']:.1f} - {ratio['ratio_max']:.1f})"
             lines.append(f"pass  {name:14s} {what:26s} {span}  norm error {row['norm_error']:.1e}")
-        lines.append(
-            f"      {name:14s} ms: "
-            + ", ".join(f"{k} {v:.1f}" for k, v in row["milliseconds"].items())
-        )
+        taken = ", ".join(f"{what} {ms:.1f}" for what, ms in row["milliseconds"].items())
+        lines.append(f"      {name:14s} ms: {taken}")
     for clock in ("wall", "processor"):
         row = results["step"][clock]
         ratio = row["on_over_off"]
@@ -305,24 +297,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     passes = {}
     for millions in options.sizes:
         for dtype in (torch.float32, torch.bfloat16):
-            passes[f"{millions}M {str(dtype).removeprefix('torch.')}"] = measure_pass(
-                millions, dtype, options.rounds
-            )
+            name = f"{millions}M {str(dtype).removeprefix('torch.')}"
+            passes[name] = measure_pass(millions, dtype, options.rounds)
             gc.collect()
-    results = {
-        "pass": passes,
-        "step": measure_step(options.step_size, options.tokens, options.rounds, options.steps),
-    }
+    steps = measure_step(options.step_size, options.tokens, options.rounds, options.steps)
+    results = {"pass": passes, "step": steps}
     about["load_average_after"] = list(os.getloadavg())
     print(table(results))
     if options.out:
-        command = "python -m benchmarks.monitors " + " ".join(
-            sys.argv[1:] if arguments is None else arguments
-        )
-        write_json(
-            options.out,
-            {"command": command.strip(), "machine": about, "rounds": options.rounds, **results},
-        )
+        words = sys.argv[1:] if arguments is None else arguments
+        command = " ".join(["python -m benchmarks.monitors", *words])
+        record = {"command": command, "machine": about, "rounds": options.rounds, **results}
+        write_json(options.out, record)
 
 
 if __name__ == "__main__":

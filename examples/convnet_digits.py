@@ -25,6 +25,7 @@ def main(recipe: str) -> None:
     digits: Any = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32, device=device)
     labels = torch.tensor(digits.target, device=device)
+
     net = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
         nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
@@ -35,6 +36,9 @@ def main(recipe: str) -> None:
     model = precision.prepare(net.to(device))
     print(f"{recipe} runs as {precision.plan.resolved}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+    # Under fp16 `backward` scales the loss and `step` unscales the gradients. The first steps may overflow and be
+    # skipped, until the loss scale has found its range.
     for step in range(1, STEPS + 1):
         chosen = torch.randint(HELD_OUT, len(labels), (BATCH,), device=device)
         with precision.context():
@@ -44,16 +48,17 @@ def main(recipe: str) -> None:
         optimizer.zero_grad()
         if step % 30 == 0:
             scale = outcome.loss_scale.item()
-            print(
-                f"step {step} loss {loss.item():.4f} applied {outcome.was_applied} loss scale {scale:g}"
-            )
+            applied = outcome.was_applied
+            print(f"step {step} loss {loss.item():.4f} applied {applied} loss scale {scale:g}")
+
+    # The first digits were never drawn above.
     model.eval()
     with torch.no_grad(), precision.context():
-        hits = (model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]).float().mean().item()
-    print(f"accuracy {hits:.1%} of {HELD_OUT} digits held out")
-    print(
-        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)"
-    )
+        predicted = model(images[:HELD_OUT]).argmax(1)
+    accuracy = (predicted == labels[:HELD_OUT]).float().mean().item()
+    print(f"accuracy {accuracy:.1%} of {HELD_OUT} digits held out")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory {peak:.2f} GiB (of the process)")
 
 
 if __name__ == "__main__":

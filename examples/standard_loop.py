@@ -32,17 +32,20 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def main(recipe: str) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    precision = Precision.from_recipe(recipe)
     net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
+
+    # A wrapped optimizer makes `loss.backward()` and `optimizer.step()` do all that the recipe asks for.
+    precision = Precision.from_recipe(recipe)
     model = precision.prepare(net.to(device))
-    optimizer = precision.wrap(
-        torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), max_grad_norm=1.0
-    )
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    optimizer = precision.wrap(adamw, max_grad_norm=1.0)
     scheduler = LinearLR(optimizer, 1.0, 0.1, STEPS)
+
     mlflow = find_spec("mlflow") is not None
     with Telemetry.for_precision(
         "runs/standard", precision, steps=STEPS, mlflow=mlflow
     ) as telemetry:
+        # `streams`: the loop goes on with its next batch after a rollback, instead of going back in the data.
         guard = Guard.for_precision(
             precision, optimizer, keep=[scheduler], telemetry=telemetry, streams=True
         )
@@ -56,12 +59,15 @@ def main(recipe: str) -> None:
             scheduler.step()
             guard.end_step()
             last = loss.detach()
+
+        # An evaluation leaves no trace in the FP8 state.
         inputs, targets = (each.to(device) for each in batch(STEPS))
         with precision.evaluating():
-            telemetry.validation(guard.step, nn.functional.mse_loss(model(inputs), targets).item())
-    print(
-        f"last loss {last.item()!r}, {guard.step} steps count, demoted: {', '.join(precision.demoted) or 'none'}"
-    )
+            validation = nn.functional.mse_loss(model(inputs), targets)
+        telemetry.validation(guard.step, validation.item())
+
+    demoted = ", ".join(precision.demoted) or "none"
+    print(f"last loss {last.item()!r}, {guard.step} steps count, demoted: {demoted}")
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

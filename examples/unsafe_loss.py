@@ -31,11 +31,13 @@ def safe(output: Tensor) -> Tensor:
 def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None:
     torch.manual_seed(0)
     precision = Precision.from_recipe(recipe)
-    model = precision.prepare(
-        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)).to(device)
-    )
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+    model = precision.prepare(net.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    inputs, targets = torch.rand(64, 64, device=device), torch.ones(64, 16, device=device)
+
+    # The targets ask for outputs of 400, so the outputs grow past 256 as the model learns.
+    inputs = torch.rand(64, 64, device=device)
+    targets = torch.ones(64, 16, device=device)
     skipped, loss = 0, torch.zeros(())
     for step in range(1, STEPS + 1):
         with precision.context():
@@ -46,21 +48,22 @@ def train(recipe: str, penalty: Callable[[Tensor], Tensor], device: str) -> None
         optimizer.zero_grad()
         if not outcome.was_applied:
             skipped += 1
+            largest = output.max().item()
             print(
-                f"  step {step}: loss {loss.item():g}, largest output {output.max().item():.0f}: update skipped"
+                f"  step {step}: loss {loss.item():g}, largest output {largest:.0f}: update skipped"
             )
+        # The recipe's fallback has moved the run to another precision.
         if outcome.switch is not None:
             print(f"  step {step}: {outcome.switch.reason}")
+
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    print(
-        f"{penalty.__name__}: {skipped} updates skipped, loss {loss.item():.4g}, weights finite: {finite}"
-    )
+    counts = f"{skipped} updates skipped, loss {loss.item():.4g}"
+    print(f"{penalty.__name__}: {counts}, weights finite: {finite}")
 
 
 if __name__ == "__main__":
     chosen = sys.argv[1] if len(sys.argv) > 1 else "fp16_scaler"
     for kind in (unsafe, safe):
         train(chosen, kind, "cuda" if torch.cuda.is_available() else "cpu")
-    print(
-        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB (of the process)"
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory {peak:.2f} GiB (of the process)")

@@ -39,10 +39,14 @@ def main(recipe: str) -> None:
     accelerator, precision = Accelerator(), Precision.from_recipe(recipe)
     net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64))
     adamw = torch.optim.AdamW(net.parameters(), lr=3e-3, fused=True)
+
+    # In place of accelerator.prepare(...): the model is prepared for the recipe before accelerate wraps it.
     model, optimizer, batches, scheduler = prepare(
         accelerator, precision, net, adamw, DataLoader(Batches(), batch_size=None),
         LinearLR(adamw, 1.0, 0.1, STEPS), max_grad_norm=1.0,
     )  # fmt: skip
+
+    # Guard and telemetry for a loop of accelerate's.
     with Watch("runs/accelerate", mlflow=find_spec("mlflow") is not None) as watch:
         watch.begin(
             precision, [optimizer.optimizer], [scheduler.scheduler], max_grad_norm=1.0, steps=STEPS

@@ -50,6 +50,7 @@ def harness(*words: str, work: Path) -> str:
 
 
 def main(work: Path, folder: Path | None, text: Path) -> None:
+    # Every setting is a key of the config: `harness train` builds the model from the folder.
     folder = folder or tiny(work / "base", text)
     train = ["train", "--recipe", "fp8_hybrid", "--name", "tuned", "tracking.mlflow=false"]
     train += [f"model.target=hf:{folder}", f"data.path={text}", f"data.tokenizer={folder}"]
@@ -59,6 +60,7 @@ def main(work: Path, folder: Path | None, text: Path) -> None:
         if line.startswith(("step ", "loss", "precision", "FP8")):
             print(line)
 
+    # Use the run's model, then write it as a folder that transformers loads without the harness.
     print(harness("eval", "runs/tuned", work=work))
     print(harness("sample", "runs/tuned", "import ", "--tokens", "24", work=work))
     print(harness("export", "runs/tuned", "--format", "hf", "--out", "tuned", work=work))

@@ -55,6 +55,7 @@ class Net(LightningModule):
 if __name__ == "__main__":
     torch.manual_seed(0)
     precision = Precision.from_recipe(sys.argv[1] if len(sys.argv) > 1 else "fp8_hybrid")
+    # Guard and telemetry. The plugin does the rest: Lightning's own `precision` argument is left out.
     watch = HarnessCallback("runs/lightning", mlflow=find_spec("mlflow") is not None)
     trainer = Trainer(
         max_epochs=1, devices=1, gradient_clip_val=1.0, plugins=[TrainerPrecision(precision)], callbacks=[watch],

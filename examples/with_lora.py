@@ -20,14 +20,10 @@ except ModuleNotFoundError as missing:
 
 def base(folder: Path) -> Path:
     """A folder as one would have fetched it from the hub."""
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(
-        vocab_size=256, num_key_value_heads=4, bos_token_id=0, eos_token_id=0, **sizes
+        vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes, **heads
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -36,32 +32,28 @@ def base(folder: Path) -> Path:
 def main(recipe: str, folder: Path) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base(folder / "base"), dtype=torch.float32
-    )
-    model = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
-    )
+
+    # A frozen base, with trained adapters beside each Linear.
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
+    model = peft.get_peft_model(load(base(folder / "base"), dtype=torch.float32), lora)
     precision = Precision.from_recipe(recipe)
     model = precision.prepare(model.to(device).train())  # before get_peft_model is as good
+
+    # The optimizer gets the adapters alone. A frozen layer computes in FP8 too, and has no weight gradient.
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2, fused=True)
     frozen = sum(row.reason.endswith("no weight gradient") for row in precision.plan.layers)
-    print(
-        f"{recipe} runs as {precision.plan.resolved}: {len(precision.plan.fp8_layers())} FP8 layers, {frozen} frozen"
-    )
-    print(
-        f"{sum(map(torch.numel, adapters)):,} of {model.num_parameters():,} parameters are trained"
-    )
-    tokens = (
-        torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
-        .long()
-        .to(device)
-    )
+    layers = f"{len(precision.plan.fp8_layers())} FP8 layers, {frozen} frozen"
+    print(f"{recipe} runs as {precision.plan.resolved}: {layers}")
+    trained = sum(map(torch.numel, adapters))
+    print(f"{trained:,} of {model.num_parameters():,} parameters are trained")
+
+    # The text is this file; a token is a byte.
+    tokens = torch.tensor(list(Path(__file__).read_bytes()), device=device)
     for step in range(80):
-        ids = torch.stack(
-            [tokens[start : start + 64] for start in torch.randint(len(tokens) - 64, (8,)).tolist()]
-        )
+        starts = torch.randint(len(tokens) - 64, (8,)).tolist()
+        ids = torch.stack([tokens[start : start + 64] for start in starts])
         with precision.context():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         precision.backward(loss)
@@ -69,8 +61,10 @@ def main(recipe: str, folder: Path) -> None:
         optimizer.zero_grad()
         if step % 20 == 0 or step == 79:
             print(f"step {step:2d}  loss {loss.item():.4f}")
+
+    # Adapters are saved and loaded as without the harness.
     model.save_pretrained(folder / "adapters")
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    again = load(folder / "base", dtype=torch.float32)
     again = peft.PeftModel.from_pretrained(again, folder / "adapters").to(device).eval()
     with torch.no_grad():  # outside of context(): plain float32
         same = torch.equal(again(ids).logits, model.eval()(ids).logits)

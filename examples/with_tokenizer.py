@@ -45,10 +45,12 @@ def harness(*words: str, work: Path) -> str:
 
 
 def main(work: Path, folder: Path) -> None:
+    # Text becomes files of token ids, once for many runs.
     tokenizer = tokenizer_of(folder, work / "tokenizer.json")
     prepare = ["data", "prepare", str(folder), "--tokenizer", str(tokenizer), "--out", "prepared"]
     harness(*prepare, work=work)
 
+    # A run takes the vocabulary from the prepared data. packing=documents: no sample attends to another document.
     train = ["train", "--recipe", "fp8_hybrid", "--name", "own", "--config", "tiny"]
     train += ["model.args={dim: 128, layers: 2, heads: 4}", "train.steps=80", "train.lr=3e-3"]
     train += ["train.global_batch=8", "train.micro_batch=4", "data.context=128"]
@@ -57,6 +59,7 @@ def main(work: Path, folder: Path) -> None:
         if line.startswith(("loss", "precision", "data", "FP8")):
             print(line)
 
+    # The run's folder is all that is needed to use the model.
     sample = ["sample", "runs/own", "import ", "--tokens", "32", "--temperature", "0.7"]
     print(harness(*sample, work=work))
     print(f"peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB")

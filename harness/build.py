@@ -348,7 +348,7 @@ def build_run(
     monitors = build_monitors(_with_run(context, config, data, task))
     state = TrainState(_parts(engine, backend, monitors, own_scale), ledger)
     if isinstance(data, Prefetched):
-        data.tell = lambda text: telemetry.tell(state.step, "data.slow", text)
+        data.report = lambda text: telemetry.tell(state.step, "data.slow", text)
     telemetry.layers = len(backend.layers)
     telemetry.watch(recipe.fallback)
 

@@ -7,6 +7,8 @@
 supervise() {
   local codes child code word starting ranks signalled=''
   codes=$(mktemp)
+
+  # Start the launcher in a process group of its own.
   # Without job control, bash would start the child with SIGINT ignored. Job control gives the child a process group of
   # its own, so Ctrl-C at the terminal reaches this shell alone. The trap below sends it to the whole group, as the
   # terminal would.
@@ -14,19 +16,24 @@ supervise() {
   HARNESS_EXIT_CODE_FILE=$codes "$@" &
   child=$!
   set +m
+
   # SLURM sends SIGUSR1 as well as SIGTERM, and a launcher would die of SIGUSR1. Under nohup, SIGHUP stays ignored.
   trap 'signalled=yes; kill -TERM "$child" 2>/dev/null' TERM USR1 HUP
   trap 'signalled=yes; kill -INT -- "-$child" 2>/dev/null' INT
+
   # wait returns early at every trapped signal, so wait again while the child is there.
   while :; do
     code=0
     wait "$child" || code=$?
     kill -0 "$child" 2>/dev/null || break
   done
+
   # The launcher may end before its ranks have saved and released the run: give them OUTCOME_WAIT seconds.
   if [ -n "$signalled" ] || [ "$code" -gt 128 ]; then
     wait_for_ranks "$codes" $((SECONDS + ${OUTCOME_WAIT:-120}))
   fi
+
+  # A line of the file is an exit code; a rank that was still starting adds "starting" and the number of all ranks.
   if [ -s "$codes" ]; then
     read -r word starting ranks <"$codes"
     # A rank that is starting takes every signal for a request to stop, and writes 75. But the launcher also sends a
@@ -43,6 +50,7 @@ supervise() {
     echo 'stopped before training began; the same command starts it again' >&2
     code=75
   fi
+
   trap - TERM INT USR1 HUP
   rm -f "$codes"
   return "$code"

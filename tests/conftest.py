@@ -25,7 +25,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`figure(row, what, value, n=0, target="")`: something measured for a row of the fault matrix.
 
     value: a number with its unit, as text; or, as (good, n), how many of n trials ended well. target: what was to be
-    reached. The test asserts what must hold; this only tells.
+    reached. The test asserts what must hold; this only records.
     """
 
     def tell(

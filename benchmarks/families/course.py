@@ -24,7 +24,7 @@ HEALTHY = 10
 
 @dataclass
 class Course:
-    """How a run went. applied, skipped: windows, of every attempt. told: (code, window) of every report.
+    """How a run went. applied, skipped: windows, of every attempt. told: (code, window) of every event.
 
     rollbacks, returned_to: the windows that each skipped, and the step that it went back to. limits: (loss, norm) of
     every step.

@@ -228,7 +228,7 @@ def source() -> dict[str, Any]:
         status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
         found["changed"] = [line[3:] for line in status.splitlines()][:20]
     except (OSError, subprocess.SubprocessError) as error:
-        found["why"] = "git does not tell: " + describe(error)
+        found["why"] = "git does not answer: " + describe(error)
     return found
 
 

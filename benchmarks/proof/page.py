@@ -203,7 +203,7 @@ def markdown(proof: Mapping[str, Any]) -> str:
         smi = ", ".join(f"{name} {value}" for name, value in card["smi"].items())
         lines.append(
             f"- card: {card['name']}, compute capability {card['capability'][0]}.{card['capability'][1]}, "
-            f"{card['memory'] / 2**30:.1f} GiB, {card['multiprocessors']} SMs; {smi or 'nvidia-smi does not tell'}"
+            f"{card['memory'] / 2**30:.1f} GiB, {card['multiprocessors']} SMs; {smi or 'nvidia-smi does not answer'}"
         )
         if proof["flaw"]:
             lines.append(

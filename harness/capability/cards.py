@@ -53,6 +53,8 @@ def tier_of(facts: MachineFacts) -> tuple[Tier, str]:
         return Tier.CPU, f"CUDA_VISIBLE_DEVICES={facts.cuda_visible_devices!r} hides every GPU"
     if not facts.cuda_available or not facts.devices:
         return Tier.CPU, "torch sees no GPU"
+
+    # Ranks on unlike cards train one model, so all of them compute what the weakest can.
     weakest = min(facts.devices, key=lambda device: device.capability)
     text = f"{weakest.name}, compute capability {_dotted(weakest.capability)}"
     if any(device.capability != weakest.capability for device in facts.devices):
@@ -79,6 +81,8 @@ def check_usable(facts: MachineFacts) -> list[Problem]:
     if not facts.cuda_available:
         problem = _unseen_card(facts)
         return [problem] if problem else []
+
+    # Cards that are alike have one problem, not one each.
     found = [_card_problem(device, facts) for device in dict.fromkeys(facts.devices)]
     return [problem for problem in found if problem]
 
@@ -86,6 +90,8 @@ def check_usable(facts: MachineFacts) -> list[Problem]:
 def _unseen_card(facts: MachineFacts) -> Problem | None:
     """Why torch sees no card although the driver, or the PCI bus, has one; None if there is none."""
     smi = facts.nvidia_smi
+
+    # No driver that answers: only the PCI bus shows whether there is a card.
     if not smi.gpus:
         if not (smi.error and facts.nvidia_on_pci):
             return None

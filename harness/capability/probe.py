@@ -48,6 +48,7 @@ def library_facts() -> dict[str, LibraryFacts]:
 
 
 def _library(module: str, distribution: str) -> LibraryFacts:
+    # Either can be there without the other, in a broken installation.
     found = _version(distribution)
     if find_spec(module) is None:
         reason = "not installed"
@@ -207,10 +208,18 @@ def memory_limit(meminfo: str, cgroup_max: str) -> int:
 
 def parse_nvidia_smi(output: str) -> NvidiaSmi:
     """Facts from `nvidia-smi --query-gpu=name,driver_version --format=csv,noheader`."""
-    lines = [line for line in output.splitlines() if "," in line]
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    driver = rows[0][1] if rows else None
-    return NvidiaSmi(present=True, driver=driver, gpus=tuple(row[0] for row in rows))
+    names: list[str] = []
+    driver = None
+    for line in output.splitlines():
+        # Other lines are warnings.
+        if "," not in line:
+            continue
+        name, version_text, *_ = line.split(",")
+        names.append(name.strip())
+        # One driver serves all cards.
+        if driver is None:
+            driver = version_text.strip()
+    return NvidiaSmi(present=True, driver=driver, gpus=tuple(names))
 
 
 def _nvidia_smi() -> NvidiaSmi:
@@ -229,13 +238,16 @@ def _nvidia_smi() -> NvidiaSmi:
 
 
 def _nvidia_on_pci(folder: Path) -> bool:
+    """Whether a display device of NVIDIA's is plugged in. folder: /sys/bus/pci/devices."""
     if not folder.is_dir():
         return False
-    return any(
-        _read(device / "vendor").strip() == _NVIDIA_PCI_VENDOR
-        and _read(device / "class").strip().startswith(_PCI_DISPLAY_CLASSES)
-        for device in folder.iterdir()
-    )
+    for device in folder.iterdir():
+        vendor = _read(device / "vendor").strip()
+        kind = _read(device / "class").strip()
+        # NVIDIA also makes network cards, and a GPU's audio output is a device of its own.
+        if vendor == _NVIDIA_PCI_VENDOR and kind.startswith(_PCI_DISPLAY_CLASSES):
+            return True
+    return False
 
 
 def _torch_facts() -> dict[str, Any]:
@@ -243,10 +255,13 @@ def _torch_facts() -> dict[str, Any]:
         import torch
     except (ImportError, OSError) as error:
         return {"torch_error": " ".join(str(error).split())[:300]}
+
     # For an old driver torch warns and then answers False: the warning is the reason.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
+    complaint = " ".join(str(caught[0].message).split())[:300] if caught else ""
+
     devices: list[Device] = []
     if available:
         for index in range(torch.cuda.device_count()):
@@ -257,7 +272,7 @@ def _torch_facts() -> dict[str, Any]:
         "torch_version": str(torch.__version__),
         "torch_cuda": torch.version.cuda,
         "torch_hip": torch.version.hip,
-        "torch_error": " ".join(str(caught[0].message).split())[:300] if caught else "",
+        "torch_error": complaint,
         "cuda_available": available,
         "devices": tuple(devices),
         "arch_list": tuple(torch.cuda.get_arch_list()) if available else (),

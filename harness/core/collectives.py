@@ -29,12 +29,16 @@ from harness.core.config import GuardConfig
 
 def world_size() -> int:
     """Ranks of the default process group; 1 where none is initialised."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _has_group() else 1
 
 
 def world_rank() -> int:
     """This process's rank in the default process group; 0 where none is initialised."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _has_group() else 0
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
@@ -49,7 +53,10 @@ def max_over_ranks(values: Tensor) -> Tensor:
 
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Mean over ranks, summed in rank order: the same bits on every rank."""
-    return values if world_size() == 1 else gather_over_ranks(values).mean(dim=0)
+    # No all_reduce(SUM): the order in which it adds, and so the bits, are the library's choice.
+    if world_size() == 1:
+        return values
+    return gather_over_ranks(values).mean(dim=0)
 
 
 def gather_over_ranks(values: Tensor) -> Tensor:
@@ -80,9 +87,9 @@ _LOWER_HALF = (1 << 32) - 1
 class Fingerprint:
     """Hashes of tensors on one device.
 
-    A tensor's bytes are read as 64-bit words w[i], zero-padded. The hash is the sum of f[i](w[i]) modulo 2^64, where
-    f[i] is a bijection of its own for each place i: multiply by an odd random number (which is invertible), XOR the
-    upper half onto the lower half, multiply again.
+    A tensor's bytes are read as 64-bit words w[i]; of the up to seven bytes that are left over each is a word. The hash
+    is the sum of f[i](w[i]) modulo 2^64, where f[i] is a bijection of its own for each place i: multiply by an odd
+    random number (which is invertible), XOR the upper half onto the lower half, multiply again.
 
     So a change within one word, of one bit or of all, always changes the hash. Changes of several words, swaps
     included, escape once in some 2^32 or less. A plain sum of products would miss every second case of two flipped
@@ -105,6 +112,7 @@ class Fingerprint:
         return torch.stack(hashes) if hashes else self._within[:0]
 
     def _hash(self, tensor: Tensor) -> Tensor:
+        # Whole 64-bit words, and up to seven bytes that are left over, each as a word of its own.
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         whole = data.numel() // 8 * 8
         words, rest = data[:whole], data[whole:]
@@ -116,6 +124,7 @@ class Fingerprint:
         return (sums * self._between[: len(pieces)]).sum()
 
     def _sum(self, words: Tensor) -> Tensor:
+        # Multiply, fold, multiply, see the class. In place: no second copy of a chunk.
         factors = self._within[: len(words)]
         mixed = words * factors
         # The shift copies the sign, and the mask removes the copies.
@@ -176,6 +185,10 @@ def _odd(stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return ((words ^ (words >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Begin and end of one forward pass."""
+
+
 class ForwardClock:
     """Seconds of the forward passes of one step on this rank.
 
@@ -187,8 +200,8 @@ class ForwardClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._queued: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
+        self._events: list[_Events] = []
+        self._queued: deque[list[_Events]] = deque()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -211,10 +224,17 @@ class ForwardClock:
             seconds, self._seconds = self._seconds, 0.0
             return seconds
 
+        # Only steps that the GPU has finished can be read without waiting for it.
         self._queued.append(self._events)
         self._events = []
-        while self._queued and all(end.query() for _, end in self._queued[0]):
-            finished = self._queued.popleft()
-            milliseconds = sum(begin.elapsed_time(end) for begin, end in finished)
+        while self._queued and _over(self._queued[0]):
+            milliseconds = 0.0
+            for begin, end in self._queued.popleft():
+                milliseconds += begin.elapsed_time(end)
             self._seconds = milliseconds / 1000
         return self._seconds
+
+
+def _over(passes: list[_Events]) -> bool:
+    """Whether the GPU has finished these forward passes. Asks, and never waits."""
+    return all(end.query() for _, end in passes)

@@ -61,7 +61,9 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines = [self.what]
+        if self.where:
+            lines = [f"{self.where}: {self.what}"]
         if self.why:
             lines.append(f"    why: {self.why}")
         if self.fix:
@@ -75,9 +77,9 @@ class HarnessError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
-        self.problems: tuple[Problem, ...] = (
-            (problems,) if isinstance(problems, Problem) else tuple(problems)
-        )
+        if isinstance(problems, Problem):
+            problems = (problems,)
+        self.problems: tuple[Problem, ...] = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[HarnessError], tuple[tuple[Problem, ...]]]:
@@ -135,7 +137,9 @@ def shown(text: str) -> str:
 
 def clipped(text: str, most: int) -> str:
     """The first `most` characters of a longer `text`, and how many it has."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}... ({len(text):,} characters)"
 
 
 def some(items: Sequence[object], most: int) -> str:
@@ -161,7 +165,9 @@ def near_match(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
         return f'did you mean "{close[0]}"?'
-    return "known: " + ", ".join(sorted(known)) if known else ""
+    if not known:
+        return ""
+    return "known: " + ", ".join(sorted(known))
 
 
 EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"

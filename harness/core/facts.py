@@ -57,14 +57,14 @@ class Limits:
 
     def as_json(self) -> list[float | None]:
         """[loss, norm, clip], None for infinity, which JSON does not have."""
-        return [
-            limit if math.isfinite(limit) else None for limit in (self.loss, self.norm, self.clip)
-        ]
+        limits = (self.loss, self.norm, self.clip)
+        return [limit if math.isfinite(limit) else None for limit in limits]
 
     @classmethod
     def from_json(cls, limits: Sequence[float | None]) -> Limits:
         """The limits that `as_json` gave."""
-        return cls(*(math.inf if limit is None else limit for limit in limits))
+        loss, norm, clip = [math.inf if limit is None else limit for limit in limits]
+        return cls(loss, norm, clip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,10 +418,15 @@ def sampled_step(seed: int, block: int, every: int) -> int:
     steps could hide between the samples. Samples are up to 2 * every - 1 steps apart. The first sample is in the first
     half of its block, so that a short run has one, but not before the third step.
     """
-    drawn = int.from_bytes(hashlib.blake2b(b"%d:%d" % (seed, block), digest_size=8).digest())
+    # A hash, not a generator: ranks and resumed runs draw the same place without any state.
+    hashed = hashlib.blake2b(b"%d:%d" % (seed, block), digest_size=8)
+    drawn = int.from_bytes(hashed.digest())
     if block:
         return block * every + drawn % every + 1
-    return min(every, _SET_AFTER + drawn % max(1, every // 2 - _SET_AFTER) + 1)
+
+    # The first block: after the scales have settled, and in its first half.
+    places = max(1, every // 2 - _SET_AFTER)
+    return min(every, _SET_AFTER + drawn % places + 1)
 
 
 def is_sampled(seed: int, step: int, every: int) -> bool:
@@ -459,6 +464,7 @@ class LayerPlan:
 
     norm: name of the norm that is fused with it; empty if none is.
     first: name of the first Linear of a fused MLP, if this is its second.
+    frozen: it runs in FP8 and its weight is not trained. No gradient reaches it unless something before it is trained.
     """
 
     module: str
@@ -469,6 +475,7 @@ class LayerPlan:
     shape: tuple[int, ...] = ()
     norm: str = ""
     first: str = ""
+    frozen: bool = False
 
 
 def as_it_ran(planned: str, fell_to: str, demoted: bool, silent: bool) -> str:

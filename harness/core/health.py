@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,9 @@ def grad_health(
     if not scaled:
         return GradHealth(torch.cat([squares, squares.new_full((4,), math.nan)]))
 
-    limit = _NEAR_LIMIT if divided_by is None else _NEAR_LIMIT / divided_by
+    limit: float | Tensor = _NEAR_LIMIT
+    if divided_by is not None:
+        limit = _NEAR_LIMIT / divided_by
     counts = squares.new_zeros(4)
     for gradient in gradients:
         counts += _counts(gradient, limit).to(squares.device)
@@ -130,7 +132,8 @@ def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     # of bools, take five times as long.
     other = torch.ne(sample, 0.0, out=torch.empty_like(sample))
     in_rows = other.sum(1, dtype=torch.float64)
-    inside = in_rows.count_nonzero() * other.sum(0).count_nonzero().double()
+    in_columns = other.sum(0)
+    inside = in_rows.count_nonzero() * in_columns.count_nonzero().double()
     inside = torch.where(inside == 0, float(sample.numel()), inside)
 
     if isinstance(limit, Tensor):
@@ -194,7 +197,8 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
         if not values.is_floating_point() and not labels and name not in TOKENS:
             continue
 
-        low, high = (bound.item() for bound in torch.aminmax(values))
+        bounds = torch.aminmax(values)
+        low, high = bounds.min.item(), bounds.max.item()
         if labels and low == IGNORED and not values.is_floating_point():
             if high == IGNORED:
                 found |= NO_LABEL
@@ -211,7 +215,9 @@ def name_faults(
 
     Slow: for batches that are known to be bad.
     """
-    faults: list[Fault] = list(batch.faults) if isinstance(batch, Flawed) else []
+    faults: list[Fault] = []
+    if isinstance(batch, Flawed):
+        faults += batch.faults
     for name, values in batch.items():
         labels = name in LABELS
         values = _ordered(values)
@@ -240,8 +246,10 @@ def harmless(batch: Batch) -> Batch:
     found: Batch = {}
     for name, values in batch.items():
         # Attention that may look at nothing is 0 / 0.
-        allow = name == "attention_mask"
-        found[name] = torch.ones_like(values) if allow else torch.zeros_like(values)
+        if name == "attention_mask":
+            found[name] = torch.ones_like(values)
+        else:
+            found[name] = torch.zeros_like(values)
     return found
 
 
@@ -250,22 +258,27 @@ def one_sample(batch: Batch, row: int) -> Batch:
     one = {name: values[row : row + 1] for name, values in batch.items()}
     if not isinstance(batch, Flawed):
         return one
-    faults = [Fault(0, fault.bit, fault.text) for fault in batch.faults if fault.row in (row, None)]
+    own = [fault for fault in batch.faults if fault.row in (row, None)]
+    faults = [replace(fault, row=0) for fault in own]
     return Flawed(one, faults) if faults else one
 
 
 def count_targets(batch: Batch) -> int:
     """Targets that have a loss; without labels, samples."""
-    labels = next((batch[name] for name in LABELS if name in batch), None)
-    if labels is None:
-        return len(next(iter(batch.values())))
-    if labels.is_floating_point():
-        return labels.numel()
-    return int((labels != IGNORED).sum())
+    for name in LABELS:
+        if name not in batch:
+            continue
+        labels = batch[name]
+        if labels.is_floating_point():
+            return labels.numel()
+        return int((labels != IGNORED).sum())
+    return len(next(iter(batch.values())))
 
 
 def _bound(labels: bool, vocab_size: int | None, classes: int | None) -> int | None:
-    return classes if labels and classes is not None else vocab_size
+    if labels and classes is not None:
+        return classes
+    return vocab_size
 
 
 def _ordered(values: Tensor) -> Tensor:
@@ -277,7 +290,9 @@ def _ordered(values: Tensor) -> Tensor:
         return values
     if values.is_complex():
         return torch.view_as_real(values)
-    return values.float() if values.is_floating_point() else values.to(torch.int64)
+    if values.is_floating_point():
+        return values.float()
+    return values.to(torch.int64)
 
 
 def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> int:
@@ -311,9 +326,13 @@ def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) ->
             continue
         index = places[0].tolist()[: bad.ndim]
         where = ""
-        if index:
-            where = f" at position {index[0] if len(index) == 1 else index}"
-        more = f" ({len(places)} such values)" if len(places) > 1 else ""
+        if len(index) == 1:
+            where = f" at position {index[0]}"
+        elif index:
+            where = f" at position {index}"
+        more = ""
+        if len(places) > 1:
+            more = f" ({len(places)} such values)"
         text = f"{kind} {sample[tuple(index)].item()}{where}{allowed}{more}"
         faults.append(Fault(row, bit, text))
     return faults

@@ -30,8 +30,8 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldI
         if inner is None or field.description is not None:
             yield prefix + name, field
         if inner is not None:
-            is_list = get_origin(field.annotation) is list
-            yield from keys(inner, f"{prefix}{name}[]." if is_list else f"{prefix}{name}.")
+            items = "[]" if get_origin(field.annotation) is list else ""
+            yield from keys(inner, f"{prefix}{name}{items}.")
 
 
 def section(annotation: Any) -> type[BaseModel] | None:
@@ -53,7 +53,9 @@ def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value == "":
         return "empty"
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    if not isinstance(value, str):
+        value = json.dumps(value)
+    return f"`{value}`"
 
 
 def _kind(annotation: Any, metadata: list[Any]) -> str:

@@ -51,10 +51,16 @@ def size_text(count: int) -> str:
 def _meminfo() -> dict[str, int]:
     """Bytes by name; empty where there is no such file."""
     try:
-        lines = [line.split() for line in _MEMINFO.read_text().splitlines()]
+        text = _MEMINFO.read_text()
     except OSError:
         return {}
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
+    sizes: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.split()
+        # "MemTotal:  8056364 kB". A few lines, such as HugePages_Total, are counts without a unit.
+        if words[2:] == ["kB"]:
+            sizes[words[0].rstrip(":")] = int(words[1]) * 1024
+    return sizes
 
 
 def _cgroup(name: str) -> int | None:
@@ -68,7 +74,8 @@ def _cgroup(name: str) -> int | None:
 def _cached() -> int:
     """Bytes of the container's memory that only cache files; 0 where it is not known."""
     try:
-        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        text = (_CGROUP / "memory.stat").read_text()
+        counts = dict(line.split() for line in text.splitlines())
         return int(counts["inactive_file"])
     except (OSError, ValueError, KeyError):
         return 0

@@ -10,7 +10,7 @@ Figures of slots are rows of an array (`facts.SLOT_ROWS`); `tracking.slot_series
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,21 @@ _DEFAULTS = {each.name: each.default for each in (*fields(StepFacts), *fields(Sl
 SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
 """The figures of the whole step by their field, in the order in which they are packed."""
 
+# Bits of `StepFacts.bad_data`, the one figure whose ranks are joined bit by bit.
 _BITS = 4
-REDUCED: list[tuple[str, int]] = [
-    (name, bit)
-    for name, metric in SCALARS.items()
-    if metric.over_ranks != "ranks agree"
-    for bit in range(_BITS if metric.over_ranks == "any bit" else 1)
-]
+
+
+def _reduced() -> Iterator[tuple[str, int]]:
+    for name, metric in SCALARS.items():
+        if metric.over_ranks == "ranks agree":
+            continue
+        # MAX of whole masks would drop the bits of all ranks but one, so each bit has an element of its own.
+        bits = _BITS if metric.over_ranks == "any bit" else 1
+        for bit in range(bits):
+            yield name, bit
+
+
+REDUCED: list[tuple[str, int]] = list(_reduced())
 """(name, bit) of each element for a step's figures in the update's one MAX over ranks."""
 
 
@@ -41,17 +49,23 @@ def read(packed: Sequence[float]) -> dict[str, Any]:
     """Values by name, unpacked in the order of `SCALARS`. NaN becomes the field's default, if it has one."""
     values: dict[str, Any] = {}
     for name, value in zip(SCALARS, packed, strict=True):
-        unknown = math.isnan(value) and _DEFAULTS[name] is not MISSING
-        values[name] = _DEFAULTS[name] if unknown else _READ[name](value)
+        if math.isnan(value) and _DEFAULTS[name] is not MISSING:
+            values[name] = _DEFAULTS[name]
+        else:
+            values[name] = _READ[name](value)
     return values
 
 
 def _tokens_per_second(facts: StepFacts, _: RunLedger) -> float:
-    return facts.tokens / facts.seconds if facts.seconds > 0 and facts.tokens else math.nan
+    if not facts.seconds > 0 or not facts.tokens:
+        return math.nan
+    return facts.tokens / facts.seconds
 
 
 def _mfu(facts: StepFacts, _: RunLedger) -> float:
-    return facts.ideal_seconds / facts.seconds if facts.seconds > 0 else math.nan
+    if not facts.seconds > 0:
+        return math.nan
+    return facts.ideal_seconds / facts.seconds
 
 
 MFU = "train/mfu"
@@ -113,7 +127,8 @@ def row(facts: StepFacts, ledger: RunLedger) -> dict[str, float]:
         value = float(getattr(facts, name))
         if metric.often == EVERY_STEP or not math.isnan(value):
             found[metric.key] = value
-    found |= {key: value(facts, ledger) for key, _, _, value in _OF_THE_RUN}
+    for key, _, _, compute in _OF_THE_RUN:
+        found[key] = compute(facts, ledger)
     if math.isnan(found[MFU]):
         del found[MFU]
     return found
@@ -147,10 +162,8 @@ def page() -> str:
         lines.append(
             f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |"
         )
-    lines += [
-        f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |"
-        for key, unit, about, _ in _OF_THE_RUN
-    ]
+    for key, unit, about, _ in _OF_THE_RUN:
+        lines.append(f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |")
     lines += [
         "| `val/loss` | mean loss over the validation samples | as the data's | mean | train.eval_every, the end |",
         "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",

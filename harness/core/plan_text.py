@@ -25,6 +25,7 @@ class Fold:
 
 def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
     """Rows of plan.json's `layers`, in plan order; layers that differ only in their name's first number share one."""
+    # Layers alike in all but the block's number are one row, or a deep model's table would fill the screen.
     groups: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
         before, number, after = _split(layer["module"])

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -73,10 +73,8 @@ class _PlainLoader(yaml.SafeLoader):
         found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None
         if found:
             raise yaml.YAMLError(f"control character {found[0]!r} in a value{_at(node.start_mark)}")
-        if (
-            node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-            and len(node.value) > _MAX_DIGITS
-        ):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and len(node.value) > _MAX_DIGITS:
             raise yaml.YAMLError(f"a number of {len(node.value)} characters{_at(node.start_mark)}")
         return super().construct_scalar(node)
 
@@ -155,18 +153,23 @@ def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str
         value, kind = values.get(name), field.annotation
         if isinstance(value, str):
             values[name] = _choices(kind).get(value.casefold(), value)
-        elif isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, BaseModel):
+        elif isinstance(value, Mapping) and _is_section(kind):
             values[name] = _in_known_case(kind, value)
     return values
 
 
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def _choices(annotation: Any) -> dict[str, str]:
     """Lower case -> name, for each name that a Literal (or a union with one) allows."""
-    if get_origin(annotation) is Literal:
-        return {name.casefold(): name for name in get_args(annotation) if isinstance(name, str)}
     found: dict[str, str] = {}
     for part in get_args(annotation):
-        found |= _choices(part)
+        if get_origin(annotation) is not Literal:
+            found |= _choices(part)
+        elif isinstance(part, str):
+            found[part.casefold()] = part
     return found
 
 
@@ -207,13 +210,17 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{_short(part)}" for part in path]
-    return "".join(parts).lstrip(".")
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{_short(part)}"
+    return text.lstrip(".")
 
 
 def _short(part: str | int) -> str:
     text = str(part)
-    return text if len(text) <= _KEY else f"{text[:_KEY]}..."
+    if len(text) <= _KEY:
+        return text
+    return f"{text[:_KEY]}..."
 
 
 def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
@@ -222,7 +229,7 @@ def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     for part in path:
         found: list[Any] = []
         for candidate in candidates:
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            if _is_section(candidate):
                 field = candidate.model_fields.get(str(part))
                 if field is not None:
                     found += _models_in(field.annotation)
@@ -230,15 +237,21 @@ def _known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
                 elif candidate.__name__ == part:
                     found.append(candidate)
         candidates = found or candidates
-    return sorted({name for candidate in candidates for name in candidate.model_fields})
+
+    keys: set[str] = set()
+    for candidate in candidates:
+        keys.update(candidate.model_fields)
+    return sorted(keys)
 
 
 def _models_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if _is_section(annotation):
         return [annotation]
-    if get_origin(annotation) is None:
-        return []
-    return [found for argument in get_args(annotation) for found in _models_in(argument)]
+    found: list[Any] = []
+    if get_origin(annotation) is not None:
+        for argument in get_args(annotation):
+            found += _models_in(argument)
+    return found
 
 
 def find_target(where: str, target: str, what: str) -> Any:
@@ -268,8 +281,10 @@ def find_target(where: str, target: str, what: str) -> Any:
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        public = {each: value for each, value in vars(module).items() if not each.startswith("_")}
-        names = [each for each, value in public.items() if callable(value)]
+        names: list[str] = []
+        for other, value in vars(module).items():
+            if callable(value) and not other.startswith("_"):
+                names.append(other)
         raise ConfigError(Problem(f'no function "{name}"', where, fix=near_match(name, names)))
     return found
 

@@ -19,7 +19,10 @@ class Screen(Console):
     ) -> Iterable[Segment]:
         """As rich's own `render`, with text made safe."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+            if segment.control:  # a colour or a cursor move of rich's own
+                yield segment
+            else:
+                yield Segment(shown(segment.text), segment.style)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -38,6 +38,15 @@ _RUN = "run:"
 """Begins the identity of a run at the head of a ledger's hashes."""
 # Characters that are shown of another library's error.
 _SHOWN = 400
+# What code raises that is given contents of another shape than it expects.
+_OF_ODD_CONTENTS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 @dataclass
@@ -84,13 +93,15 @@ class RunLedger:
         """A rollback to `step` begins the next attempt, which skips the windows `bad`."""
         self.attempt += 1
         self.skipped_windows = sorted({*self.skipped_windows, *bad})
-        self.returned_to = [*(min(earlier, step) for earlier in self.returned_to), step]
+        # The steps after `step` are no longer part of this branch, nor are rollbacks to them.
+        self.returned_to = [min(earlier, step) for earlier in self.returned_to]
+        self.returned_to.append(step)
         self._changed()
 
     def skipped(self, window: int, updates: int, within: int) -> None:
         """Count `updates` skipped at `window`; skips before the last `within` windows are forgotten."""
         self.skips += updates
-        self.recent_skips = [*_since(self.recent_skips, window, within), *[window] * updates]
+        self.recent_skips = _since(self.recent_skips, window, within) + [window] * updates
 
     def rolls_back(self, window: int, within: int) -> None:
         """Count a rollback decided at `window`; rollbacks before the last `within` windows are forgotten."""
@@ -134,7 +145,9 @@ class RunLedger:
         self.hashes = [*self.hashes, self._sha256()]
 
     def _identity(self) -> list[str]:
-        return [first for first in self.hashes[:1] if first.startswith(_RUN)]
+        if self.hashes and self.hashes[0].startswith(_RUN):
+            return self.hashes[:1]
+        return []
 
     def _sha256(self) -> str:
         # With the identity: two runs may have skipped the same windows.
@@ -146,19 +159,19 @@ class RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is not one."""
         raw = raw if isinstance(raw, dict) else {}
 
-        # The keys, and the type of each value.
+        # The keys, and the type of each value: somebody may have written the file.
         keys = {each.name for each in fields(cls)}
         lists = [raw.get(key) for key in (*_LISTS, "hashes")]
-        if set(raw) != keys or not all(isinstance(each, list) for each in lists):
+        if set(raw) != keys or not _all_are(list, lists):
             raise ValueError("its keys are not those of this version")
-        if not all(isinstance(each, str) for each in raw["hashes"]):
+        if not _all_are(str, raw["hashes"]):
             raise ValueError("its hashes are not text")
         if raw["lowered"] not in _PRECISIONS:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
-        counts = [raw[key] for key in keys - {*_LISTS, "lowered", "hashes"}]
-        for key in _LISTS:
-            counts += raw[key]
-        if not all(_is_count(value) for value in counts):
+        counts: list[Any] = []
+        for key in keys - {"lowered", "hashes"}:
+            counts += raw[key] if key in _LISTS else [raw[key]]
+        if not all(map(_is_count, counts)):
             raise ValueError("a value is not a whole number from 0 to 2^63")
 
         # The newest hash is of the contents. An identity alone is of a run that has changed nothing yet.
@@ -202,6 +215,10 @@ def unrelated_ledger(step: int, attempt: int) -> Problem:
 
 def _since(windows: Iterable[int], window: int, within: int) -> list[int]:
     return [each for each in windows if each > window - within]
+
+
+def _all_are(kind: type, values: Iterable[object]) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 def _is_count(value: Any) -> bool:
@@ -317,20 +334,24 @@ class ExternalState:
         Two things of an optimizer stay that torch's own load would change. A learning rate that is a tensor stays that
         tensor object. The state keeps its dtypes, which torch would make those of the parameters.
         """
-        is_optimizer = isinstance(self.owner, torch.optim.Optimizer)
-        held = [_tensors_in(group) for group in self.owner.param_groups] if is_optimizer else []
         saved = _put_together(meta["tree"], tensors, self._kinds)
-        self.owner.load_state_dict(saved)
+        if not isinstance(self.owner, torch.optim.Optimizer):
+            self.owner.load_state_dict(saved)
+            return
 
-        if is_optimizer:
-            self._restore_dtypes(saved.get("state", {}))
-            for group, before in zip(self.owner.param_groups, held, strict=True):
-                for key, tensor in before.items():
-                    group[key] = tensor.copy_(group[key])
+        # torch's load makes new groups, so their tensors are taken out before.
+        held = [_tensors_in(group) for group in self.owner.param_groups]
+        self.owner.load_state_dict(saved)
+        self._restore_dtypes(saved.get("state", {}))
+        for group, before in zip(self.owner.param_groups, held, strict=True):
+            for key, tensor in before.items():
+                group[key] = tensor.copy_(group[key])
 
     def _restore_dtypes(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace values whose dtype the optimizer's own load has changed. saved: state by number of the parameter."""
-        params = (param for group in self.owner.param_groups for param in group["params"])
+        params: list[Tensor] = []
+        for group in self.owner.param_groups:
+            params += group["params"]
         for index, param in enumerate(params):
             loaded = self.owner.state.get(param, {})
             for key, value in saved.get(index, {}).items():
@@ -357,7 +378,8 @@ class ExternalState:
             if kind not in self._kinds:
                 self._kinds.append(kind)
             inner = {name: getattr(value, name) for name in names}
-            return {"wrapped": [self._kinds.index(kind), self._taken_apart(inner, place, tensors)]}
+            number = self._kinds.index(kind)
+            return {"wrapped": [number, self._taken_apart(inner, place, tensors)]}
 
         if type(value) in (Tensor, nn.Parameter):
             # By number, not by place: two places may be spelled alike, as 1 and "1", or a key with a dot in it.
@@ -417,10 +439,10 @@ def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kin
 
     if kind in ("dict", "counter"):
         found = {key: _put_together(each, tensors, kinds) for key, each in value}
-        return found if kind == "dict" else Counter(found)
+        return Counter(found) if kind == "counter" else found
 
     items = [_put_together(each, tensors, kinds) for each in value]
-    return {"list": list, "tuple": tuple}[kind](items)
+    return tuple(items) if kind == "tuple" else items
 
 
 def state_hash(tensors: Tensors, meta: Meta) -> str:
@@ -470,8 +492,10 @@ class TrainState:
 
         Collective: every rank must call it.
         """
+        # JSON has neither tuples nor numbers as keys: a state just saved and one just read must be equal.
         tensors: Tensors = {}
         budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
+        limits = {str(step): limits.as_json() for step, limits in self.limits.items()}
         meta: Meta = {
             "step": self.step,
             # The key of released checkpoints: it names what is called dense sampling now.
@@ -479,7 +503,7 @@ class TrainState:
             "budgets": budgets,
             "ledger": self.ledger.newest_hash,
             "switches": [list(switch) for switch in self.switches],
-            "limits": {str(step): limits.as_json() for step, limits in self.limits.items()},
+            "limits": limits,
             "parts": {},
         }
         for name in self.parts if parts is None else parts:
@@ -510,14 +534,7 @@ class TrainState:
             self._load(tensors, meta, set(self.parts if parts is None else parts))
         except (HarnessError, torch.OutOfMemoryError):
             raise
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:
+        except _OF_ODD_CONTENTS as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]
             fix = "resume with the model, recipe and version that wrote it"
             raise CheckpointError(
@@ -554,6 +571,7 @@ class TrainState:
     def _load(
         self, tensors: Mapping[str, TensorDict], meta: Mapping[str, Any], here: set[str]
     ) -> None:
+        # Check the parts before any is loaded: half a state is worse than none.
         saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
             what = f"parts differ: only in the checkpoint {sorted(saved - here)}, "
@@ -567,10 +585,9 @@ class TrainState:
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])
         self.dense_sampling = SamplingSpan(*meta["closer_look"])
-        self.switches = [
-            (step, demote, promote, whole_run_to)
-            for step, demote, promote, whole_run_to in meta["switches"]
-        ]
-        self.limits = {
-            int(step): Limits.from_json(values) for step, values in meta["limits"].items()
-        }
+        self.switches = []
+        for step, demote, promote, whole_run_to in meta["switches"]:
+            self.switches.append((step, demote, promote, whole_run_to))
+        self.limits = {}
+        for step, values in meta["limits"].items():
+            self.limits[int(step)] = Limits.from_json(values)

@@ -523,7 +523,8 @@ class InFlight:
         """The step's facts; waits until it is over."""
         packed = self.arrived()
         slot_values = len(SLOT_ROWS) * len(self.slot_names)
-        scalars, by_slot, differs = packed.split([len(SCALARS), slot_values, len(self.compared)])
+        lengths = [len(SCALARS), slot_values, len(self.compared)]
+        scalars, by_slot, differs = packed.split(lengths)
 
         values = read(scalars.tolist())
         scrubbed = values.pop("scrubbed")
@@ -586,7 +587,10 @@ def finish_step(
     figures, slots = update(gradients, backend, own, terms.limits, terms.measures)
 
     # Ranks that drifted apart show in the weights after the update.
-    compared, differs = comparison.after(terms.step) if comparison is not None else ((), None)
+    compared: tuple[str, ...] = ()
+    differs: Tensor | None = None
+    if comparison is not None:
+        compared, differs = comparison.after(terms.step)
 
     # The copy to the host runs beside the next step; its judge reads it one step later.
     facts = InFlight.send(

@@ -30,14 +30,16 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
     if global_batch % (micro_batch * world_size) == 0:
         return
     why = f"{global_batch} samples in micro-batches of {micro_batch} cannot be shared equally by {world_size} ranks"
+
+    # If the ranks can share the batch, a smaller micro-batch is enough. Else the batch must grow.
     per_rank, rest = divmod(global_batch, world_size)
     if rest:
         whole = micro_batch * world_size
         fix = f"set train.global_batch={-(-global_batch // whole) * whole}"
     else:
-        fits = max(
-            size for size in range(1, min(micro_batch, per_rank) + 1) if per_rank % size == 0
-        )
+        fits = min(micro_batch, per_rank)
+        while per_rank % fits:
+            fits -= 1
         fix = f"set train.micro_batch={fits}"
     where = "train.global_batch, train.micro_batch"
     raise ConfigError(Problem("the batch does not divide over the ranks", where, why, fix))
@@ -80,12 +82,15 @@ def as_batch(rows: Rows) -> Batch:
     tokens = torch.from_numpy(rows.tokens)
     batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     if rows.begins is not None:
+        # Each beginning raises the number of the document. What a document begins with cannot be predicted from the
+        # one before it.
         begins = torch.from_numpy(rows.begins)
         batch["segments"] = begins[:, :-1].to(torch.int64).cumsum(1)
         batch["targets"].masked_fill_(begins[:, 1:], IGNORED)
     if not rows.damage:
         return batch
-    return Flawed(batch, [Fault(row, UNREADABLE, text) for row, text in rows.damage.items()])
+    faults = [Fault(row, UNREADABLE, text) for row, text in rows.damage.items()]
+    return Flawed(batch, faults)
 
 
 class TokenBatches:
@@ -117,6 +122,8 @@ class TokenBatches:
         counted = "byte" if self.tokenizer == "" else "token"
         self.unit = f"nats per {counted}"
         self.name = f"{counted}s of {data.info['source']}"
+
+        # n samples of `context` inputs take n * context + 1 tokens: the last target has no input of its own.
         self.n_samples = (len(data.train) - 1) // context
         self.available = (len(data.val) - 1) // context
         self._val_samples = min(val_samples, self.available)
@@ -166,26 +173,33 @@ class TokenBatches:
         """`samples` of a split with their successors. Raises DataError as `micro_batches` and `validation` do."""
         context = self.tokens_per_sample
         tokens = self._data.train if split == "train" else self._data.val
-        rows, damage = tokens.read(samples[:, None] * context + np.arange(context + 1))
+        places = samples[:, None] * context + np.arange(context + 1)
+        rows, damage = tokens.read(places)
+
+        # A damaged training sample is skipped with its window. Validation must be of the same samples every time.
         if damage and split == "val":
-            where = "the validation split"
-            problems = [
-                Problem(f"sample {samples[row]} differs", where, text)
-                for row, text in damage.items()
-            ]
+            problems: list[Problem] = []
+            for row, text in damage.items():
+                what = f"sample {samples[row]} differs"
+                problems.append(Problem(what, "the validation split", text))
             raise DataError(problems)
-        begins = self._begins(split, rows, samples * context) if self.masked else None
+        begins = None
+        if self.masked:
+            begins = self._begins(split, rows, samples * context)
         return Rows(rows, begins, damage)
 
     def _begins(
         self, split: str, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
         """bool [rows, width]: whether a document begins with that token; False for the first of a row."""
+        # Where an index or the copy's description says it.
         starts = self._data.starts(split)
         found = np.zeros(rows.shape, dtype=np.bool_)
         for row, place in enumerate(places.tolist()):
             first, last = np.searchsorted(starts, [place + 1, place + rows.shape[1]])
             found[row, starts[first:last] - place] = True
+
+        # Where only a token says it: a document begins after each separator.
         if self._separator is not None:
             found[:, 1:] |= rows[:, :-1] == self._separator
         return found
@@ -194,10 +208,12 @@ class TokenBatches:
         """What this run trains on, JSON-able, for the journal; sizes in tokens, and in bytes where the run has a
         copy."""
         info = self._data.info
+        # A file that was cut into both splits is listed twice.
+        names = {file["name"] for file in info["files"]}
         facts: dict[str, Any] = {
             "source": info["source"],
             "kind": info.get("kind", "text"),
-            "files": info.get("source_files", len({file["name"] for file in info["files"]})),
+            "files": info.get("source_files", len(names)),
             "train_tokens": len(self._data.train),
             "val_tokens": len(self._data.val),
             "train_samples": self.n_samples,
@@ -210,16 +226,18 @@ class TokenBatches:
             facts["repeated"] = list(info["repeated"])
         if self.masked and self._separator is None:
             starts = self._data.starts("train")
-            facts["longest_document"] = int(
-                np.diff(starts, append=len(self._data.train)).max(initial=0)
-            )
+            lengths = np.diff(starts, append=len(self._data.train))
+            facts["longest_document"] = int(lengths.max(initial=0))
 
+        # Losses per byte compare in bits per byte; losses per token only within one tokenizer.
         if "ids" in info:
-            facts |= {"unigram_nats": info["unigram_nats"], "tokenizer": info["tokenizer"]}
+            facts["unigram_nats"] = info["unigram_nats"]
+            facts["tokenizer"] = info["tokenizer"]
             if self.tokenizer == "":
                 facts["unigram_bits_per_byte"] = info["unigram_nats"] / math.log(2)
         else:
-            facts |= {"train_bytes": info["train"]["bytes"], "val_bytes": info["val"]["bytes"]}
+            facts["train_bytes"] = info["train"]["bytes"]
+            facts["val_bytes"] = info["val"]["bytes"]
             facts["unigram_bits_per_byte"] = info["unigram_bits_per_byte"]
         return facts
 
@@ -234,9 +252,8 @@ def _separator(data: TokenData) -> int | None:
         return None
     separator: int | None = info["separator"]
     if separator is None:
+        where = f"data.path: {info['source']}"
         why = "the files have no index of their documents, and no token id is known to end one"
         fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
-        raise DataError(
-            Problem("documents cannot be told apart", f"data.path: {info['source']}", why, fix)
-        )
+        raise DataError(Problem("documents cannot be told apart", where, why, fix))
     return separator

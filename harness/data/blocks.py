@@ -67,7 +67,10 @@ def digest(block: bytes | memoryview) -> bytes:
 def block_digests(data: bytes) -> bytes:
     """The hashes of all blocks of `data`, one after the other; the last block may be shorter."""
     view = memoryview(data)
-    return b"".join(digest(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+    digests = bytearray()
+    for at in range(0, len(data), BLOCK):
+        digests += digest(view[at : at + BLOCK])
+    return bytes(digests)
 
 
 def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
@@ -78,6 +81,7 @@ def scan(path: Path, see: Callable[[int, bytes], None] | None = None) -> bytes:
     """
     size = Stamp.of(path).size
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Threads, not processes: hashlib gives the interpreter's lock back while it hashes.
     workers = min(8, len(os.sched_getaffinity(0)))
 
     def hashed(start: int) -> tuple[int, bytes, bytes]:
@@ -111,10 +115,12 @@ def _map_bounded(
 
 def read_fully(descriptor: int, start: int, count: int) -> bytes:
     """`count` bytes from `start` on. Raises OSError; Damaged if the file ends before."""
+    # One call may return less than was asked for, with more to come (over 2 GiB, on a network file system).
     read = os.pread(descriptor, count, start)
-    while len(read) < count and (
-        rest := os.pread(descriptor, count - len(read), start + len(read))
-    ):
+    while len(read) < count:
+        rest = os.pread(descriptor, count - len(read), start + len(read))
+        if not rest:
+            break
         read += rest
     if len(read) != count:
         raise Damaged(f"it ends at byte {os.fstat(descriptor).st_size}")
@@ -133,13 +139,15 @@ def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
             raise Damaged(f"it has {len(found) // DIGEST} blocks, and had {blocks}")
         return [number for number in range(blocks) if _nth(found, number) != _nth(digests, number)]
 
+    # The first block and the last are always among them.
     size = Stamp.of(path).size
     places = {place * (blocks - 1) // (SAMPLED - 1) for place in range(SAMPLED)}
     wrong: list[int] = []
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for number in sorted(places):
-            data = read_fully(descriptor, number * BLOCK, min(BLOCK, size - number * BLOCK))
+            start = number * BLOCK
+            data = read_fully(descriptor, start, min(BLOCK, size - start))
             if digest(data) != _nth(digests, number):
                 wrong.append(number)
     finally:
@@ -180,8 +188,8 @@ class CheckedFile:
         begin = start - first * BLOCK
         if first == last:
             return self._block(self, first)[begin : begin + count]
-        data = b"".join(self._block(self, number) for number in range(first, last + 1))
-        return data[begin : begin + count]
+        blocks = [self._block(self, number) for number in range(first, last + 1)]
+        return b"".join(blocks)[begin : begin + count]
 
     def read_block(self, number: int) -> bytes:
         """A block from the disk, compared with its hash. Raises Damaged, naming the file."""
@@ -190,16 +198,15 @@ class CheckedFile:
         try:
             block = read_fully(self._descriptor, start, min(BLOCK, self._size - start))
         except OSError as error:
-            raise Damaged(
-                f"{self.path}: bytes {start} to {start + BLOCK}: {error.strerror}"
-            ) from error
+            where = f"bytes {start} to {start + BLOCK}"
+            raise Damaged(f"{self.path}: {where}: {error.strerror}") from error
         except Damaged as error:
             raise Damaged(f"{self.path}: {error}; it had {self._size} bytes") from error
         finally:
             self._reading(None)
         if digest(block) != _nth(self._digests, number):
-            why = f"bytes {start} to {start + len(block)} differ from their hash of when the run began"
-            raise Damaged(f"{self.path}: {why}")
+            where = f"bytes {start} to {start + len(block)}"
+            raise Damaged(f"{self.path}: {where} differ from their hash of when the run began")
         return block
 
 

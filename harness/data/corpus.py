@@ -53,7 +53,7 @@ _FIX_DTYPE = "set data.dtype to what the file was written with, or write it agai
 Ids = npt.NDArray[Any]
 
 
-def padded(ids: int) -> int:
+def padded_vocabulary(ids: int) -> int:
     """The vocabulary for `ids` different ids: rounded up to PADDED_TO."""
     return -(-ids // PADDED_TO) * PADDED_TO
 
@@ -120,16 +120,15 @@ class Tokens:
             dtype = piece.shard.numpy_dtype
             inside = start - (self._ends[number] - piece.count)
             take = min(width, piece.count - inside)
-            data = piece.file.read(
-                piece.shard.offset + (piece.first + inside) * dtype.itemsize, take * dtype.itemsize
-            )
+            first_byte = piece.shard.offset + (piece.first + inside) * dtype.itemsize
+            data = piece.file.read(first_byte, take * dtype.itemsize)
             parts.append(np.frombuffer(data, dtype=dtype))
             start, width, number = start + take, width - take, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class EarlierRead:
     """What an earlier reading of a whole file has found.
 
     stamp: of the file when it was read.
@@ -146,7 +145,7 @@ class Known:
 class _Seen:
     """What the reading of a whole file has found.
 
-    digests, largest: as in `Known`.
+    digests, largest: as in `EarlierRead`.
     smallest: the smallest id below 0, else 0.
     counts: how often each id occurs in the chunks that were counted.
     """
@@ -165,7 +164,7 @@ def describe_corpus(
     vocabulary: Vocabulary | None,
     separator: int | None,
     held_out: Callable[[int], int],
-    known: Mapping[str, Known] | None = None,
+    earlier: Mapping[str, EarlierRead] | None = None,
     unigram_nats: float | None = None,
 ) -> dict[str, Any]:
     """Read all files once. Returns their description, which `save_corpus` writes into `folder`.
@@ -177,16 +176,17 @@ def describe_corpus(
     vocabulary: of the tokenizer; None: as many ids as there are.
     separator: the id that ends a document.
     held_out: number of tokens in all -> how many of them, at the end, are validation. Asked if no file is validation.
-    known: by path, files that were hashed before; of an untouched one only some blocks are compared.
+    earlier: by path, files that were hashed before; of an untouched one only some blocks are compared.
     unigram_nats: the entropy of the ids, if it is known.
 
     Raises DataError with the problems of all files; OSError.
     """
-    known = known or {}
+    earlier = earlier or {}
     every = [*shards.train, *shards.val]
     total = sum(shard.tokens * shard.numpy_dtype.itemsize for shard in every)
     stride = max(1, -(-total // _COUNTED))
 
+    # Go on after a bad file: one error names all of them.
     files: list[dict[str, Any]] = []
     problems: list[Problem] = []
     counts = np.zeros(0, dtype=np.int64)
@@ -194,20 +194,13 @@ def describe_corpus(
     for shard in every:
         try:
             stamp = Stamp.of(shard.path)
-            before = known.get(str(shard.path))
-            seen = (
-                _look(shard, stride)
-                if before is None
-                else _look_again(shard, stamp, before, stride)
-            )
+            before = earlier.get(str(shard.path))
+            seen = _read_again(shard, stamp, before, stride) if before else _read_ids(shard, stride)
             if Stamp.of(shard.path) != stamp:
                 raise Damaged("it changed while it was read")
         except (OSError, Damaged) as error:
-            problems.append(
-                Problem(
-                    "cannot be read", f"data.path: {shard.path}", _reason(error), "copy it again"
-                )
-            )
+            where = f"data.path: {shard.path}"
+            problems.append(Problem("cannot be read", where, _reason(error), "copy it again"))
             continue
         problems += _implausible(shard, seen, vocabulary)
         largest = max(largest, seen.largest)
@@ -222,7 +215,7 @@ def describe_corpus(
         "source": source,
         "kind": kind,
         "ids": ids,
-        "vocab": padded(ids),
+        "vocab": padded_vocabulary(ids),
         "largest": largest,
         "separator": separator,
         "tokenizer": vocabulary.tokenizer if vocabulary else "",
@@ -237,7 +230,7 @@ def describe_corpus(
     return info
 
 
-def _look(shard: Shard, stride: int) -> _Seen:
+def _read_ids(shard: Shard, stride: int) -> _Seen:
     """Read a whole file; count the ids of every `stride`-th chunk."""
     dtype = shard.numpy_dtype
     seen = _Seen()
@@ -249,10 +242,10 @@ def _look(shard: Shard, stride: int) -> _Seen:
         ids = np.frombuffer(data, dtype, (len(data) - header) // dtype.itemsize, header)
         if not len(ids):
             return
-        seen.largest, seen.smallest = (
-            max(seen.largest, int(ids.max())),
-            min(seen.smallest, int(ids.min())),
-        )
+        seen.largest = max(seen.largest, int(ids.max()))
+        seen.smallest = min(seen.smallest, int(ids.min()))
+
+        # bincount takes no negative ids, and memory for every id up to the largest: a wrong dtype would fill it.
         if chunk % stride == 0 and seen.smallest >= 0 and seen.largest < LARGEST:
             seen.counts = add_counts(seen.counts, np.bincount(ids))
         chunk += 1
@@ -261,15 +254,16 @@ def _look(shard: Shard, stride: int) -> _Seen:
     return seen
 
 
-def _look_again(shard: Shard, stamp: Stamp, before: Known, stride: int) -> _Seen:
+def _read_again(shard: Shard, stamp: Stamp, before: EarlierRead, stride: int) -> _Seen:
     """Compare a file with what was found before; all of it if it was touched. Raises OSError, Damaged."""
     if stamp == before.stamp:
         if wrong := differing(shard.path, before.digests, sampled=True):
+            named = some(wrong, _NAMED)
             raise Damaged(
-                f"it is not what was prepared: blocks that differ from their hashes: {some(wrong, _NAMED)}"
+                f"it is not what was prepared: blocks that differ from their hashes: {named}"
             )
         return _Seen(before.digests, before.largest)
-    seen = _look(shard, stride)
+    seen = _read_ids(shard, stride)
     if seen.digests != before.digests:
         raise Damaged("it is not what was prepared: its blocks differ from their hashes")
     return seen
@@ -284,13 +278,10 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
         why = f"no vocabulary is as large: read as {shard.dtype}, it is probably of another dtype"
         return [Problem(f"has the token id {seen.largest}", where, why, _FIX_DTYPE)]
     if vocabulary is not None and seen.largest >= vocabulary.ids:
+        what = f"has the token id {seen.largest}, which the tokenizer does not"
         why = f"the tokenizer has {vocabulary.ids} ids, 0 to {vocabulary.ids - 1}"
         fix = "give the tokenizer that made these ids in data.tokenizer, or none"
-        return [
-            Problem(
-                f"has the token id {seen.largest}, which the tokenizer does not", where, why, fix
-            )
-        ]
+        return [Problem(what, where, why, fix)]
     return []
 
 
@@ -313,7 +304,8 @@ def _divide(shards: Shards, held_out: Callable[[int], int]) -> dict[str, list[li
     """[number of the file, first token, tokens] of every piece of each split."""
     every = [*shards.train, *shards.val]
     whole = [[number, 0, shard.tokens] for number, shard in enumerate(every)]
-    train, val = whole[: len(shards.train)], whole[len(shards.train) :]
+    train = whole[: len(shards.train)]
+    val = whole[len(shards.train) :]
     if val:
         return {"train": train, "val": val}
 
@@ -322,7 +314,9 @@ def _divide(shards: Shards, held_out: Callable[[int], int]) -> dict[str, list[li
     while left and train:
         number, first, count = train.pop()
         take = min(left, count)
-        cut = _document_cut(every[number], count - take) if take < count else 0
+        cut = 0
+        if take < count:
+            cut = _document_cut(every[number], count - take)
         val.insert(0, [number, cut, count - cut])
         left -= take
         if cut:
@@ -357,10 +351,9 @@ def write_description(folder: Path, info: Mapping[str, Any]) -> None:
     """Write corpus.json. Raises OSError; DataError if there are too many files to describe."""
     described = dump_json(info)
     if len(described) > MAX_LARGE:
+        what = f"{len(info['files'])} files are too many"
         fix = "join small files into larger ones"
-        raise DataError(
-            Problem(f"{len(info['files'])} files are too many", info["source"], fix=fix)
-        )
+        raise DataError(Problem(what, info["source"], fix=fix))
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / "corpus.json") as stream:
         stream.write(described)
@@ -383,11 +376,12 @@ def _checksum(info: Mapping[str, Any]) -> str:
 
 def _identity(info: Mapping[str, Any]) -> str:
     """SHA-256 of what a run trains on: blocks, dtypes, pieces of each split, vocabulary; not of where files lie."""
-    files = [
-        [file["dtype"], file["offset"], file["blocks"], file["index_sha256"]]
-        for file in info["files"]
-    ]
-    kept = [info["vocab"], info["separator"], files, info["train"]["pieces"], info["val"]["pieces"]]
+    files: list[list[Any]] = []
+    for file in info["files"]:
+        index = file["index_sha256"]
+        files.append([file["dtype"], file["offset"], file["blocks"], index])
+    pieces = [info["train"]["pieces"], info["val"]["pieces"]]
+    kept = [info["vocab"], info["separator"], files, *pieces]
     return hashlib.sha256(dump_json(kept)).hexdigest()
 
 
@@ -400,6 +394,7 @@ def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict
         return dict(info)
 
     def now(written: str) -> str:
+        # Where it was; in the folder that the config names; or beside the file that it names.
         old = _path(folder, written)
         for path in (old, source / old.name, source.with_name(old.name)):
             if path.is_file():
@@ -429,10 +424,8 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
                 raise Damaged(f"it has {stamp.size} bytes, and had {file['size']}")
             digests = bytes.fromhex(file["blocks"])
             if wrong := differing(path, digests, sampled=same):
-                blocks = len(digests) // DIGEST
-                raise Damaged(
-                    f"{len(wrong)} of {blocks} blocks of {BLOCK} bytes differ: {some(wrong, _NAMED)}"
-                )
+                count = f"{len(wrong)} of {len(digests) // DIGEST} blocks"
+                raise Damaged(f"{count} of {BLOCK} bytes differ: {some(wrong, _NAMED)}")
         except (OSError, ValueError, Damaged) as error:
             problems.append(_changed(path, error))
             continue
@@ -454,6 +447,8 @@ def open_corpus(
     """
     _allow_open_files(len(info["files"]))
     cache = block_cache()
+
+    # By number of the file: the open file, and where in it documents begin.
     opened: list[tuple[CheckedFile, Shard]] = []
     starts: list[npt.NDArray[np.int64]] = []
     problems: list[Problem] = []
@@ -470,7 +465,8 @@ def open_corpus(
         except (OSError, Damaged) as error:
             problems.append(_changed(path, error))
             continue
-        opened.append((checked, Shard(path, file["dtype"], file["offset"], file["tokens"], index)))
+        shard = Shard(path, file["dtype"], file["offset"], file["tokens"], index)
+        opened.append((checked, shard))
         starts.append(begins)
     if problems:
         raise DataError(problems)
@@ -479,11 +475,14 @@ def open_corpus(
     for split in ("train", "val"):
         pieces: list[FilePiece] = []
         begins = [np.zeros(0, dtype=np.int64)]
-        at = 0
+        at = 0  # the place of the piece in the split
         for number, first, count in info[split]["pieces"]:
             checked, shard = opened[number]
             pieces.append(FilePiece(checked, shard, first, count))
-            inside = starts[number][(starts[number] >= first) & (starts[number] < first + count)]
+
+            # A piece begins a document, even where a file was cut within one: the rest of it is in the other split.
+            of_file = starts[number]
+            inside = of_file[(of_file >= first) & (of_file < first + count)]
             begins.append(np.concatenate([[at], inside - first + at]))
             at += count
         splits[split] = Tokens(pieces, np.unique(np.concatenate(begins)))
@@ -503,7 +502,9 @@ def _changed(path: Path, error: Exception) -> Problem:
 def _written(folder: Path, path: Path) -> str:
     """A path as corpus.json has it: relative if it lies in the run, so that the run can be moved."""
     path, folder = path.resolve(), folder.resolve()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+    if path.is_relative_to(folder):
+        path = path.relative_to(folder)
+    return str(path)
 
 
 def _path(folder: Path, written: str) -> Path:

@@ -80,57 +80,57 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     where = f"data.target {config.target!r}"
     given = call_target("data", config.target, config.args, "data sets")
     train, val = _splits(given)
+
+    # A pair (X, y) has all that two data sets need, and would train on X without labels.
     if arrays := _inputs_and_labels(train, val):
+        what = f"it returned two arrays of one length, {arrays}: inputs and labels?"
         why = "a pair from data.target is (training, validation), each of which is asked for samples by number"
         fix = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
-        raise ConfigError(
-            Problem(
-                f"it returned two arrays of one length, {arrays}: inputs and labels?",
-                where,
-                why,
-                fix,
-            )
-        )
+        raise ConfigError(Problem(what, where, why, fix))
+
     problems: list[Problem] = []
     given_splits = [("training", train)]
     if val is not None:
         given_splits.append(("validation", val))
     for name, each in given_splits:
-        if lacks := [
-            method for method in ("__len__", "__getitem__") if not hasattr(type(each), method)
-        ]:
-            what = f"its {name} data, a {type(each).__name__}, have no {' and no '.join(lacks)}"
+        # On the type: an instance's attribute would not make len() and [] work.
+        kind = type(each)
+        lacks = [method for method in ("__len__", "__getitem__") if not hasattr(kind, method)]
+        if lacks:
+            what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
+            why = "samples are asked for by number, in any order"
             fix = "return an object that has them, or a pair of such (training, validation)"
-            if type(each).__module__.startswith("datasets."):
+            if kind.__module__.startswith("datasets."):
                 fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
-            problems.append(
-                Problem(what, where, "samples are asked for by number, in any order", fix)
-            )
+            problems.append(Problem(what, where, why, fix))
         elif not len(each):
             problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))
     if problems:
         raise ConfigError(problems)
     if val is not None:
         return Split(train, len(train)), Split(val, len(val))
+
+    # Only training data: hold a share of it out.
     size = len(train)
     held = round(size * config.val_fraction)
     if not 1 <= held < size:
         what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
-        raise ConfigError(
-            Problem(
-                what, where, fix="return a pair (training, validation), or change data.val_fraction"
-            )
-        )
+        fix = "return a pair (training, validation), or change data.val_fraction"
+        raise ConfigError(Problem(what, where, fix=fix))
+
+    # The key is a constant, so that runs with other seeds are validated on the same samples.
     out = np.sort(sample_numbers(_SPLIT_KEY, 0, held, size))
-    before = out - np.arange(held)  # samples before each that are not held out
-    return (
-        Split(
-            train,
-            size - held,
-            lambda place: place + int(np.searchsorted(before, place, side="right")),
-        ),
-        Split(train, held, lambda place: int(out[place])),
-    )
+
+    # Training sample `place` comes after those held-out samples that have at most `place` training samples before them.
+    before = out - np.arange(held)
+
+    def number_of_training(place: int) -> int:
+        return place + int(np.searchsorted(before, place, side="right"))
+
+    def number_of_validation(place: int) -> int:
+        return int(out[place])
+
+    return Split(train, size - held, number_of_training), Split(train, held, number_of_validation)
 
 
 def _splits(given: Any) -> tuple[Any, Any]:
@@ -143,19 +143,15 @@ def _splits(given: Any) -> tuple[Any, Any]:
 def _inputs_and_labels(first: Any, second: Any) -> str:
     """The shapes of a pair that is (X, y) more likely than two data sets; empty for any other."""
     arrays = (torch.Tensor, np.ndarray)
-    if (
-        not isinstance(first, arrays)
-        or not isinstance(second, arrays)
-        or not first.ndim
-        or not second.ndim
-    ):
+    if not isinstance(first, arrays) or not isinstance(second, arrays):
         return ""
-    alike = first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
-    return (
-        ""
-        if alike or len(first) != len(second)
-        else f"{list(first.shape)} and {list(second.shape)}"
-    )
+    if not first.ndim or not second.ndim or len(first) != len(second):
+        return ""
+
+    # Arrays of one shape and dtype are two splits: labels hardly look like their inputs.
+    if first.shape[1:] == second.shape[1:] and first.dtype == second.dtype:
+        return ""
+    return f"{list(first.shape)} and {list(second.shape)}"
 
 
 class DatasetBatches:
@@ -198,14 +194,17 @@ class DatasetBatches:
         """
         check_world(self._global_batch, self._micro_batch, world_size)
         rows = window.samples.reshape(-1, self._micro_batch)
-        epochs = (
-            window.index * self._global_batch + np.arange(self._global_batch)
-        ) // self.n_samples
-        epochs = epochs.reshape(-1, self._micro_batch)
-        return [
-            self._batch(self._train, row, epoch)
-            for row, epoch in zip(rows[rank::world_size], epochs[rank::world_size], strict=True)
-        ]
+
+        # A window may end one epoch and begin the next, so every sample has an epoch of its own.
+        first = window.index * self._global_batch
+        positions = first + np.arange(self._global_batch)
+        epochs = (positions // self.n_samples).reshape(-1, self._micro_batch)
+
+        batches: list[Batch] = []
+        for number in range(rank, len(rows), world_size):
+            row, epochs_of_row = rows[number], epochs[number]
+            batches.append(self._batch(self._train, row, epochs_of_row))
+        return batches
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
@@ -214,40 +213,50 @@ class DatasetBatches:
         rows = validation_rows(
             self._val_samples, self._val.size, self._micro_batch, rank, world_size
         )
-        return [self._batch(self._val, row, np.full(len(row), _VALIDATION_EPOCH)) for row in rows]
+        batches: list[Batch] = []
+        for row in rows:
+            epochs = np.full(len(row), _VALIDATION_EPOCH)
+            batches.append(self._batch(self._val, row, epochs))
+        return batches
 
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able, for the journal."""
+        fields: dict[str, list[Any]] = {}
+        for name, form in self._form.fields.items():
+            fields[name] = [str(form.dtype), *form.shape]
         return {
             "source": self.name,
             "counted": "samples",
             **self.fingerprint,
             "val_used": self._val_samples,
-            "fields": {
-                name: [str(form.dtype), *form.shape] for name, form in self._form.fields.items()
-            },
+            "fields": fields,
             "unreadable": self._faults,
         }
 
     def _batch(
         self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
     ) -> Batch:
-        form, samples, faults = self._form, list[Any](), list[Fault]()
+        """A batch of the samples at `places`. Samples that cannot be read have stand-ins, and the batch says so."""
+        form = self._form
+        samples: list[Any] = []
+        faults: list[Fault] = []
         with random_numbers_apart():
-            for row, (place, epoch) in enumerate(
-                zip(places.tolist(), epochs.tolist(), strict=True)
-            ):
+            places_and_epochs = zip(places.tolist(), epochs.tolist(), strict=True)
+            for row, (place, epoch) in enumerate(places_and_epochs):
                 try:
-                    samples.append(form.taken(read(split, place, self._seed, epoch)))
+                    given = read(split, place, self._seed, epoch)
+                    samples.append(form.taken(given))
                 except Exception as error:
-                    faults.append(Fault(row, UNREADABLE, _told(split, place, error)))
+                    faults.append(Fault(row, UNREADABLE, _why(split, place, error)))
                     samples.append(form.stand_in())
+
+            # Samples that are well by themselves may not fit together, and a `collate` of the user's own may fail.
+            # Name those that fail alone; if none does, the whole batch is at fault.
             try:
                 batch = form.batch(samples)
             except Exception as error:
-                faults += self._alone(split, places, samples) or [
-                    Fault(None, UNREADABLE, _say(error))
-                ]
+                alone = self._alone(split, places, samples)
+                faults += alone or [Fault(None, UNREADABLE, _text_of(error))]
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
@@ -260,7 +269,7 @@ class DatasetBatches:
             try:
                 self._form.batch([sample])
             except Exception as error:
-                faults.append(Fault(row, UNREADABLE, _told(split, place, error)))
+                faults.append(Fault(row, UNREADABLE, _why(split, place, error)))
         return faults
 
 
@@ -280,17 +289,17 @@ def read(split: Split, place: int, seed: int, epoch: int) -> object:
     return split.samples[number]
 
 
-def _told(split: Split, place: int, error: Exception) -> str:
+def _why(split: Split, place: int, error: Exception) -> str:
+    """Why a sample cannot be used, with its number in the user's data set where that is another one."""
+    text = _text_of(error)
     number = split.places(place)
-    return _say(error) if number == place else f"{_say(error)} (number {number} of the data set)"
+    return text if number == place else f"{text} (number {number} of the data set)"
 
 
-def _say(error: Exception) -> str:
-    return (
-        str(error)
-        if isinstance(error, OddSampleError)
-        else f"{type(error).__name__}: {str(error)[:200]}"
-    )
+def _text_of(error: Exception) -> str:
+    if isinstance(error, OddSampleError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _probe(
@@ -303,21 +312,25 @@ def _probe(
     """
     with random_numbers_apart():
         form = _first_form(train, seed, name)
-        probed: list[tuple[str, Split, int, int]] = []
-        for word, split, epoch in (("train", train, 0), ("val", val, _VALIDATION_EPOCH)):
-            probed += [(word, split, place, epoch) for place in _spread(split.size)]
+        probed = [(f"train {place}", train, place, 0) for place in _spread(train.size)]
+        for place in _spread(val.size):
+            key = f"val {place}"
+            probed.append((key, val, place, _VALIDATION_EPOCH))
 
-        hashes, faults = dict[str, str](), list[str]()
-        for word, split, place, epoch in probed:
-            hashes[f"{word} {place}"], fault = _look_at(form, split, place, seed, epoch)
+        hashes: dict[str, str] = {}
+        faults: list[str] = []
+        for key, split, place, epoch in probed:
+            hashes[key], fault = _look_at(form, split, place, seed, epoch)
             if fault:
+                word = key.partition(" ")[0]
                 faults.append(f"sample {place} of {word}: {fault}")
 
         # Again, in another order: a generator that goes on from sample to sample gives others now.
         others: list[str] = []
-        for word, split, place, epoch in reversed(probed):
-            if _look_at(form, split, place, seed, epoch)[0] != hashes[f"{word} {place}"]:
-                others.append(f"{word} {place}")
+        for key, split, place, epoch in reversed(probed):
+            now, _ = _look_at(form, split, place, seed, epoch)
+            if now != hashes[key]:
+                others.append(key)
     if others:
         why = "a resume, other ranks and the search for bad samples read them again, and must see the same"
         fix = (
@@ -327,9 +340,8 @@ def _probe(
         what = f"samples differ when they are read again: {some(others[::-1], 3)}"
         raise ConfigError(Problem(what, name, why, fix))
     if faults and bad == "fail":
-        raise DataError(
-            [Problem(fault, name, fix="repair it, or set data.bad=skip") for fault in faults]
-        )
+        fix = "repair it, or set data.bad=skip"
+        raise DataError([Problem(fault, name, fix=fix) for fault in faults])
     return form, hashes, faults
 
 
@@ -340,11 +352,11 @@ def _first_form(train: Split, seed: int, name: str) -> Form:
     for place in _spread(train.size):
         try:
             given = read(train, place, seed, 0)
-            return first_form(given, collate, int(getattr(train.samples, "pad_id", 0)))
+            pad_id = int(getattr(train.samples, "pad_id", 0))
+            return first_form(given, collate, pad_id)
         except Exception as error:
-            problems.append(
-                Problem(f"sample {place} cannot be read: {_told(train, place, error)}", name)
-            )
+            what = f"sample {place} cannot be read: {_why(train, place, error)}"
+            problems.append(Problem(what, name))
     raise DataError(problems)
 
 
@@ -356,9 +368,10 @@ def _spread(size: int) -> list[int]:
 def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
     """(a sample's hash, or the kind of error it gives; what is wrong with it, empty if nothing)."""
     try:
-        return _hash(form.batch([form.taken(read(split, place, seed, epoch))])), ""
+        sample = form.taken(read(split, place, seed, epoch))
+        return _hash(form.batch([sample])), ""
     except Exception as error:
-        return f"unreadable: {type(error).__name__}", _told(split, place, error)
+        return f"unreadable: {type(error).__name__}", _why(split, place, error)
 
 
 def _hash(sample: Batch) -> str:
@@ -404,17 +417,23 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
             "restore the file from another copy of this run, or start a new run with another --name"
         )
         raise DataError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
-    why = [f"{key} were {was}, and are {now}" for key, (was, now) in sizes.items() if was != now]
-    changed = [
-        label for label, sha256 in record["looked_at"].items() if hashes.get(label) != sha256
-    ]
+
+    why: list[str] = []
+    for key, (was, now) in sizes.items():
+        if was != now:
+            why.append(f"{key} were {was}, and are {now}")
+    changed: list[str] = []
+    for label, sha256 in record["looked_at"].items():
+        if hashes.get(label) != sha256:
+            changed.append(label)
+
+    # Other sizes change which samples are looked at, so that other hashes say nothing more then.
     if changed and not why:
         why = [f"of {len(hashes)} samples looked at, {some(changed, 3)} changed"]
     if why:
+        what = "these are not the data that the run began with"
         fix = (
             "give the data set that the run began with, or start a new run: "
             "--name NEW --resume runs/<run>/checkpoints/step-<N>"
         )
-        raise DataError(
-            Problem("these are not the data that the run began with", name, "; ".join(why), fix)
-        )
+        raise DataError(Problem(what, name, "; ".join(why), fix))

@@ -71,6 +71,7 @@ def look(path: Path) -> Kind:
     Raises DataError for packed files and NumPy arrays, with the command that makes them readable; and for a folder that
     has files of several formats, since each may be meant.
     """
+    # A file: its ending says it. Megatron's pair of files may be named by either of the two.
     if not path.is_dir():
         if path.suffix.lower() == ".idx" and path.with_suffix(_TOKENS).is_file():
             return "tokens"
@@ -81,14 +82,18 @@ def look(path: Path) -> Kind:
             _refuse_packed(path, [path])
         return kind
 
+    # A folder that a program wrote as a whole has a file that says so.
     if "vocabulary" in read_mapping(path / PREPARED, MAX_LARGE):
         return "prepared"
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "Arrow"
+
+    # A .json is data only where there is nothing else.
     files, beside = _data_files(path)
     if not files and beside and all(file.suffix.lower() == JSON for file in beside):
         return "JSONL"
 
+    # Any other: files of one format are of that format, and text with other files among it is text.
     kinds: set[Kind] = {_kind_of(file) for file in files}
     if kinds == {"tokens"} and any(file.parent != path for file in files):
         return "text"  # shards are read from one folder only
@@ -114,6 +119,7 @@ def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
     files: list[Path] = []
     beside: list[Path] = []
     for file in walk(path):
+        # A README may have any ending, or none.
         if file.name.upper().startswith(_COMPANION_NAMES):
             continue
         if file.name.lower().endswith(_COMPANIONS):
@@ -133,10 +139,14 @@ def _refuse_packed(path: Path, files: Sequence[Path]) -> None:
     endings = [_packed_ending(file) for file in files]
     if not files or not all(endings):
         return
-    file = files[0]
-    fix = _COMMANDS[endings[0]].format(path=file, stem=str(file)[: -len(endings[0])])
-    more = f" ({len(files)} such as {file.relative_to(path)})" if path.is_dir() else ""
-    raise DataError(Problem(f"is not read: {endings[0]}{more}", f"data.path: {path}", fix=fix))
+    # The command is for the first of them.
+    file, ending = files[0], endings[0]
+    stem = str(file)[: -len(ending)]  # by length: the ending may be in capitals
+    what = f"is not read: {ending}"
+    if path.is_dir():
+        what += f" ({len(files)} such as {file.relative_to(path)})"
+    fix = _COMMANDS[ending].format(path=file, stem=stem)
+    raise DataError(Problem(what, f"data.path: {path}", fix=fix))
 
 
 def _packed_ending(file: Path) -> str:
@@ -149,6 +159,7 @@ def _packed_ending(file: Path) -> str:
 
 def _refuse_mixed(path: Path, files: Sequence[Path]) -> None:
     """Raises DataError if a folder of text has token ids in it, or more than a few rows."""
+    # Either may be meant, and the wrong one would train without an error.
     train = path / "train.bin"
     if train.is_file():
         texts = [file.name for file in files if _kind_of(file) != "tokens"]
@@ -166,8 +177,12 @@ def _refuse_mixed(path: Path, files: Sequence[Path]) -> None:
             rows.setdefault(kind, []).append(file.relative_to(path).as_posix())
             size_of_rows += size
     if rows and size_of_rows >= _MOST_ROWS * size_of_all:
-        why = "; ".join(f"{kind}: {some(names, _NAMED)}" for kind, names in rows.items())
+        whys: list[str] = []
+        for kind, names in rows.items():
+            text = some(names, _NAMED)
+            whys.append(f"{kind}: {text}")
         ways = " or ".join(f"data.format={kind}" for kind in (*rows, "text"))
+        why = "; ".join(whys)
         fix = f"{ways} (all of it, as it stands), or a folder for each kind"
         raise DataError(Problem("has files of several kinds", f"data.path: {path}", why, fix))
 

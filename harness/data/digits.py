@@ -33,10 +33,10 @@ def load() -> Digits:
     try:
         found: Any = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError as error:
-        what, fix = (
-            f"scikit-learn, which has the digits, cannot be imported: {error}",
-            "pip install scikit-learn",
-        )
-        raise ConfigError(Problem(what, "data.target harness.data.digits:load", fix=fix)) from error
+        what = f"scikit-learn, which has the digits, cannot be imported: {error}"
+        where, fix = "data.target harness.data.digits:load", "pip install scikit-learn"
+        raise ConfigError(Problem(what, where, fix=fix)) from error
+
+    # Grey levels are 0 to 16. The added dimension is the channel that convolutions expect.
     images = np.asarray(found.images[:, None] / 16, dtype=np.float32)
     return Digits(images, np.asarray(found.target, dtype=np.int64))

@@ -105,10 +105,10 @@ class PlainText:
             where = f"data.path: {file}"
             size = 0
             try:
+                # Opening a pipe would wait for ever. What a link leads to is read in its own place.
                 if file.is_symlink() or not file.is_file():
-                    left_out.append(
-                        (file.name, "a link" if file.is_symlink() else "not a regular file")
-                    )
+                    reason = "a link" if file.is_symlink() else "not a regular file"
+                    left_out.append((file.name, reason))
                     continue
                 size = file.stat().st_size
                 with file.open("rb") as stream:
@@ -118,16 +118,17 @@ class PlainText:
                 if bad == "auto":
                     problems.append(Problem(fault, where, fix="data.bad=skip passes over it"))
                     continue
+
+            # In a folder a file that is no text may be skipped; one that was named is an error.
             if fault:
-                left_out.append(
-                    (file.relative_to(path).as_posix() if path.is_dir() else file.name, fault)
-                )
+                name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+                left_out.append((name, fault))
                 if bad == "fail" or not path.is_dir():
                     problems.append(Problem(f"no text: {fault}", where, fix=FIX_FILE))
                 continue
-            parts += [
-                Part(str(file), begin, end, end - begin, split) for begin, end in ranges(size)
-            ]
+            for begin, end in ranges(size):
+                part = Part(str(file), begin, end, end - begin, split)
+                parts.append(part)
         return listed(parts, left_out, problems, path, FIX_FILE)
 
     def _files(self, path: Path) -> Files:
@@ -141,7 +142,9 @@ class PlainText:
         """Pieces of about PIECE bytes, cut after a line where lines are short."""
         with open(part.path, "rb") as stream:
             size = stream.seek(0, 2)
-            place, end = _cut(stream, part.begin, size), _cut(stream, part.end, size)
+            # The part before ends at the same cut, so that no byte is read twice or left out.
+            place = _cut(stream, part.begin, size)
+            end = _cut(stream, part.end, size)
             while place < end:
                 after = min(_cut(stream, place + PIECE, size), end)
                 stream.seek(place)
@@ -175,16 +178,23 @@ def files_below(path: Path, suffixes: Sequence[str]) -> Files:
     """Files of these endings with their splits, which their names say; of one file, its validation beside it."""
     if not path.is_dir():
         return with_validation(path), []
-    files = [
-        file
-        for file in walk(path)
-        if file.name.lower().endswith(tuple(suffixes)) and file.is_file()
-    ]
-    names, left_out = without_tests([file.relative_to(path).as_posix() for file in files])
+    every: list[str] = []
+    for file in walk(path):
+        if file.name.lower().endswith(tuple(suffixes)) and file.is_file():
+            name = file.relative_to(path).as_posix()
+            every.append(name)
+    names, left_out = without_tests(every)
+
+    # Names divide the files only if they say validation of some and not of all.
     validation = {name for name in names if is_validation(name)}
-    if not validation or len(validation) == len(names):
-        return [(path / name, "") for name in names], left_out
-    return [(path / name, "val" if name in validation else "train") for name in names], left_out
+    divided = 0 < len(validation) < len(names)
+    files: list[tuple[Path, Split]] = []
+    for name in names:
+        split: Split = ""
+        if divided:
+            split = "val" if name in validation else "train"
+        files.append((path / name, split))
+    return files, left_out
 
 
 def ranges(size: int) -> list[tuple[int, int]]:
@@ -199,8 +209,7 @@ def listed(
     if problems:
         raise DataError(first_of(problems, str(path)))
     if not parts:
-        why = (
-            "; ".join(f"{name} ({reason})" for name, reason in left_out[:NAMED]) or "it has no rows"
-        )
+        reasons = [f"{name} ({reason})" for name, reason in left_out[:NAMED]]
+        why = "; ".join(reasons) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {path}", why, fix))
     return Listed(tuple(parts), tuple(left_out))

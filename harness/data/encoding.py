@@ -31,7 +31,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TextBatch:
     """Texts that are tokenized together.
 
     pieces: of documents, with their splits.
@@ -68,12 +68,13 @@ class Encoding:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def encode(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[Encoded]]]:
+    def encode(self, batches: Iterator[TextBatch]) -> Iterator[tuple[TextBatch, list[Encoded]]]:
         """Each batch with the ids of its pieces, in the order of `batches`.
 
         Raises BrokenProcessPool if a worker dies.
         """
-        begun: deque[tuple[Batch, Future[list[Encoded]]]] = deque()
+        # The oldest first: results are given in the order of the batches, and only so many wait in memory.
+        begun: deque[tuple[TextBatch, Future[list[Encoded]]]] = deque()
         for batch in batches:
             texts = [piece.text for piece, _ in batch.pieces]
             if self._pool is None:
@@ -95,7 +96,10 @@ def _encode(encoder: Encoder, texts: Sequence[str | bytes]) -> list[Encoded]:
     except DataError as error:
         if len(texts) == 1:
             return [error.problems[0]]
-        return [_encode(encoder, [text])[0] for text in texts]
+        encoded: list[Encoded] = []
+        for text in texts:
+            encoded += _encode(encoder, [text])
+        return encoded
 
 
 _worker: list[Encoder] = []

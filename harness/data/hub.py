@@ -72,6 +72,7 @@ def fetch(
 
     Raises DataError for what is not there, cannot be fetched, has no room or has no rows of text; ConfigError.
     """
+    # As the hub's own addresses have it: hf://datasets/NAME.
     repository = given.removeprefix(PREFIX).removeprefix("//datasets/")
     hub = importlib.import_module("huggingface_hub")
     if not sys.stderr.isatty():
@@ -92,28 +93,27 @@ def fetch(
     at["revision"] = folder.name
     name = f"{given}@{folder.name}"
     unlisted = False
+    sizes: dict[str, int] = {}
     try:
-        sizes: dict[str, int] = {file.path: file.size for file in hub.get_cached_repo_tree(**at)}
-    except (
-        hub.errors.CachedRepoTreeNotFoundError
-    ):  # offline, in a cache of an older version of the library
-        sizes = {
-            path.relative_to(folder).as_posix(): 0 for path in folder.rglob("*") if path.is_file()
-        }
+        for file in hub.get_cached_repo_tree(**at):
+            sizes[file.path] = file.size
+    except hub.errors.CachedRepoTreeNotFoundError:
+        # Offline, in a cache of an older version of the library: only what lies there is known.
+        for path in folder.rglob("*"):
+            if path.is_file():
+                sizes[path.relative_to(folder).as_posix()] = 0
         unlisted = True
 
+    # Which files are wanted; of these, those that are not in the cache.
     kind, options, splits = _describe(name, folder, list(sizes), wanted.configuration)
     files, left_out = choose_splits(splits, wanted.split, f"data.path: {name}", "data.split=")
-    missing = [path.as_posix() for path, _ in files if not (folder / path).is_file()]
+    chosen = [path.as_posix() for path, _ in files]
+    missing = [path for path in chosen if not (folder / path).is_file()]
     if missing:
-        check(sum(sizes[path.as_posix()] for path, _ in files), kind)
+        check(sum(sizes[path] for path in chosen), kind)
         _check_room(name, sum(sizes[path] for path in missing), folder)
-        _ask(
-            given,
-            hub.snapshot_download,
-            allow_patterns=[glob.escape(path) for path in missing],
-            **at,
-        )
+        patterns = [glob.escape(path) for path in missing]
+        _ask(given, hub.snapshot_download, allow_patterns=patterns, **at)
     if unlisted:
         left_out.append(_UNLISTED)
     paths: list[tuple[str, Split]] = [(str(folder / path), split) for path, split in files]
@@ -149,11 +149,11 @@ def _describe(
         outline = Path(scratch).resolve() / "outline"
         outline.mkdir()
         for path in listed:
+            # Anybody may have made the repository: a name such as ../x must not leave the folder.
             file = outline / path
             if not file.resolve().is_relative_to(outline):
-                raise DataError(
-                    Problem("names a file outside of it", where, path, "take another data set")
-                )
+                fix = "take another data set"
+                raise DataError(Problem("names a file outside of it", where, path, fix))
             file.parent.mkdir(parents=True, exist_ok=True)
             if path in _DESCRIPTION:
                 shutil.copyfile(folder / path, file)
@@ -168,30 +168,26 @@ def _describe(
             fix = "data.configuration=NAME picks one; what has files of no format that is read: docs/guide/datasets.md"
             raise DataError(Problem("has no such data", where, why, fix)) from error
 
+        # The description may name files by pattern or path: again none outside of the folder.
         splits: dict[str, list[Path]] = {}
         for split, paths in (builder.config.data_files or {}).items():
             inside = [Path(path) for path in paths]
             if outside := [str(path) for path in inside if not path.is_relative_to(outline)]:
+                what = "names files outside of it"
                 fix = "take another data set, or fetch these yourself"
-                raise DataError(
-                    Problem("names files outside of it", where, some(outside, NAMED), fix)
-                )
+                raise DataError(Problem(what, where, some(outside, NAMED), fix))
             if inside:
                 splits[str(split)] = [path.relative_to(outline) for path in inside]
 
-    kinds: dict[str, Documents] = {
-        source.reader.partition(".")[0]: kind for kind, source in ROWS.items()
-    }
+    # The library names the module of its reader; `ROWS` has the formats that are rows of text.
+    kinds: dict[str, Documents] = {}
+    for each, source in ROWS.items():
+        kinds[source.reader.partition(".")[0]] = each
     kind = kinds.get(builder.name)
     if kind is None or not splits:
         what = f"has no rows of text: the library reads it as {builder.name}"
-        raise DataError(
-            Problem(
-                what,
-                where,
-                fix="data.target, with a function that loads it: docs/guide/datasets.md",
-            )
-        )
+        fix = "data.target, with a function that loads it: docs/guide/datasets.md"
+        raise DataError(Problem(what, where, fix=fix))
     return kind, _options(builder.config), splits
 
 
@@ -212,6 +208,5 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(disk).free
     if needed > free:
         why = f"{needed / 1e9:,.1f} GB are still to be fetched, and the disk of {disk} has {free / 1e9:,.1f} GB left"
-        raise DataError(
-            Problem("has no room", f"data.path: {name}", why, "data.cache=FOLDER on a larger disk")
-        )
+        fix = "data.cache=FOLDER on a larger disk"
+        raise DataError(Problem("has no room", f"data.path: {name}", why, fix))

@@ -39,6 +39,8 @@ def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
     """`total` divided as `weights` say, by largest remainder; at least 1 for each."""
     exact = np.array(weights) / sum(weights) * total
     counts = np.maximum(1, np.floor(exact).astype(int))
+
+    # Rounding down leaves some over; the least of 1 may have given too many. Correct where the error is largest.
     while counts.sum() != total:
         step = 1 if counts.sum() < total else -1
         gaps = np.where(counts + step >= 1, step * (exact - counts), -np.inf)
@@ -59,35 +61,51 @@ class Mixture:
         val_samples: int,
     ) -> None:
         """Raises DataError if the sources are of different tokenizers, as far as that is known."""
-        self._parts, self._seed = tuple(parts), seed
+        self._parts = tuple(parts)
+        self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._counts = shares(weights, CYCLE)
-        self._offsets = np.cumsum([0, *[part.n_samples for part in parts]])
+
+        # Context and packing are the config's, and the tokenizer is one (`_check_tokenizers`): these are alike.
         self.tokens_per_sample = parts[0].tokens_per_sample
         self.masked, self.unit = parts[0].masked, parts[0].unit
-        self.ids, self.vocab = max(part.ids for part in parts), max(part.vocab for part in parts)
-        self._val_offsets = np.cumsum([0, *[part.available for part in parts]])
-        self.n_samples, self.available = int(self._offsets[-1]), int(self._val_offsets[-1])
+        self.ids = max(part.ids for part in parts)
+        self.vocab = max(part.vocab for part in parts)
         self.name = " and ".join(part.name for part in parts)
+
+        # Where the numbers of each source's samples begin.
+        train_sizes = [part.n_samples for part in parts]
+        val_sizes = [part.available for part in parts]
+        self._offsets = np.cumsum([0, *train_sizes])
+        self._val_offsets = np.cumsum([0, *val_sizes])
+        self.n_samples = int(self._offsets[-1])
+        self.available = int(self._val_offsets[-1])
+
+        # Every source is validated on, however small its weight; a small one gives what it has.
         wanted = shares(weights, max(val_samples, len(parts)))
-        self._val = [min(count, part.available) for count, part in zip(wanted, parts, strict=True)]
+        self._val = list(map(min, wanted, val_sizes))
         _check_tokenizers(parts)
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        # A window may lie across several cycles, and in each have samples of every source.
         begin, end = index * self._global_batch, (index + 1) * self._global_batch
         samples = np.empty(end - begin, dtype=np.int64)
+
+        # A window may lie across several cycles: of each, the positions from `first` to `last` are the window's.
         for cycle in range(begin // CYCLE, (end - 1) // CYCLE + 1):
+            origin = cycle * CYCLE
+            first, last = max(begin, origin), min(end, origin + CYCLE)
             sources, ranks = _cycle(self._counts, self._seed, cycle)
-            first, last = max(begin, cycle * CYCLE), min(end, (cycle + 1) * CYCLE)
-            inside = slice(first - cycle * CYCLE, last - cycle * CYCLE)
+            sources = sources[first - origin : last - origin]
+            ranks = ranks[first - origin : last - origin]
+
             for number, part in enumerate(self._parts):
-                here = np.flatnonzero(sources[inside] == number)
+                here = np.flatnonzero(sources == number)
                 if not len(here):
                     continue
-                # These are consecutive positions of the source's own order.
-                place = cycle * self._counts[number] + int(ranks[inside][here[0]])
+
+                # `_cycle` counts a source's positions from left to right, so these are consecutive in its own order.
+                place = cycle * self._counts[number] + int(ranks[here[0]])
                 seed = self._seed + (number + 1) * _STRIDE
                 own = ordered_samples(seed, place, place + len(here), part.n_samples)
                 samples[here + (first - begin)] = own + self._offsets[number]
@@ -103,7 +121,8 @@ class Mixture:
         """As `TokenBatches.validation`: every source has its share of the samples, at least one."""
         spread: list[npt.NDArray[np.int64]] = []
         for count, part, offset in zip(self._val, self._parts, self._val_offsets[:-1], strict=True):
-            spread.append(offset + np.arange(count, dtype=np.int64) * part.available // count)
+            evenly = np.arange(count, dtype=np.int64) * part.available // count
+            spread.append(offset + evenly)
         every = np.concatenate(spread)
         rows = validation_rows(len(every), len(every), self._micro_batch, rank, world_size)
         return [self.batch("val", every[row]) for row in rows]
@@ -111,20 +130,31 @@ class Mixture:
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able; sizes in tokens."""
         parts = [part.facts() for part in self._parts]
-        facts: dict[str, Any] = {
-            "source": " and ".join(each["source"] for each in parts),
-            "kind": "mixture",
-        }
+        sources: list[str] = []
+        hashes: list[str] = []
+        skipped: list[str] = []
+        mixture: list[dict[str, Any]] = []
+        for each, count in zip(parts, self._counts, strict=True):
+            sources.append(each["source"])
+            hashes.append(each["sha256"])
+            skipped += each["skipped"]
+            mixture.append(
+                {
+                    "source": each["source"],
+                    "train_tokens": each["train_tokens"],
+                    "train_samples": each["train_samples"],
+                    "share": count / CYCLE,
+                }
+            )
+
+        facts: dict[str, Any] = {"source": " and ".join(sources), "kind": "mixture"}
         for key in ("files", "train_tokens", "val_tokens", "train_samples"):
             facts[key] = sum(each[key] for each in parts)
         facts["val_samples"] = sum(self._val)
         facts["vocab"] = self.vocab
-        facts["sha256"] = _identity([each["sha256"] for each in parts], self._counts)
-        facts["skipped"] = [skip for each in parts for skip in each["skipped"]]
-        facts["mixture"] = []
-        for each, count in zip(parts, self._counts, strict=True):
-            of_source = {key: each[key] for key in ("source", "train_tokens", "train_samples")}
-            facts["mixture"].append({**of_source, "share": count / CYCLE})
+        facts["sha256"] = _identity(hashes, self._counts)
+        facts["skipped"] = skipped
+        facts["mixture"] = mixture
         return facts
 
     def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
@@ -132,29 +162,35 @@ class Mixture:
         offsets = self._offsets if split == "train" else self._val_offsets
         sources = np.searchsorted(offsets, samples, side="right") - 1
         shape = (len(samples), self.tokens_per_sample + 1)
-        read = Rows(
-            np.zeros(shape, np.int64), np.zeros(shape, np.bool_) if self.masked else None, {}
-        )
+        tokens = np.zeros(shape, np.int64)
+        begins = np.zeros(shape, np.bool_) if self.masked else None
+        damage: dict[int, str] = {}
+
+        # Each source reads its samples in one call; the results go back to the rows that asked for them.
         for number in np.unique(sources):
             here = np.flatnonzero(sources == number)
             part = self._parts[number].read(split, samples[here] - offsets[number])
-            read.tokens[here] = part.tokens
-            if read.begins is not None and part.begins is not None:
-                read.begins[here] = part.begins
-            read.damage.update({int(here[row]): text for row, text in part.damage.items()})
-        return as_batch(read)
+            tokens[here] = part.tokens
+            if begins is not None and part.begins is not None:
+                begins[here] = part.begins
+            for row, text in part.damage.items():
+                damage[int(here[row])] = text
+        return as_batch(Rows(tokens, begins, damage))
 
 
 def _check_tokenizers(parts: Sequence[TokenBatches]) -> None:
     """Raises DataError if sources are of different tokenizers: by their hashes, or by ids that another cannot have."""
     what, where = "sources of different tokenizers", "data.mixture"
-    known = [part for part in parts if part.tokenizer is not None]
-    if len({part.tokenizer for part in known}) > 1:
+    hashed = [part for part in parts if part.tokenizer is not None]
+    hashes = {part.tokenizer for part in hashed}
+    if len(hashes) > 1:
         why = "the same id would be different text in different sources"
         raise DataError(Problem(what, where, why, "prepare all of them with one tokenizer"))
-    if not known:
+    if not hashed:
         return
-    least = min(known, key=lambda part: part.ids)
+
+    # Nobody said what made the other sources. An id beyond the tokenizer's range shows that it was another.
+    least = min(hashed, key=lambda part: part.ids)
     for part in parts:
         if part.tokenizer is None and part.ids > least.ids:
             why = (
@@ -180,10 +216,8 @@ def _cycle(
 
 def _overlapping(paths: Sequence[str]) -> list[Problem]:
     """Sources that lie within another. Each is split by itself, so one's validation would be the other's training."""
-    what, fix = (
-        "lies within another source of the mixture",
-        "leave it out, or move it out of that folder",
-    )
+    what = "lies within another source of the mixture"
+    fix = "leave it out, or move it out of that folder"
     resolved = {path: Path(path).expanduser().resolve() for path in paths}
     problems: list[Problem] = []
     for path, inner in resolved.items():
@@ -215,22 +249,25 @@ def prepare_mixture(
             problems += error.problems
     if problems:
         raise DataError(problems)
+    if begun or not lead:
+        return data
+
+    counts = shares([part.weight for part in config.mixture], CYCLE)
+    hashes = [each.sha256 for each in data]
+    sources = [part.model_dump() for part in config.mixture]
+    info = {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)}
+
+    # All sources have one tokenizer; the first that has its file gives the run's.
+    for number, each in enumerate(data):
+        tokenizer = folder / str(number) / "tokenizer.json"
+        if tokenizer.is_file():
+            info["tokenizer"] = each.info["tokenizer"]
+            info["separator"] = each.info["separator"]
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+            break
+
     # Written last: it says that the data of all sources are there.
-    if lead and not begun:
-        counts = shares([part.weight for part in config.mixture], CYCLE)
-        hashes = [each.sha256 for each in data]
-        sources = [part.model_dump() for part in config.mixture]
-        info = {"format": _FORMAT, "mixture": sources, "sha256": _identity(hashes, counts)}
-        kept = [
-            number
-            for number in range(len(data))
-            if (folder / str(number) / "tokenizer.json").is_file()
-        ]
-        if kept:
-            first = data[kept[0]].info
-            info |= {"tokenizer": first["tokenizer"], "separator": first["separator"]}
-            shutil.copyfile(folder / str(kept[0]) / "tokenizer.json", folder / "tokenizer.json")
-        write_json(folder / "corpus.json", info)
+    write_json(folder / "corpus.json", info)
     return data
 
 

@@ -39,15 +39,16 @@ def ordered_samples(seed: int, begin: int, end: int, n_samples: int) -> npt.NDAr
     blocks = [_block(seed & _MASK64, number, n_samples) for number in numbers]
     order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
     start = begin - numbers[0] * _BLOCK
+    # A copy: the block stays in the cache, and a caller may write into its own.
     return order[start : start + end - begin].copy()
 
 
 def keyed_places(seed: int, cycle: int, count: int) -> npt.NDArray[np.int64]:
     """A permutation of [0, count), int64, keyed by seed and cycle."""
     cycles = np.full(count, cycle, dtype=np.uint64)
-    return _permute(
-        np.arange(count, dtype=np.uint64), count, _round_keys(seed & _MASK64, cycles)
-    ).astype(np.int64)
+    keys = _round_keys(seed & _MASK64, cycles)
+    places = np.arange(count, dtype=np.uint64)
+    return _permute(places, count, keys).astype(np.int64)
 
 
 @lru_cache(maxsize=64)  # a window may lie across two, of each source of a mixture
@@ -65,6 +66,8 @@ def _permute(places: Words, n: int, keys: Words) -> Words:
     """places: uint64 [k] in [0, n); keys: uint64 [rounds, k]. A permutation of [0, n) for each column of keys."""
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     places = places.copy()
+
+    # Cycle walking. The network covers at most 4 n numbers, so a position takes at most 4 passes on average.
     outside = np.arange(len(places))
     while len(outside):
         places[outside] = _feistel(places[outside], half, keys[:, outside])
@@ -83,6 +86,7 @@ def _feistel(values: Words, half: int, keys: Words) -> Words:
 
 def _round_keys(seed: int, epochs: Words) -> Words:
     """uint64 [rounds, k]: keys of the rounds for each of k positions, from the seed and the position's epoch."""
+    # Mixed twice, so that neighbouring seeds and neighbouring epochs have unrelated keys.
     base = _mix(_mix(np.full_like(epochs, seed)) ^ epochs)
     return np.stack([_mix(base + np.uint64(number)) for number in range(_ROUNDS)])
 

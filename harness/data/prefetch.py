@@ -53,8 +53,12 @@ class Watch:
     def longest(self) -> str:
         """The file that has been read for longest, and for how long; empty if none is being read."""
         now = time.monotonic()
-        current = sorted(self._reading.values(), key=lambda each: each[1])
-        return f"{current[0][0]}, for {now - current[0][1]:.0f} s" if current else ""
+        # A copy: the thread that reads changes it meanwhile.
+        reading = list(self._reading.values())
+        if not reading:
+            return ""
+        path, since = min(reading, key=lambda each: each[1])
+        return f"{path}, for {now - since:.0f} s"
 
 
 @dataclass(slots=True)
@@ -76,23 +80,22 @@ class Prefetched:
     """A source whose next window is being read; everything else is as of the source itself.
 
     waited: seconds that `micro_batches` has taken in all.
-    tell: is called with a text if a read takes long.
+    report: is called with a text if a read takes long.
     first_report: see FIRST_REPORT.
     """
 
     def __init__(self, source: Source, watch: Watch) -> None:
         self.source, self._watch = source, watch
-        self.name, self.tokens_per_sample, self.masked = (
-            source.name,
-            source.tokens_per_sample,
-            source.masked,
-        )
+        self.name = source.name
+        self.tokens_per_sample, self.masked = source.tokens_per_sample, source.masked
         self.ids, self.vocab, self.unit = source.ids, source.vocab, source.unit
         self.n_samples, self.available = source.n_samples, source.available
         self.waited = 0.0
-        self.tell: Callable[[str], None] = lambda text: None
+        self.report: Callable[[str], None] = lambda text: None
         self.first_report = FIRST_REPORT
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+
+        # The window that is read ahead, and the last one that was asked for in place of it.
         self._ahead: _Job | None = None
         self._missed: _Key | None = None
         self._thread: threading.Thread | None = None
@@ -114,8 +117,11 @@ class Prefetched:
             job, self._missed = self._start(_Job(key, window)), key
         self._wait(job)
         if read_ahead:
-            self._ahead = self._start(_Job((window.index + 1, rank, world_size)))
+            following = (window.index + 1, rank, world_size)
+            self._ahead = self._start(_Job(following))
         self.waited += time.monotonic() - begin
+
+        # An error of the thread belongs to whoever asked for that window.
         if job.error is not None:
             raise job.error
         return job.batches
@@ -148,9 +154,8 @@ class Prefetched:
         while not job.done.wait(patience):
             reading = self._watch.longest() or "nothing: the source itself is busy"
             waited = time.monotonic() - begin
-            self.tell(
-                f"window {job.key[0]} has been waited for {waited:.0f} s; being read: {reading}"
-            )
+            text = f"window {job.key[0]} has been waited for {waited:.0f} s; being read: {reading}"
+            self.report(text)
             patience *= 2
 
     def _read(self, jobs: queue.SimpleQueue[_Job]) -> None:

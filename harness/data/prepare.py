@@ -33,7 +33,7 @@ from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.documents import Files, Part, Piece, is_skipped
-from harness.data.encoding import Batch, Encoded, Encoding
+from harness.data.encoding import Encoded, Encoding, TextBatch
 from harness.data.hub import PREFIX, Fetched
 from harness.data.rows import FORMATS, open_source
 from harness.data.shards import ShardWriter, smallest_dtype
@@ -96,14 +96,14 @@ def prepare_dataset(
     wanted: Preparation,
     out: Path,
     processes: int = 0,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[Progress], None] = lambda progress: None,
     most: int | None = None,
     anew: bool = False,
 ) -> dict[str, Any]:
     """Make `out`. Returns the contents of its dataset.json.
 
     processes: number of workers; 0: one for each core.
-    tell: is called with the progress whenever it changes.
+    report: is called with the progress whenever it changes.
     most: bytes of the source that are allowed; None: any number.
     anew: whether to delete what `out` holds if it is something else.
 
@@ -111,24 +111,28 @@ def prepare_dataset(
     ConfigError for a tokenizer that cannot be read; MachineError if a worker dies; OSError.
     """
     plan = _plan(wanted)
-    if most is not None and sum(_size(task) for task in plan["tasks"]) > most:
-        raise too_large(
-            wanted.hub.name if wanted.hub else wanted.source, wanted.kind, most, wanted.tokenizer
-        )
+    if most is not None and sum(map(_size, plan["tasks"])) > most:
+        source = wanted.hub.name if wanted.hub else wanted.source
+        raise too_large(source, wanted.kind, most, wanted.tokenizer)
     if anew and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != plan:
         shutil.rmtree(out)
     with _alone(out):
         if made := _begin(out, plan):
             return made
-        _run_tasks(out, plan, processes, tell)
+        _run_tasks(out, plan, processes, report)
         return _finish(out, plan)
 
 
 def too_large(source: str, kind: str, most: int, tokenizer: str | None) -> DataError:
     """The error for a source that is too large to be prepared at the start of a run."""
-    name, _, commit = source.partition("@") if source.startswith(PREFIX) else (source, "", "")
-    options = f" --revision {commit}" if commit else ""
-    options += f" --tokenizer {tokenizer}" if tokenizer else ""
+    # A name of the hub has the commit that was fetched, hf:NAME@COMMIT; the command takes it apart.
+    name, options = source, ""
+    if source.startswith(PREFIX):
+        name, _, commit = source.partition("@")
+        if commit:
+            options += f" --revision {commit}"
+    if tokenizer:
+        options += f" --tokenizer {tokenizer}"
     fix = f"once, for all runs: harness data prepare {name}{options} --out DIR; then data.path=DIR"
     return DataError(Problem(f"has over {most} bytes of {kind}", f"data.path: {source}", fix=fix))
 
@@ -142,9 +146,8 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
         except BlockingIOError as error:
-            raise DataError(
-                Problem("is being made by another process", f"--out {out}", fix="wait for it")
-            ) from error
+            what = "is being made by another process"
+            raise DataError(Problem(what, f"--out {out}", fix="wait for it")) from error
         except OSError:
             pass  # a file system without locks
         yield
@@ -160,11 +163,14 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
     encoder = load_encoder(wanted.tokenizer)
     files: Files | None = None
     if hub:
+        # A folder of the hub's cache may have files of other configurations beside these.
         files = [(Path(file), split) for file, split in hub.files], list(hub.left_out)
     listed = source.parts(path, wanted.key, wanted.bad, files)
 
-    # A task is as many parts as have TASK_BYTES, or more where there would be too many tasks.
-    least = max(TASK_BYTES, -(-sum(part.size for part in listed.parts) // _MOST_TASKS))
+    # A task is as many parts as have TASK_BYTES, or more where there would be too many tasks. The number of workers
+    # does not count: the same source gives the same shards on every machine.
+    total = sum(part.size for part in listed.parts)
+    least = max(TASK_BYTES, -(-total // _MOST_TASKS))
     tasks: list[list[Any]] = [[]]
     size = 0
     for part in listed.parts:
@@ -174,15 +180,21 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
         tasks[-1].append(astuple(part))
         size += part.size
 
-    paths = sorted({part.path for part in listed.parts})
+    # With their stamps: a source that was touched is another plan, and `_record` sees what changes during the reading.
+    stamped: list[tuple[Any, ...]] = []
+    for each in sorted({part.path for part in listed.parts}):
+        stamp = Stamp.of(Path(each))
+        stamped.append((each, *astuple(stamp)))
+
+    tokenizer = None
+    if wanted.tokenizer:
+        tokenizer = str(tokenizer_file(Path(wanted.tokenizer)).resolve())
     plan = {
         "format": FORMAT,
         **asdict(replace(wanted, source=str(path))),
-        "tokenizer": str(tokenizer_file(Path(wanted.tokenizer)).resolve())
-        if wanted.tokenizer
-        else None,
+        "tokenizer": tokenizer,
         "vocabulary": asdict(encoder.vocabulary),
-        "files": [(each, *astuple(Stamp.of(Path(each)))) for each in paths],
+        "files": stamped,
         "left_out": listed.left_out,
         "tasks": tasks,
     }
@@ -199,6 +211,8 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     there = read_mapping(out / _PLAN, MAX_LARGE)
     if any(out.iterdir()) and there != plan:
         raise DataError(_something_else(out, there, plan))
+
+    # Shards that a killed process had not finished.
     for left in out.glob(".*.tmp"):
         left.unlink(missing_ok=True)
     made = read_mapping(out / PREPARED, MAX_LARGE)
@@ -236,16 +250,17 @@ def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[st
 
 
 def _run_tasks(
-    out: Path, plan: Mapping[str, Any], processes: int, tell: Callable[[Progress], None]
+    out: Path, plan: Mapping[str, Any], processes: int, report: Callable[[Progress], None]
 ) -> None:
     """Make the shards of all tasks that are not done."""
+    # An earlier try may have been killed: its finished tasks stay.
     tasks = plan["tasks"]
     todo = [number for number in range(len(tasks)) if not _is_done(out, number)]
     left = sum(_size(tasks[number]) for number in todo)
-    total = sum(_size(task) for task in tasks)
+    total = sum(map(_size, tasks))
     kept = len(tasks) - len(todo)
     progress = Progress(total, len(tasks), total - left, kept, kept)
-    tell(progress)
+    report(progress)
 
     if processes == 0:
         processes = len(os.sched_getaffinity(0))
@@ -258,15 +273,14 @@ def _run_tasks(
                 with contextlib.closing(_Task(out, plan, number).run(encoding)) as counts:
                     for count in counts:
                         progress.done += count
-                        tell(progress)
+                        report(progress)
                 progress.done = end  # a source has more bytes than its texts
                 progress.finished += 1
-                tell(progress)
+                report(progress)
     except BrokenProcessPool as error:
         why = "perhaps the memory did not suffice: --processes takes fewer"
-        raise MachineError(
-            Problem("a worker died", str(out), why, "the same command goes on")
-        ) from error
+        problem = Problem("a worker died", str(out), why, "the same command goes on")
+        raise MachineError(problem) from error
 
 
 def _marker(out: Path, task: int) -> Path:
@@ -281,11 +295,12 @@ def _is_done(out: Path, task: int) -> bool:
     """Whether a task's marker and shards are there, whole. Its shards were written before the marker was."""
     try:
         made = read_json(_marker(out, task), MAX_LARGE)
-        return all(
-            (out / shard["name"]).stat().st_size == shard["bytes"] for shard in made["shards"]
-        )
+        for shard in made["shards"]:
+            if (out / shard["name"]).stat().st_size != shard["bytes"]:
+                return False
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    return True
 
 
 @dataclass(slots=True)
@@ -309,14 +324,15 @@ class _Task:
         """
         vocabulary = encoding.encoder.vocabulary
         dtype = smallest_dtype(vocabulary.ids)
-        names = {split: self.out / f"{split}-{self.number:05d}.bin" for split in ("train", "val")}
-        shards = {split: ShardWriter(path, dtype, split) for split, path in names.items()}
-        end = np.array(
-            [] if vocabulary.separator is None else [vocabulary.separator], dtype=np.int64
-        )
+        shards: dict[str, ShardWriter] = {}
+        for split in ("train", "val"):
+            path = self.out / f"{split}-{self.number:05d}.bin"
+            shards[split] = ShardWriter(path, dtype, split)
+        separator = [] if vocabulary.separator is None else [vocabulary.separator]
+        end = np.array(separator, dtype=np.int64)
         counts = np.zeros(0, dtype=np.int64)
         text_bytes = 0
-        last = ""
+        last = ""  # the split of the piece before
         try:
             for batch, encoded in encoding.encode(self._batches()):
                 text_bytes += batch.size
@@ -325,6 +341,8 @@ class _Task:
                     ids = self._usable(piece, found)
                     if ids is None:
                         continue
+
+                    # A piece of a long document has a split of its own: in each split the part there is a document.
                     if last and last != split:
                         shards[last].end_document()
                     last = split
@@ -346,6 +364,7 @@ class _Task:
                 shard.abandon()
             raise
 
+        # The marker last: it says that the rest is there.
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, self.number).open("wb") as stream:
             np.save(stream, counts)
@@ -356,7 +375,7 @@ class _Task:
         }
         write_json(_marker(self.out, self.number), marker)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[TextBatch]:
         """The task's pieces with their splits, some at a time."""
         hub = self.plan["hub"]
         source = open_source(self.plan["kind"], hub["options"] if hub else None)
@@ -370,16 +389,16 @@ class _Task:
                     if len(self.problems) >= _NAMED:
                         break
                     continue
-                pieces.append(
-                    (piece, part.split or _split(self.number, number, self.plan["val_fraction"]))
-                )
+                split = part.split or _split(self.number, number, self.plan["val_fraction"])
+                pieces.append((piece, split))
                 number += 1
-                size += len(piece.text if isinstance(piece.text, bytes) else piece.text.encode())
+                text = piece.text if isinstance(piece.text, bytes) else piece.text.encode()
+                size += len(text)
                 if size >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
-                    yield Batch(pieces, size)
+                    yield TextBatch(pieces, size)
                     pieces, size = [], 0
         if pieces:
-            yield Batch(pieces, size)
+            yield TextBatch(pieces, size)
 
     def _reject(self, piece: Piece) -> None:
         """Count a piece that is skipped, or note the problem."""
@@ -409,42 +428,48 @@ def _split(task: int, number: int, share: float) -> str:
 
     Which one of them is decided by a hash, so that it does not coincide with a pattern of the data.
     """
-    every = max(2, round(1 / share)) if share else 0
-    if not every:
+    if not share:
         return "train"
+    every = max(2, round(1 / share))
     stratum, place = divmod(number, every)
-    chosen = int.from_bytes(hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8], "little") % (
-        every - 1
-    )
+    drawn = hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8]
+    chosen = int.from_bytes(drawn, "little") % (every - 1)
     return "val" if place == 1 + chosen else "train"
 
 
 def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Write dataset.json from what the tasks left, and take their markers away."""
-    made = [read_json(_marker(out, task), MAX_LARGE) for task in range(len(plan["tasks"]))]
+    count_of_tasks = len(plan["tasks"])
     shards: list[dict[str, Any]] = []
     skipped: Counter[str] = Counter()
     counts = np.zeros(0, dtype=np.int64)
-    for task, each in enumerate(made):
-        shards += each["shards"]
-        skipped.update(each["skipped"])
+    text_bytes = 0
+    for task in range(count_of_tasks):
+        made = read_json(_marker(out, task), MAX_LARGE)
+        shards += made["shards"]
+        skipped.update(made["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
-    if not any(shard["split"] == "train" for shard in shards):
-        why = (
-            "; ".join(f"{count} x {reason}" for reason, count in skipped.items())
-            or "it has no rows"
-        )
+        text_bytes += made["text_bytes"]
+    if all(shard["split"] != "train" for shard in shards):
+        reasons = [f"{count} x {reason}" for reason, count in skipped.items()]
+        why = "; ".join(reasons) or "it has no rows"
         raise DataError(Problem("has nothing to train on", f"data.path: {plan['source']}", why))
 
+    # Before anything says that the result is whole: the source must still be what was read.
     origin = _record(out, plan)
-    left_out = [{"name": name, "reason": reason} for name, reason in plan["left_out"]]
-    left_out += [
-        {"name": f"{count} rows", "reason": reason} for reason, count in sorted(skipped.items())
-    ]
+    left_out: list[dict[str, str]] = []
+    for name, reason in plan["left_out"]:
+        left_out.append({"name": name, "reason": reason})
+    for reason, count in sorted(skipped.items()):
+        left_out.append({"name": f"{count} rows", "reason": reason})
+
+    # Stamps let a run on this machine take untouched shards without reading them. They are not part of the hash of the
+    # whole, which a copy elsewhere has too.
+    hashes: list[list[str]] = []
     for shard in shards:
         stamp = Stamp.of(out / shard["name"])
         shard |= {"mtime_ns": stamp.mtime_ns, "inode": stamp.inode}
-    hashes = [[shard["name"], shard["blocks"], shard["index_sha256"]] for shard in shards]
+        hashes.append([shard["name"], shard["blocks"], shard["index_sha256"]])
     info: dict[str, Any] = {
         "format": FORMAT,
         "source": plan["hub"]["name"] if plan["hub"] else plan["source"],
@@ -453,7 +478,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": smallest_dtype(plan["vocabulary"]["ids"]),
         "source_files": len(plan["files"]),
         "block_bytes": BLOCK,
-        "text_bytes": sum(each["text_bytes"] for each in made),
+        "text_bytes": text_bytes,
         "documents": sum(shard["documents"] for shard in shards),
         "unigram_nats": entropy(counts),
         "skipped": left_out,
@@ -462,7 +487,9 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
     }
     write_json(out / PREPARED, info)
-    for task in range(len(made)):
+
+    # Markers are needed no longer; a kill here leaves some, which do no harm.
+    for task in range(count_of_tasks):
         _marker(out, task).unlink(missing_ok=True)
         _counts(out, task).unlink(missing_ok=True)
     return info
@@ -472,16 +499,14 @@ def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the source, once all of it was read. Raises DataError if a file changed meanwhile."""
     files = {Path(path): Stamp(*stamp) for path, *stamp in plan["files"]}
     suffixes = None if plan["kind"] == "text" else FORMATS[plan["kind"]].suffixes
-    tokenizer = (plan["tokenizer"], plan["vocabulary"]["tokenizer"]) if plan["tokenizer"] else None
+    tokenizer: tuple[str, str] | None = None
+    if plan["tokenizer"]:
+        tokenizer = plan["tokenizer"], plan["vocabulary"]["tokenizer"]
     # save_to_disk and the hub name their files: others in the folder do not belong to the source.
     listed = plan["kind"] != "Arrow" and not plan["hub"]
     made = record_of_files(Path(plan["source"]), suffixes, listed, files, tokenizer)
     if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
+        what = "changed while it was prepared"
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
-        raise DataError(
-            [
-                Problem("changed while it was prepared", f"data.path: {path}", fix=fix)
-                for path in changed
-            ]
-        )
+        raise DataError([Problem(what, f"data.path: {path}", fix=fix) for path in changed])
     return made

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,8 @@ class Rows:
                 continue
             if file.name.lower().endswith(_PACKED):
                 size *= _UNPACKED
+
+            # The first row shows before hours of work that the file can be read, and that the key is the right one.
             try:
                 with closing(self._documents(str(file), key)) as rows:
                     first = next(rows, None)
@@ -107,14 +108,16 @@ class Rows:
                 problems += error.problems
                 continue
             if first is not None and first.fault and not is_skipped(first.fault, bad):
-                problems.append(
-                    Problem(first.fault, f"data.path: {first.where}", first.hint, _FIX_ROW)
-                )
-            parts += [Part(str(file), begin, end, count, split) for begin, end, count in divided]
+                where = f"data.path: {first.where}"
+                problems.append(Problem(first.fault, where, first.hint, _FIX_ROW))
+            for begin, end, count in divided:
+                part = Part(str(file), begin, end, count, split)
+                parts.append(part)
         return listed(parts, left_out, problems, path)
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """The rows of a part. Goes on in the file where the part before ended. Raises DataError."""
+        # Readers have no way to a row but through all rows before it, so the generator is kept from part to part.
         if self._opened != (part.path, key) or self._next > part.begin:
             self._opened, self._next = (part.path, key), 0
             self._rows = self._documents(part.path, key)
@@ -149,10 +152,11 @@ class Rows:
             why = f"it does not fit into memory: {error}".rstrip(": ")
             raise DataError(Problem(what, f"data.path: {path}", why, _FIX_MEMORY)) from error
         except Exception as error:  # several libraries read the file, and it may hold anything
-            where = f"data.path: {path}" + (f", row {row} or later" if row else "")
-            raise DataError(
-                Problem(what, where, f"{error or type(error).__name__}"[:_LETTERS], self.fix)
-            ) from error
+            where = f"data.path: {path}"
+            if row:
+                where += f", row {row} or later"
+            why = f"{error or type(error).__name__}"[:_LETTERS]
+            raise DataError(Problem(what, where, why, self.fix)) from error
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
@@ -162,7 +166,8 @@ class Rows:
             names[:] = table.column_names
             return _texts(table, key, path, json_field_paths)
 
-        with _reader(self.reader, path, **{**self._options(path, key), **self._given}) as reader:
+        options = {**self._options(path, key), **self._given}
+        with _reader(self.reader, path, **options) as reader:
             # The library would cast every table to the columns of the first rows, which not all rows need have.
             reader._cast_table = only_texts
             reader.info.features = _features(key)
@@ -198,13 +203,14 @@ class JsonLines(Rows):
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
         if size > MAX_LARGE and _is_array(file):
             why = f"the library reads an array whole, and this one has over {MAX_LARGE >> 20} MiB"
-            raise DataError(
-                Problem("is too large", f"data.path: {file}", why, "jq -c '.[]' FILE > NEW.jsonl")
-            )
+            fix = "jq -c '.[]' FILE > NEW.jsonl"
+            raise DataError(Problem("is too large", f"data.path: {file}", why, fix))
         found = ranges(size)
         if file.name.lower().endswith((JSON, *_PACKED)) or len(found) == 1:
             return super()._divide(file, size)
 
+        # Count the rows that begin in each range: a part is named by rows, as its reader counts them. The reader skips
+        # blank lines.
         _, length = found[0]
         rows = [0] * len(found)
         place = 0
@@ -213,10 +219,16 @@ class JsonLines(Rows):
                 if not line.isspace():
                     rows[min(place // length, len(found) - 1)] += 1
                 place += len(line)
-        first_rows = [*accumulate(rows[:-1], initial=0), _LAST]
+
         parts: list[tuple[int, int, int]] = []
-        for (first, after), (begin, end) in zip(pairwise(first_rows), found, strict=True):
-            parts.append((first, after, end - begin))
+        first = 0
+        for (begin, end), count in zip(found, rows, strict=True):
+            parts.append((first, first + count, end - begin))
+            first += count
+
+        # To the end of the file, should the reader count more rows than there are lines.
+        first, _, size_of_last = parts[-1]
+        parts[-1] = first, _LAST, size_of_last
         return parts
 
 
@@ -245,11 +257,10 @@ class Csv(Rows):
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         for texts, names in super()._tables(path, key):
             if _PANDAS_INDEX in names:
+                what = "has more fields in a row than names"
                 why = "the library would take the first field for an index, and the second for the first"
                 fix = "put texts with commas into quotes, or name every column in the first line"
-                raise DataError(
-                    Problem("has more fields in a row than names", f"data.path: {path}", why, fix)
-                )
+                raise DataError(Problem(what, f"data.path: {path}", why, fix))
             yield texts, names
 
 
@@ -287,16 +298,16 @@ class Arrow(Rows):
     def _files(self, path: Path) -> Files:
         if path.is_file():
             return [(path, "")], []
+        library = importlib.import_module("datasets")
         try:
-            saved = importlib.import_module("datasets").load_from_disk(
-                str(path), keep_in_memory=False
-            )
+            saved = library.load_from_disk(str(path), keep_in_memory=False)
         except Exception as error:
+            what = "is no whole data set"
             why = str(error)[:_LETTERS]
             fix = "write it again with save_to_disk; of a cache of the library name one file: data.path=FILE.arrow"
-            raise DataError(
-                Problem("is no whole data set", f"data.path: {path}", why, fix)
-            ) from error
+            raise DataError(Problem(what, f"data.path: {path}", why, fix)) from error
+
+        # Only for the names of its files, which are then read one by one as any others are.
         splits = saved if isinstance(saved, dict) else {"train": saved}
         files: dict[str, list[Path]] = {}
         for name, each in splits.items():
@@ -329,7 +340,13 @@ def choose_splits(
 
     Raises DataError.
     """
-    validation = next((name for name in files if is_validation(name) and name != wanted), None)
+    validation = None
+    for name in files:
+        if is_validation(name) and name != wanted:
+            validation = name
+            break
+
+    # Which one to train on. If all splits look like validation, one of them must do.
     others = [name for name in files if name != validation] or list(files)
     train = wanted
     if train is None:
@@ -420,12 +437,9 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
     arrow = importlib.import_module("pyarrow")
     steps = [key] if key in table.column_names else key.split(".")
     if any(steps[: len(field)] == [*field] for field in encoded):
+        what = f'"{key}" is text in some rows, and not in others'
         fix = f"write it again with text in every row: jq -c 'select(.{key} | type == \"string\")' FILE > NEW"
-        raise DataError(
-            Problem(
-                f'"{key}" is text in some rows, and not in others', f"data.path: {path}", fix=fix
-            )
-        )
+        raise DataError(Problem(what, f"data.path: {path}", fix=fix))
 
     # Rows without the column or the field have null.
     missing = arrow.nulls(len(table))
@@ -436,20 +450,21 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
         else:
             column = missing
 
+    # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
     kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
     is_text = ("is_string", "is_large_string", "is_string_view", "is_null")
     if not any(getattr(arrow.types, each)(kind) for each in is_text):
         is_ids = arrow.types.is_list(kind) and arrow.types.is_integer(kind.value_type)
+        what = f'"{key}" has {column.type}, not text'
         fix = _FIX_IDS if is_ids else _FIX_KEY
-        raise DataError(
-            Problem(f'"{key}" has {column.type}, not text', f"data.path: {path}", fix=fix)
-        )
+        raise DataError(Problem(what, f"data.path: {path}", fix=fix))
     return arrow.table({key: column.cast(arrow.large_string())})
 
 
 def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
     if text is None:
-        hint = f"the row has {some(names, _COLUMNS_NAMED) or 'no keys'}"[:_LETTERS]
+        columns = some(names, _COLUMNS_NAMED) or "no keys"
+        hint = f"the row has {columns}"[:_LETTERS]
         return Piece("", where, fault=f'"{key}" is missing', hint=hint)
     return Piece(text, where, fault="" if text else "empty")
 

@@ -75,35 +75,38 @@ class Stacked:
     def __init__(self, first: object, pad_id: int = 0) -> None:
         """Raises OddSampleError if `first` is no sample."""
         self._pad_id = pad_id
-        lengths: dict[int, int] = {}
-        self.fields = {
-            name: Field(value.dtype, tuple(value.shape), _group(value, lengths))
-            for name, value in as_sample(first).items()
-        }
+        self.fields: dict[str, Field] = {}
+        groups: dict[int, int] = {}
+        for name, value in as_sample(first).items():
+            group = _group(value, groups)
+            self.fields[name] = Field(value.dtype, tuple(value.shape), group)
 
     def taken(self, given: object) -> Batch:
         """A sample as tensors. Raises OddSampleError naming everything in which it is not like the first."""
         sample = as_sample(given)
+
+        # The same names.
         wrong: list[str] = []
         if missing := [name for name in self.fields if name not in sample]:
             wrong.append(f"it has no {', '.join(missing)}")
         if more := [name for name in sample if name not in self.fields]:
             wrong.append(f"it has {', '.join(more)}, which the first sample does not have")
+
+        # Under each name the same dtype, and the same shape; texts of a group may have another length, all of them one.
         lengths: dict[int, tuple[str, int]] = {}
         for name, value in sample.items():
             form = self.fields.get(name)
             if form is None:
                 continue
+            shape = list(value.shape)
             if value.dtype != form.dtype:
-                wrong.append(
-                    f"{name} is of {value.dtype}, that of the first sample of {form.dtype}"
-                )
-            elif form.length is None and tuple(value.shape) != form.shape:
-                wrong.append(
-                    f"{name} has shape {list(value.shape)}, that of the first sample {list(form.shape)}"
-                )
+                expected = f"that of the first sample of {form.dtype}"
+                wrong.append(f"{name} is of {value.dtype}, {expected}")
+            elif form.length is None and tuple(shape) != form.shape:
+                expected = f"that of the first sample {list(form.shape)}"
+                wrong.append(f"{name} has shape {shape}, {expected}")
             elif form.length is not None and value.ndim != 1:
-                wrong.append(f"{name} has shape {list(value.shape)}, not one dimension")
+                wrong.append(f"{name} has shape {shape}, not one dimension")
             elif form.length is not None:
                 other, length = lengths.setdefault(form.length, (name, len(value)))
                 if length != len(value):
@@ -116,9 +119,10 @@ class Stacked:
 
     def stand_in(self) -> Batch:
         """A sample of zeros."""
-        return {
-            name: torch.zeros(field.shape, dtype=field.dtype) for name, field in self.fields.items()
-        }
+        sample: Batch = {}
+        for name, field in self.fields.items():
+            sample[name] = torch.zeros(field.shape, dtype=field.dtype)
+        return sample
 
     def batch(self, samples: Sequence[Batch]) -> Batch:
         """Samples as a batch. Texts of different lengths are padded on the right: labels with IGNORED, masks with 0,
@@ -127,21 +131,27 @@ class Stacked:
         batch: Batch = {}
         for name, form in self.fields.items():
             values = [sample[name] for sample in samples]
-            lengths = [len(value) for value in values] if form.length is not None else [0]
+            lengths = [0] if form.length is None else [len(value) for value in values]
             if min(lengths) == max(lengths):
                 batch[name] = torch.stack(values)
                 continue
+
+            # Texts of different lengths: what fills them up must count neither in the loss nor in attention.
             width = -(-max(lengths) // MULTIPLE) * MULTIPLE
             fill = self._pad_id
             if name in LABELS:
                 fill = IGNORED
             elif name.endswith("mask"):
                 fill = 0
-            batch[name] = torch.full((len(values), width), fill, dtype=form.dtype)
-            for row, value in zip(batch[name], values, strict=True):
+            filled = torch.full((len(values), width), fill, dtype=form.dtype)
+            for row, value in zip(filled, values, strict=True):
                 row[: len(value)] = value
+            batch[name] = filled
+
+            # One mask for the batch, from the first padded field that is no label.
             if _MASK not in self.fields and name not in LABELS and _MASK not in batch:
-                batch[_MASK] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+                is_text = torch.arange(width) < torch.tensor(lengths)[:, None]
+                batch[_MASK] = is_text.long()
         return batch
 
 
@@ -151,10 +161,10 @@ class Collated:
     def __init__(self, first: object, collate: Callable[[list[Any]], object]) -> None:
         """Raises whatever `collate` raises for the sample alone; OddSampleError if it makes no batch of it."""
         self._first, self._collate = first, collate
-        batch = self.batch([first])
-        self.fields = {
-            name: Field(value.dtype, tuple(value.shape[1:])) for name, value in batch.items()
-        }
+        self.fields: dict[str, Field] = {}
+        for name, value in self.batch([first]).items():
+            shape = tuple(value.shape[1:])
+            self.fields[name] = Field(value.dtype, shape)
 
     def taken(self, given: object) -> object:
         """The sample as it is."""
@@ -167,27 +177,24 @@ class Collated:
     def batch(self, samples: Sequence[Any]) -> Batch:
         """What `collate` makes of them. Raises OddSampleError if that is no batch, and whatever `collate` does."""
         batch = as_sample(self._collate(list(samples)))
-        odd = [
-            f"{name} {list(value.shape)}"
-            for name, value in batch.items()
-            if value.shape[:1] != (len(samples),)
-        ]
+        count = len(samples)
+        odd: list[str] = []
+        for name, value in batch.items():
+            shape = list(value.shape)
+            if shape[:1] != [count]:
+                odd.append(f"{name} {shape}")
         if odd:
-            told = (
-                f"{', '.join(odd)} of {len(samples)} samples: the first dimension must count them"
-            )
-            raise OddSampleError(f"collate made {told}")
+            why = "the first dimension must count them"
+            raise OddSampleError(f"collate made {', '.join(odd)} of {count} samples: {why}")
         return batch
 
 
-def _group(value: Tensor, lengths: dict[int, int]) -> int | None:
-    """The number of a text's group; `lengths` has the groups so far, by length. None if the value is no text."""
-    text = (
-        value.ndim == 1
-        and not value.is_floating_point()
-        and value.dtype not in (torch.uint8, torch.bool)
-    )
-    return lengths.setdefault(len(value), len(lengths)) if text else None
+def _group(value: Tensor, groups: dict[int, int]) -> int | None:
+    """The number of a text's group; `groups` has those so far, by length. None if the value is no text."""
+    is_whole = not value.is_floating_point() and value.dtype not in (torch.uint8, torch.bool)
+    if value.ndim != 1 or not is_whole:
+        return None
+    return groups.setdefault(len(value), len(groups))
 
 
 def as_sample(given: object) -> Batch:
@@ -195,12 +202,16 @@ def as_sample(given: object) -> Batch:
 
     float64 becomes float32, which models compute in; whole numbers become int64, but for arrays of uint8 (pixels).
     """
+    items: dict[str, Any] = {}
     if isinstance(given, Mapping):
-        items = {str(name): value for name, value in cast("Mapping[Any, Any]", given).items()}
+        for name, value in cast("Mapping[Any, Any]", given).items():
+            items[str(name)] = value
     elif isinstance(given, tuple | list) and len(cast("Sequence[Any]", given)) == 2:
-        items = dict(zip(("inputs", "targets"), cast("Sequence[Any]", given), strict=True))
+        items["inputs"], items["targets"] = cast("Sequence[Any]", given)
     else:
-        items = {"inputs": given}
+        items["inputs"] = given
+
+    # Go on after a bad value: the error names all of them.
     sample: Batch = {}
     wrong: list[str] = []
     for name, value in items.items():
@@ -220,11 +231,15 @@ def _tensor(value: Any) -> Tensor:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise TypeError(array.dtype)
+        # A copy: torch refuses negative strides, and warns of arrays that are read-only.
         tensor = torch.from_numpy(np.array(array, order="C"))
     if tensor.dtype == torch.float64:
         return tensor.float()
-    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return tensor.long() if whole and (tensor.dtype != torch.uint8 or not tensor.ndim) else tensor
+
+    # Whole numbers are ids or labels, which models take as int64. An array of uint8 is pixels, a single uint8 is not.
+    is_pixels = tensor.dtype == torch.uint8 and tensor.ndim > 0
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.long() if is_whole and not is_pixels else tensor
 
 
 def _described(value: object) -> str:

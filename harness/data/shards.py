@@ -106,6 +106,7 @@ def read_shards(
 
 def read_shard(path: Path, dtype: str) -> Shard:
     """What the file at `path` is. dtype: of ids without a header or an index. Raises DataError."""
+    # An index counts before the first bytes: then the file has nothing but ids, which may look like a header.
     try:
         size = Stamp.of(path).size
         index = path.with_suffix(".idx")
@@ -113,7 +114,7 @@ def read_shard(path: Path, dtype: str) -> Shard:
             return _with_index(path, size, index)
         with path.open("rb") as stream:
             head = stream.read(_HEAD_BYTES)
-        magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
+        magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))  # may be shorter
         if magic in _MAGICS:
             return _with_header(path, size, magic, version, count)
         return _headerless(path, size, head, dtype)
@@ -126,19 +127,19 @@ def read_shard(path: Path, dtype: str) -> Shard:
 
 
 def _headerless(path: Path, size: int, head: bytes, dtype: str) -> Shard:
+    # Nothing in the file says that it has ids, so everything that can be wrong is looked for: other contents, the
+    # length, and last how the bytes are spread.
     if what := _other_content(head, dtype):
+        why = f"it begins with {head[:8]!r}"
         fix = "give what it is by its own name, or the file of ids that was meant"
-        raise DataError(
-            _problem(path, f"is {what}, not token ids", f"it begins with {head[:8]!r}", fix)
-        )
+        raise DataError(_problem(path, f"is {what}, not token ids", why, fix))
     width = np.dtype(dtype).itemsize
     if size == 0:
         raise DataError(_problem(path, "is empty", fix="write it again"))
     if size % width:
         why = f"{size} bytes are no whole number of {dtype} ids: it was cut short, or has another dtype"
-        raise DataError(
-            _problem(path, "ends within a token id", why, "write it again, or set data.dtype")
-        )
+        fix = "write it again, or set data.dtype"
+        raise DataError(_problem(path, "ends within a token id", why, fix))
     if other := other_width(path, size, dtype):
         what = f"does not look like {other.looks_like or dtype}"
         raise DataError(_problem(path, what, other.why, other.fix))
@@ -157,8 +158,8 @@ def _other_content(head: bytes, dtype: str) -> str:
 def _with_header(path: Path, size: int, magic: int, version: int, count: int) -> Shard:
     expected_version, dtype = _MAGICS[magic]
     if version != expected_version or size < HEADER_BYTES:
-        known = ", ".join(f"{each} of version {number}" for each, (number, _) in _MAGICS.items())
-        why = f"its header begins with {magic} and version {version}, in {size} bytes; {known} are read"
+        headers = [f"{each} of version {number}" for each, (number, _) in _MAGICS.items()]
+        why = f"its header begins with {magic} and version {version}, in {size} bytes; {', '.join(headers)} are read"
         fix = "write it again, or without the header"
         raise DataError(_problem(path, "has a header of llm.c that is not read", why, fix))
     there = size - HEADER_BYTES
@@ -177,6 +178,7 @@ def _with_index(path: Path, size: int, index: Path) -> Shard:
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
 
+    # Two files that belong together may be copied apart: the index must fit this .bin to the byte.
     why = ""
     if (lengths < 0).any() or not np.array_equal(pointers, ends - sizes):
         why = "its sequences do not lie one after the other"
@@ -192,11 +194,8 @@ def _with_index(path: Path, size: int, index: Path) -> Shard:
     ):
         why = "its documents do not divide its sequences"
     if why:
-        raise DataError(
-            _problem(
-                index, "does not fit its .bin", why, "copy both files again, or write them again"
-            )
-        )
+        fix = "copy both files again, or write them again"
+        raise DataError(_problem(index, "does not fit its .bin", why, fix))
     if total == 0:
         raise DataError(_problem(path, "is empty", fix="write it again"))
     return Shard(path, dtype, 0, total // width, index)
@@ -211,16 +210,16 @@ def _read_index(
     with index.open("rb") as stream:
         head = stream.read(begin)
         if len(head) < begin or not head.startswith(_INDEX_MAGIC):
+            what, why = "is no index of Megatron's", "its first bytes are others"
             fix = "take the .idx away if it belongs to something else: the .bin is then read as headerless"
-            raise DataError(
-                _problem(index, "is no index of Megatron's", "its first bytes are others", fix)
-            )
+            raise DataError(_problem(index, what, why, fix))
         version, code, sequences, documents = _INDEX_HEAD.unpack(head[len(_INDEX_MAGIC) :])
         if version != 1 or code not in _INDEX_DTYPES:
             what = f"is of version {version} with dtype {code}"
-            raise DataError(
-                _problem(index, what, "version 1 with a dtype of whole numbers is read")
-            )
+            why = "version 1 with a dtype of whole numbers is read"
+            raise DataError(_problem(index, what, why))
+
+        # Before the reading: a damaged count must not ask for all of the memory.
         need = begin + 12 * sequences + 8 * documents
         if size < need:
             why = f"{sequences} sequences and {documents - 1} documents take {need} bytes; it has {size}"
@@ -245,9 +244,8 @@ def write_index(path: Path, dtype: str, lengths: Sequence[int]) -> bytes:
     """
     codes = {name: code for code, name in _INDEX_DTYPES.items()}
     if dtype not in codes:
-        raise DataError(
-            _problem(path, f"cannot have {dtype} ids", "Megatron's index has no code for it")
-        )
+        why = "Megatron's index has no code for it"
+        raise DataError(_problem(path, f"cannot have {dtype} ids", why))
     sizes = np.asarray(lengths, dtype="<i4")
     places = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
     documents = np.arange(len(sizes) + 1, dtype="<i8")
@@ -304,6 +302,7 @@ class ShardWriter:
         self.largest = max(self.largest, int(ids.max(initial=-1)))
         self.open_length += len(ids)
         self.tokens += len(ids)
+        # Whole blocks only: each has one hash.
         self._write(self.stream, len(self.buffer) // BLOCK * BLOCK)
 
     def _write(self, stream: IO[bytes], count: int) -> None:

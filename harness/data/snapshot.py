@@ -87,9 +87,8 @@ class TokenFile:
 
 def size_of(documents: Sequence[Document]) -> int:
     """Bytes of the documents with the separators between them."""
-    return sum(len(document.content) for document in documents) + len(_SEPARATOR) * max(
-        0, len(documents) - 1
-    )
+    contents = sum(len(document.content) for document in documents)
+    return contents + len(_SEPARATOR) * max(0, len(documents) - 1)
 
 
 def write_snapshot(
@@ -114,10 +113,11 @@ def write_snapshot(
                 overall.update(chunk)
                 counts += np.bincount(np.frombuffer(chunk, dtype=np.uint8), minlength=VOCAB)
         info[split] = {"bytes": size_of(documents), "sha256": own.hexdigest()}
-        files += [
-            {"name": each.name, "split": split, "bytes": len(each.content)} for each in documents
-        ]
+        for each in documents:
+            entry = {"name": each.name, "split": split, "bytes": len(each.content)}
+            files.append(entry)
 
+    # Written last: without corpus.json there is no copy.
     info["files"] = files
     if copies := repeated(train, val):
         info["repeated"] = copies
@@ -150,6 +150,7 @@ def open_snapshot(folder: Path, info: Mapping[str, Any]) -> dict[str, TokenFile]
         path = folder / f"{split}.bin"
         own = hashlib.sha256()
         try:
+            # Every start reads the whole copy: it is small.
             splits[split] = TokenFile(path, info[split]["bytes"], _starts(info, split))
             for chunk in splits[split].chunks():
                 own.update(chunk)
@@ -162,9 +163,8 @@ def open_snapshot(folder: Path, info: Mapping[str, Any]) -> dict[str, TokenFile]
             if own.hexdigest() != info[split]["sha256"]:
                 problems.append(damaged(path, "its SHA-256 differs from the one in corpus.json"))
     if not problems and overall.hexdigest() != info["sha256"]:
-        problems.append(
-            damaged(folder / "corpus.json", "its overall SHA-256 is not that of the two files")
-        )
+        why = "its overall SHA-256 is not that of the two files"
+        problems.append(damaged(folder / "corpus.json", why))
     if problems:
         raise DataError(problems)
     return splits
@@ -189,8 +189,14 @@ def _check_types(info: Mapping[str, Any]) -> None:
 
 
 def _starts(info: Mapping[str, Any], split: str) -> npt.NDArray[np.int64]:
-    sizes = [file["bytes"] + len(_SEPARATOR) for file in info["files"] if file["split"] == split]
-    return np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+    starts: list[int] = []
+    place = 0
+    for file in info["files"]:
+        if file["split"] == split:
+            starts.append(place)
+            place += file["bytes"] + len(_SEPARATOR)
+    # A split without a file still has a beginning.
+    return np.array(starts or [0], dtype=np.int64)
 
 
 def damaged(path: Path, why: str) -> Problem:

@@ -43,15 +43,16 @@ _CONSEQUENCE = {
 def files_of(source: Path, suffixes: Sequence[str] | None) -> dict[str, Path]:
     """Files of a source that may be data, by name relative to it. suffixes: of its format; None: any, as of text."""
     source = source.resolve()
+    base = _base(source)
+    found: dict[str, Path] = {}
     if source.is_dir():
-        found = walk(source)
-        if suffixes is not None:
-            found = (each for each in found if each.name.lower().endswith(tuple(suffixes)))
-        return {_name(each, source): each for each in found}
-    return {
-        _name(file, source.parent): file
-        for file, _ in with_validation(source, is_text=suffixes is None)
-    }
+        for file in walk(source):
+            if suffixes is None or file.name.lower().endswith(tuple(suffixes)):
+                found[_name(file, base)] = file
+        return found
+    for file, _ in with_validation(source, is_text=suffixes is None):
+        found[_name(file, base)] = file
+    return found
 
 
 def stamps(files: Mapping[str, Path]) -> dict[str, Stamp]:
@@ -69,9 +70,16 @@ def record_of_text(
     source: Path, before: Mapping[str, Stamp], documents: Iterable[Document]
 ) -> dict[str, Any]:
     """The record of text that was copied. before: `stamps` from before the documents were read."""
-    hashes = {document.name: hashlib.sha256(document.content).hexdigest() for document in documents}
-    files = {name: _entry(stamp, hashes[name]) for name, stamp in before.items() if name in hashes}
-    return _record(source, None, files, sorted(before.keys() - files.keys()), None)
+    contents = {document.name: document.content for document in documents}
+    files: dict[str, str] = {}
+    for name, stamp in before.items():
+        if name in contents:
+            sha256 = hashlib.sha256(contents[name]).hexdigest()
+            files[name] = _entry(stamp, sha256)
+
+    # Files that were there and skipped: they are not new at the next start.
+    others = sorted(before.keys() - files.keys())
+    return _record(source, None, files, others, None)
 
 
 def record_of_files(
@@ -90,8 +98,13 @@ def record_of_files(
     Raises OSError.
     """
     base = _base(source)
-    entries = {_name(path, base): _entry(stamp, file_sha256(path)) for path, stamp in files.items()}
-    others = sorted(stamps(files_of(source, suffixes)).keys() - entries.keys()) if listed else None
+    entries: dict[str, str] = {}
+    for path, stamp in files.items():
+        entries[_name(path, base)] = _entry(stamp, file_sha256(path))
+    others: list[str] | None = None
+    if listed:
+        there = stamps(files_of(source, suffixes))
+        others = sorted(there.keys() - entries.keys())
     return _record(source, suffixes, entries, others, tokenizer)
 
 
@@ -147,18 +160,21 @@ class _Record:
         if found["format"] != _FORMAT or found["made"] not in _SINCE:
             raise ValueError("it is of another format")
         files: dict[str, str] = found["files"]
-        if any(len(entry.split()) != 4 for entry in files.values()):
-            raise ValueError("an entry of a file has not four values")
-        tokenizer = found["tokenizer"] and (str(found["tokenizer"][0]), str(found["tokenizer"][1]))
-        source = Path(found["path"])
+        for entry in files.values():
+            if len(entry.split()) != 4:
+                raise ValueError("an entry of a file has not four values")
+        tokenizer = None
+        if found["tokenizer"]:
+            path_of_it, sha256 = found["tokenizer"][:2]
+            tokenizer = str(path_of_it), str(sha256)
         return cls(
-            found["made"],
-            found["out"],
-            source,
-            found["suffixes"],
-            found["others"],
-            files,
-            tokenizer,
+            made=found["made"],
+            out=found["out"],
+            source=Path(found["path"]),
+            suffixes=found["suffixes"],
+            others=found["others"],
+            files=files,
+            tokenizer=tokenizer,
         )
 
 
@@ -169,11 +185,14 @@ def source_changes(config: DataConfig, folder: Path) -> list[str]:
     """
     if config.target is not None:
         return []
-    sources = [(folder, config.path)]
-    if config.mixture:
-        sources = [(folder / str(number), part.path) for number, part in enumerate(config.mixture)]
-    found = [_changes(own, path, config.tokenizer) for own, path in sources]
-    return [text for text in found if text]
+    if not config.mixture:
+        text = _changes(folder, config.path, config.tokenizer)
+        return [text] if text else []
+    found: list[str] = []
+    for number, part in enumerate(config.mixture):
+        if text := _changes(folder / str(number), part.path, config.tokenizer):
+            found.append(text)
+    return found
 
 
 def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
@@ -185,19 +204,22 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
         record = _Record.read(path)
         prepared = record.made == MADE_DATASET
         source = record.source if prepared else _moved_to(given) or record.source
-        changed = _changed_files(source, record) if record.files and source.exists() else ""
+        changed = ""
+        if record.files and source.exists():
+            changed = _changed_files(source, record)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        return f"{path} cannot be read ({type(error).__name__}: {error}): nothing tells whether the source has changed"
+        why = f"{type(error).__name__}: {error}"
+        return f"{path} cannot be read ({why}): nothing shows whether the source has changed"
 
     found: list[str] = []
     if changed:
-        found.append(
-            f"{source} has changed since {_SINCE[record.made].format(out=record.out)} ({changed})"
-        )
-    if record.tokenizer and (
-        file := _changed_tokenizer(record.tokenizer, None if prepared else tokenizer)
-    ):
-        found.append(f"the tokenizer {file} has changed since it made the token ids")
+        since = _SINCE[record.made].format(out=record.out)
+        found.append(f"{source} has changed since {since} ({changed})")
+    if record.tokenizer:
+        # A prepared folder was made with its own tokenizer, whatever the config names now.
+        given_now = None if prepared else tokenizer
+        if file := _changed_tokenizer(record.tokenizer, given_now):
+            found.append(f"the tokenizer {file} has changed since it made the token ids")
     if not found:
         return ""
     return f"{'; '.join(found)}: {_CONSEQUENCE[record.made].format(source=source)}"
@@ -215,10 +237,13 @@ def _moved_to(given: str | None) -> Path | None:
 def _changed_files(source: Path, record: _Record) -> str:
     """Which files are others than in the record, in words; empty if none. Raises OSError."""
     base = _base(source)
-    there = files_of(source, record.suffixes) if record.others is not None else {}
+    there: dict[str, Path] = {}
+    if record.others is not None:
+        there = files_of(source, record.suffixes)
     files = {name: there.get(name, base / name) for name in record.files}
     now = stamps(files)
 
+    # A file is hashed only if its stamp differs and its size does not: most files cost one stat.
     changed: list[str] = []
     for name, stamp in now.items():
         *written, hashed = record.files[name].split()
@@ -228,10 +253,15 @@ def _changed_files(source: Path, record: _Record) -> str:
         ):
             changed.append(name)
     gone = [name for name in record.files if name not in now]
+
     # A pipe or a socket is no data, and was none when the record was made.
     new = sorted(stamps(there).keys() - record.files.keys() - set(record.others or ()))
-    words = {"changed": changed, "gone": gone, "new": new}
-    return "; ".join(f"{word}: {some(names, _NAMED)}" for word, names in words.items() if names)
+    found: list[str] = []
+    for word, names in (("changed", changed), ("gone", gone), ("new", new)):
+        if names:
+            text = some(names, _NAMED)
+            found.append(f"{word}: {text}")
+    return "; ".join(found)
 
 
 def _changed_tokenizer(recorded: tuple[str, str], given: str | None) -> Path | None:

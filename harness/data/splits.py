@@ -51,7 +51,8 @@ def without_tests(names: Sequence[str]) -> tuple[list[str], LeftOut]:
     kept = [name for name in names if said_by(name) != "test"]
     if not kept:
         return list(names), []
-    return kept, [(name, _WHY_LEFT_OUT["test"]) for name in names if said_by(name) == "test"]
+    tests = [name for name in names if said_by(name) == "test"]
+    return kept, [(name, _WHY_LEFT_OUT["test"]) for name in tests]
 
 
 def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
@@ -66,6 +67,7 @@ def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
 
     The documents of a file whose split is empty are divided later.
     """
+    # Does every name say something, and do they say train and something else?
     said = {name: said_by(name) for name in names}
     words = set(said.values()) - {"other"}
     if "" in words or "train" not in words or len(words) == 1:
@@ -87,9 +89,12 @@ def validation_beside(path: Path) -> Path | None:
 
     It has the same name with "val", "valid" or "validation" for "train", or else is `val.<suffix>` in the same folder.
     """
+    # x_train_0.bin -> x_val_0.bin, and so on; the likeliest first.
     names: list[str] = []
     if _TRAINING.search(path.name):
-        names += [_TRAINING.sub(word, path.name) for word in ("val", "valid", "validation")]
+        for word in ("val", "valid", "validation"):
+            name = _TRAINING.sub(word, path.name)
+            names.append(name)
     names.append(f"val{path.suffix}")
     for name in names:
         found = path.with_name(name)

@@ -86,6 +86,8 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
         raise DataError(_unreadable(path, error)) from error
     if folder:
         return _read_files(str(path), root, walk(root), bad)
+
+    # A file was named, so nothing of it is skipped: an empty one is "nothing left", one of a pair is an error.
     files = [file for file, _ in with_validation(root, is_text=True)]
     text = _read_files(str(path), root.parent, files, "auto" if len(files) == 1 else "fail")
     return Text(text.source, text.documents)
@@ -98,6 +100,7 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
     problems: list[Problem] = []
     total = 0
     for path in paths:
+        # A name need not be UTF-8, but the journal must.
         name = path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode()
         try:
             content = _read_file(path, root)
@@ -106,13 +109,12 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
                 problems += error.problems
                 continue
             content = error.problems[0].what
+
+        # Text in place of bytes: the reason to skip the file.
         if isinstance(content, str):
             if bad == "fail" and content != _INSIDE:
-                problems.append(
-                    Problem(
-                        f"no text: {content}", _where(path), fix=f"{FIX_FILE}; or set data.bad=skip"
-                    )
-                )
+                fix = f"{FIX_FILE}; or set data.bad=skip"
+                problems.append(Problem(f"no text: {content}", _where(path), fix=fix))
             skipped.append(Skipped(name, content))
             continue
         total += len(content)
@@ -125,6 +127,8 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
         problems.append(_nothing_left(source, skipped))
     if problems:
         raise DataError(first_of(problems, source))
+
+    # A disk lists its files in any order; a run on the same files has the same bytes.
     documents.sort(key=lambda document: document.name)
     skipped.sort(key=lambda skip: skip.name)
     return Text(source, tuple(documents), tuple(skipped))
@@ -132,16 +136,22 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
 
 def first_of(problems: Sequence[Problem], source: str) -> list[Problem]:
     """NAMED of the problems, and how many more there are: a message fits on one screen."""
+    named = list(problems[:NAMED])
     more = len(problems) - NAMED
-    return [*problems[:NAMED], *([Problem(f"{more} more like these", source)] if more > 0 else [])]
+    if more > 0:
+        named.append(Problem(f"{more} more like these", source))
+    return named
 
 
 def walk(root: Path) -> Iterator[Path]:
     """Files and links below `root`, without hidden ones; last the folders that cannot be listed."""
     closed: list[Path] = []
-    for folder, folders, files in os.walk(
-        root, onerror=lambda error: closed.append(Path(error.filename))
-    ):
+
+    def note(error: OSError) -> None:
+        closed.append(Path(error.filename))
+
+    for folder, folders, files in os.walk(root, onerror=note):
+        # In place: os.walk enters what is left in the list, in this order. It does not follow links.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in sorted([*files, *links]):
@@ -184,9 +194,8 @@ def no_text(content: bytes, whole: bool = True) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), _CHUNK):
-            decoder.decode(
-                content[start : start + _CHUNK], final=whole and start + _CHUNK >= len(content)
-            )
+            end = start + _CHUNK
+            decoder.decode(content[start:end], final=whole and end >= len(content))
     except UnicodeDecodeError:
         return "binary: it is not UTF-8"
     return ""
@@ -202,11 +211,9 @@ def _unreadable(path: Path, error: Exception) -> Problem:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     if isinstance(error, RuntimeError):
         reason = "a link that leads to itself"
-    fix = (
-        "remove the link, or mend it"
-        if path.is_symlink()
-        else "make it readable for this user, or leave it out"
-    )
+    fix = "make it readable for this user, or leave it out"
+    if path.is_symlink():
+        fix = "remove the link, or mend it"
     return Problem(f"cannot be read: {reason}", _where(path), fix=fix)
 
 
@@ -232,13 +239,15 @@ def standard_library() -> Text:
     its source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    modules = [path for path in folder.glob("*.py") if path.is_file() and not path.is_symlink()]
-    paths = [path for path in modules if not path.name.startswith("_sysconfigdata")]
+    paths: list[Path] = []
+    for path in folder.glob("*.py"):
+        is_module = path.is_file() and not path.is_symlink()
+        if is_module and not path.name.startswith("_sysconfigdata"):
+            paths.append(path)
     if not paths:
         what = "this Python has no standard library source to train on"
-        raise DataError(
-            Problem(what, str(folder), fix="give your own text: data.path=<file or folder>")
-        )
+        fix = "give your own text: data.path=<file or folder>"
+        raise DataError(Problem(what, str(folder), fix=fix))
     return _read_files(f"Python {platform.python_version()} standard library", folder, paths)
 
 
@@ -249,17 +258,29 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     one `test`). Otherwise, or if none is validation, see `split_documents`.
     """
     splits, left_out = splits_of_text([document.name for document in text.documents])
-    kept = [document for document in text.documents if document.name in splits]
-    skipped = [*text.skipped, *(Skipped(name, reason) for name, reason in left_out)]
-    text = Text(text.source, tuple(kept), tuple(sorted(skipped, key=lambda skip: skip.name)))
-    val = [document for document in kept if splits[document.name] == "val"]
+    skipped = list(text.skipped)
+    skipped += [Skipped(name, reason) for name, reason in left_out]
+    skipped.sort(key=lambda skip: skip.name)
+    kept: list[Document] = []
+    train: list[Document] = []
+    val: list[Document] = []
+    for document in text.documents:
+        split = splits.get(document.name)
+        if split is None:  # a test split, which is among what was skipped
+            continue
+        kept.append(document)
+        of_split = val if split == "val" else train
+        of_split.append(document)
+
+    text = Text(text.source, tuple(kept), tuple(skipped))
     if not val:
         return text, *split_documents(kept, val_fraction)
-    return text, [document for document in kept if splits[document.name] == "train"], val
+    return text, train, val
 
 
 def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
     """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
+    # By size first: a set hashes every byte of what is put into it.
     sizes = {len(document.content) for document in val}
     contents = {document.content for document in train if len(document.content) in sizes}
     return [document.name for document in val if document.content in contents]
@@ -271,13 +292,15 @@ def split_documents(
     """(train, validation), each in the order of `documents`.
 
     Files are held out in the order of a hash of their names until `val_fraction` of the bytes is reached; a file that
-    would hold out over half as much again is passed over. If whole files cannot give at least half of the share (one
+    would hold out over half as much again is skipped. If whole files cannot give at least half of the share (one
     file, or a few large ones), the tail of the largest remaining file is held out instead, cut at a line end. Neither
     the run's seed nor the contents matter, so that runs are validated on the same files.
     """
     total = sum(len(document.content) for document in documents)
     target = val_fraction * total
     most = min(1.5 * target, (target + total) / 2)
+
+    # Whole files, as far as they fit.
     chosen: set[str] = set()
     held = 0
     for document in sorted(documents, key=_hash_order):
@@ -287,6 +310,8 @@ def split_documents(
 
     train = [document for document in documents if document.name not in chosen]
     val = [document for document in documents if document.name in chosen]
+
+    # One file, or a few large ones: cut the largest.
     if held < target / 2:
         largest = max(train, key=lambda document: len(document.content))
         cut = _line_cut(largest.content, round(target - held))
@@ -306,8 +331,8 @@ def _line_cut(content: bytes, tail: int) -> int:
     before = content.rfind(b"\n", wanted - reach, wanted) + 1
     after = content.find(b"\n", wanted, wanted + reach) + 1
     near = [cut for cut in (before, after) if cut]
-    return (
-        min(near, key=lambda cut: abs(cut - wanted))
-        if near
-        else max(1, min(wanted, len(content) - 1))
-    )
+    if near:
+        return min(near, key=lambda cut: abs(cut - wanted))
+
+    # One long line: cut it anywhere, with something on both sides.
+    return max(1, min(wanted, len(content) - 1))

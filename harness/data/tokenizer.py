@@ -47,13 +47,18 @@ class Bytes:
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
         """The UTF-8 bytes of each text."""
-        raw = [text.encode() if isinstance(text, str) else text for text in texts]
-        return [np.frombuffer(each, dtype=np.uint8).astype(np.int64) for each in raw]
+        ids: list[npt.NDArray[np.int64]] = []
+        for text in texts:
+            raw = text.encode() if isinstance(text, str) else text
+            ids.append(np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """As UTF-8; ids from 256 on are no byte."""
         replacement = "\N{REPLACEMENT CHARACTER}".encode()
-        content = b"".join(bytes([each]) if each < 256 else replacement for each in ids)
+        content = bytearray()
+        for each in ids:
+            content += bytes([each]) if each < 256 else replacement
         return content.decode(errors="replace")
 
 
@@ -71,17 +76,19 @@ class Tokenizer:
         except OSError as error:
             raise _problem(path, f"cannot be read: {error.strerror}") from error
         except Exception as error:  # the library raises plain Exceptions
-            raise _problem(
-                path, f"is no tokenizer: {error}", fix="write it again with save_pretrained"
-            ) from error
+            fix = "write it again with save_pretrained"
+            raise _problem(path, f"is no tokenizer: {error}", fix) from error
+
+        # The file may set both, for inference. Here they would cut documents off, or fill them up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise _problem(path, "has no tokens")
-        self.vocabulary = Vocabulary(
-            max(ids.values()) + 1, _end(file, ids), hashlib.sha256(content).hexdigest()
-        )
+
+        # The largest id counts, not how many there are: a tokenizer may leave ids out.
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.vocabulary = Vocabulary(max(ids.values()) + 1, _end(file, ids), sha256)
 
     def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
         """Ids of each text. The name of a special token in a text becomes that token."""
@@ -91,14 +98,15 @@ class Tokenizer:
         try:
             made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         except BaseException as error:
+            # Running out of memory, or Ctrl-C, is no fault of the text.
             if isinstance(error, MemoryError) or not (
                 isinstance(error, Exception) or _is_panic(error)
             ):
                 raise
+            why = str(error)[:300]
             fix = "leave that text out or cut it into lines, or take another tokenizer"
-            raise DataError(
-                Problem("fails on a text", f"{WHERE}: {self._path}", str(error)[:300], fix)
-            ) from error
+            problem = Problem("fails on a text", f"{WHERE}: {self._path}", why, fix)
+            raise DataError(problem) from error
         return [np.asarray(each.ids, dtype=np.int64) for each in made]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -115,8 +123,9 @@ def tokenizer_file(path: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise _problem(path, f"cannot be read: {error}") from error
     if not there:
+        what = f"has no {_FILE}" if path.is_dir() else "no such file"
         fix = "give a tokenizer.json, or a folder that has one (AutoTokenizer.from_pretrained(...).save_pretrained)"
-        raise _problem(path, f"has no {_FILE}" if path.is_dir() else "no such file", fix=fix)
+        raise _problem(path, what, fix)
     return file
 
 
@@ -132,11 +141,15 @@ def _is_panic(error: BaseException) -> bool:
 
 def _end(file: Path, ids: dict[str, int]) -> int | None:
     """The id that ends a document: what tokenizer_config.json says, else a usual name."""
+    # Either the token itself, or an object with the token and how to strip it.
     named = read_mapping(file.with_name("tokenizer_config.json"), MAX_LARGE).get("eos_token")
     token = named.get("content") if isinstance(named, dict) else named
     if isinstance(token, str) and token in ids:
         return ids[token]
-    return next((ids[name] for name in _USUAL_ENDS if name in ids), None)
+    for name in _USUAL_ENDS:
+        if name in ids:
+            return ids[name]
+    return None
 
 
 def _problem(path: Path, what: str, fix: str = "") -> ConfigError:

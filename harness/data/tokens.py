@@ -28,7 +28,7 @@ from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, home, read_json, read_mapping
 from harness.data import corpus, snapshot
 from harness.data.blocks import BLOCK, Stamp
-from harness.data.corpus import Known, Vocabulary, describe_corpus
+from harness.data.corpus import EarlierRead, Vocabulary, describe_corpus
 from harness.data.detect import look, no_such
 from harness.data.hub import PREFIX, Fetched, fetch
 from harness.data.prepare import PREPARED, Preparation, prepare_dataset, too_large
@@ -133,6 +133,7 @@ def prepare_in(
     reading: Callable[[str | None], None],
 ) -> TokenData:
     """As `prepare`, in a folder of the run's data."""
+    # The first start. Without corpus.json nothing else counts: a start that was killed may have left anything.
     if not (folder / "corpus.json").exists():
         try:
             _make(config, folder, global_batch)
@@ -141,6 +142,7 @@ def prepare_in(
             fix = "make the run folder writable, or free some space"
             raise DataError(Problem(what, str(folder), fix=fix)) from error
 
+    # This start and every later one read the same description.
     copied: dict[str, snapshot.TokenFile] = {}
     try:
         info = read_json(folder / "corpus.json", MAX_LARGE)
@@ -169,7 +171,9 @@ def _open_corpus(
     lead: bool,
     reading: Callable[[str | None], None],
 ) -> TokenData:
-    info = corpus.relocate(folder, written, home(config.path) if config.path else None)
+    # The files may have moved together with `data.path`.
+    source = home(config.path) if config.path else None
+    info = corpus.relocate(folder, written, source)
     if lead:
         info = corpus.check_corpus(folder, info)
         if info != written:
@@ -187,6 +191,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         _save(folder, _from_hub(config, config.path, folder), config.tokenizer)
         return
 
+    # Plain text alone becomes a copy. All else becomes, or is, token ids.
     path = _find(config.path) if config.path else None
     kind = config.format
     if kind == "auto":
@@ -202,6 +207,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
     if kind == "tokens":
         info = _token_files(config, path, folder)
     elif kind == "prepared":
+        # The record of what it was prepared from, so that a later start reports a changed source.
         info = _prepared(path, folder, _hold_out(config), config.tokenizer)
         if record := read_mapping(path / PREPARED, MAX_LARGE).get("origin"):
             save_record(folder, record, MADE_DATASET, path)
@@ -231,6 +237,7 @@ def _save(folder: Path, info: Mapping[str, Any], tokenizer: str | None) -> None:
 
 
 def _copy_text(config: DataConfig, path: Path | None, folder: Path, global_batch: int) -> None:
+    # Stamps from before the reading show a file that changes while it is read.
     before = stamps(files_of(path, None)) if path else {}
     text = read_text(path, config.bad) if path else standard_library()
     text, train, val = divide(text, config.val_fraction)
@@ -249,9 +256,8 @@ def _from_hub(config: DataConfig, given: str, folder: Path) -> dict[str, Any]:
 
     hub = fetch(given, config, config.cache, check)
     if config.format not in ("auto", hub.kind):
-        raise DataError(
-            Problem(f"is {hub.kind}", f"data.path: {given}", fix="leave data.format out")
-        )
+        fix = "leave data.format out"
+        raise DataError(Problem(f"is {hub.kind}", f"data.path: {given}", fix=fix))
     return _tokenized(config, hub.folder, hub.kind, folder, hub)
 
 
@@ -271,7 +277,9 @@ def _tokenized(
 
 def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]:
     """What corpus.json says of files of token ids, or a folder of them."""
-    vocabulary = load_encoder(config.tokenizer).vocabulary if config.tokenizer else None
+    vocabulary: Vocabulary | None = None
+    if config.tokenizer:
+        vocabulary = load_encoder(config.tokenizer).vocabulary
     separator = config.separator
     if separator is None and vocabulary is not None:
         separator = vocabulary.separator
@@ -284,13 +292,8 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
         first, *val = [file for file, _ in with_validation(path)]
         train = [first]
     if not train:
-        raise DataError(
-            Problem(
-                "has no training files",
-                f"data.path: {path}",
-                fix="name one without val in its name",
-            )
-        )
+        fix = "name one without val in its name"
+        raise DataError(Problem("has no training files", f"data.path: {path}", fix=fix))
 
     shards = read_shards(train, val, config.dtype, left_out)
     info = describe_corpus(
@@ -304,7 +307,8 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
 
 def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     """(training files, validation files, what is left out) of a folder of token ids."""
-    every = sorted(each for each in folder.iterdir() if each.suffix.lower() == ".bin")
+    in_folder = sorted(folder.iterdir())
+    every = [file for file in in_folder if file.suffix.lower() == ".bin"]
     left_out: LeftOut = []
 
     # A file and a link to it are one file: the file itself is taken, or the first of several links.
@@ -317,12 +321,14 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     train = [folder / name for name in names if not is_validation(name)]
     val = [folder / name for name in names if is_validation(name)]
 
+    # An .idx belongs to its .bin, and is not listed as left out.
     left_out += tests
-    left_out += [
-        (file.name, "a link to another file of the folder") for file in every if file not in files
-    ]
-    pairs = {*every, *(file.with_suffix(".idx") for file in every)}
-    for other in sorted(folder.iterdir()):
+    pairs: set[Path] = set()
+    for file in every:
+        pairs |= {file, file.with_suffix(".idx")}
+        if file not in files:
+            left_out.append((file.name, "a link to another file of the folder"))
+    for other in in_folder:
         if other not in pairs and not other.name.startswith("."):
             left_out.append((other.name, "not a .bin"))
     return train, val, left_out
@@ -340,12 +346,13 @@ def _prepared(
     try:
         made = read_json(path / PREPARED, MAX_LARGE)
         vocabulary = Vocabulary(**made["vocabulary"])
-        known: dict[str, Known] = {}
+        earlier: dict[str, EarlierRead] = {}
         files: dict[str, list[Path]] = {"train": [], "val": []}
         for shard in made["shards"]:
             file = path / shard["name"]
             stamp = Stamp(shard["bytes"], shard["mtime_ns"], shard["inode"])
-            known[str(file)] = Known(stamp, bytes.fromhex(shard["blocks"]), shard["largest"])
+            digests = bytes.fromhex(shard["blocks"])
+            earlier[str(file)] = EarlierRead(stamp, digests, shard["largest"])
             files[shard["split"]].append(file)
         left_out = [(skip["name"], skip["reason"]) for skip in made["skipped"]]
         nats, source, kind = float(made["unigram_nats"]), str(made["source"]), str(made["kind"])
@@ -359,17 +366,18 @@ def _prepared(
     if tokenizer and load_encoder(tokenizer).vocabulary.tokenizer != vocabulary.tokenizer:
         was = "with another one" if vocabulary.tokenizer else "without one, as bytes"
         fix = "leave data.tokenizer out, or prepare the source again with it"
-        raise DataError(
-            Problem("was prepared with another tokenizer", where, f"it was made {was}", fix)
-        )
-    if missing := [file for file in (*files["train"], *files["val"]) if not file.is_file()]:
-        raise DataError(
-            [Problem("is missing", f"data.path: {file}", fix=_PREPARE_FIX) for file in missing]
-        )
+        what = "was prepared with another tokenizer"
+        raise DataError(Problem(what, where, f"it was made {was}", fix))
+    missing = [file for file in (*files["train"], *files["val"]) if not file.is_file()]
+    if missing:
+        fix = _PREPARE_FIX
+        raise DataError([Problem("is missing", f"data.path: {file}", fix=fix) for file in missing])
 
+    # A prepared shard has an index, which names its dtype: the one given here is of files without an index.
     shards = read_shards(files["train"], files["val"], "uint16", left_out)
+    separator = vocabulary.separator
     info = describe_corpus(
-        folder, source, kind, shards, vocabulary, vocabulary.separator, held_out, known, nats
+        folder, source, kind, shards, vocabulary, separator, held_out, earlier, nats
     )
     return {**info, "source_files": source_files}
 

@@ -120,14 +120,16 @@ class Prediction:
         """The output of `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks, FLOPs of one rank."""
         timing = self.timing
         baseline = self.bf16_timing
-        skipped = [
-            {"rung": rung.rung, "reason": rung.reason} for rung in self.rungs if not rung.taken
-        ]
+        not_taken = [each for each in self.rungs if not each.taken]
+        skipped = [{"rung": each.rung, "reason": each.reason} for each in not_taken]
+
+        # A card without bf16 has no baseline.
         ratio = usual_ratio = bf16_ms = None
         if baseline is not None:
             ratio = round(timing.mean / baseline.mean, 4)
             usual_ratio = round(timing.usual / baseline.usual, 4)
             bf16_ms = _ms(baseline.mean)
+
         return {
             "card": self.card.name,
             "recipe": self.recipe,

@@ -41,8 +41,14 @@ def prepare(
     Raises MisuseError if accelerate would also change the precision (mixed_precision, dynamo), or owns gradients and
     the step (DeepSpeed, FSDP, Megatron, XLA).
     """
-    models = [each for each in objects if isinstance(each, nn.Module)]
-    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    models: list[nn.Module] = []
+    optimizers: list[Optimizer] = []
+    for each in objects:
+        if isinstance(each, nn.Module):
+            models.append(each)
+        elif isinstance(each, Optimizer):
+            optimizers.append(each)
+
     problems = _problems(accelerator)
     for kind, found in (("models", models), ("optimizers", optimizers)):
         if len(found) != 1:
@@ -50,12 +56,18 @@ def prepare(
             problems.append(Problem(f"{len(found)} {kind}", "prepare()", fix=fix))
     if problems:
         raise MisuseError(problems)
+
+    # Ours before accelerate's: DDP must be put around layers that are converted already.
     model = models[0].to(accelerator.device)
     if not precision.is_prepared:
         precision.prepare(model)
     given = optimizers[0]
-    wrapped = given if isinstance(given, WrappedOptimizer) else precision.wrap(given, max_grad_norm)
+    wrapped = given
+    if not isinstance(given, WrappedOptimizer):
+        wrapped = precision.wrap(given, max_grad_norm)
     accelerator.register_for_checkpointing(_State(precision))
+
+    # In the order of the call, which is the order of what accelerate returns.
     replaced = [wrapped if each is given else each for each in objects]
     return accelerator.prepare(*replaced)
 
@@ -90,6 +102,7 @@ def _problems(accelerator: Accelerator) -> list[Problem]:
         fix = "one process, or DDP; launch/deepspeed.sh runs DeepSpeed"
         problems.append(Problem(what, "Accelerator", why, fix))
 
+    # Accelerator has the plugin in every case; its backend says whether it compiles.
     dynamo = accelerator.state.dynamo_plugin
     if getattr(getattr(dynamo, "backend", None), "value", "NO") != "NO":
         why = "the Accelerator would compile the model by itself, which was never tried with a prepared one"

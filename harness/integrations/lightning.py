@@ -60,6 +60,7 @@ class TrainerPrecision(TrainerBase):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> Any:
         """Lightning calls it with the model on its device, and wrapped if it trains under DDP."""
+        # Only DDP is looked into: any other wrapper may own the step.
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         if not hasattr(bare, "automatic_optimization"):
             what = f"the strategy made {type(bare).__name__} of the model"
@@ -67,6 +68,8 @@ class TrainerPrecision(TrainerBase):
         _prepare(self.harness, bare)
         self._module = bare
         self._redirected = bare is not model
+
+        # A user may have wrapped them in configure_optimizers.
         wrapped: list[Optimizer] = []
         for each in optimizers:
             is_wrapped = isinstance(each, WrappedOptimizer)
@@ -78,11 +81,9 @@ class TrainerPrecision(TrainerBase):
         if getattr(self._module, "automatic_optimization", False):
             return self.harness.context()
         # Under DDP the step is called through the module's own forward.
-        return (
-            self.harness.passing_over(self._module)
-            if self._module and self._redirected
-            else nullcontext()
-        )
+        if self._module and self._redirected:
+            return self.harness.passing_over(self._module)
+        return nullcontext()
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -159,15 +160,22 @@ class HarnessCallback(Callback):
         """Begin: the plugin has prepared the model, and nothing is loaded yet."""
         plugin = trainer.precision_plugin
         if not isinstance(plugin, TrainerPrecision):
+            what = "the Trainer has no TrainerPrecision"
             fix = "Trainer(plugins=[TrainerPrecision(precision)])"
-            raise MisuseError(
-                Problem("the Trainer has no TrainerPrecision", "HarnessCallback", fix=fix)
-            )
+            raise MisuseError(Problem(what, "HarnessCallback", fix=fix))
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        clip = trainer.gradient_clip_val if trainer.gradient_clip_algorithm != "value" else None
+
+        # Clipping by value has no norm that could be a limit. Lightning says 0, too, for no clipping.
+        clip = None
+        if trainer.gradient_clip_algorithm != "value":
+            clip = trainer.gradient_clip_val or None
+
+        # Infinite for a Trainer that trains without an end.
+        planned = None
         steps = trainer.estimated_stepping_batches
-        planned = int(steps) if steps != float("inf") and steps > 0 else None
-        self.watch.begin(plugin.harness, trainer.optimizers, schedulers, clip or None, planned)
+        if 0 < steps < float("inf"):
+            planned = int(steps)
+        self.watch.begin(plugin.harness, trainer.optimizers, schedulers, clip, planned)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -196,7 +204,6 @@ def _prepare(precision: Precision, model: nn.Module) -> None:
     if not precision.is_prepared:
         precision.prepare(model)
     elif not any(part is precision.prepared.model for part in model.modules()):
+        what = "the Precision was prepared for another model"
         fix = "make one Precision for each model"
-        raise MisuseError(
-            Problem("the Precision was prepared for another model", "harness.integrations", fix=fix)
-        )
+        raise MisuseError(Problem(what, "harness.integrations", fix=fix))

@@ -59,6 +59,8 @@ class PrecisionMixin(Trainer):
         self, *args: Any, precision: Precision | str, watch: Watch | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+
+        # Settings by which the Trainer would do something that is done here, or take the step away.
         problems: list[Problem] = []
         for name, why in _CONFLICTS.items():
             if getattr(self.args, name, None):
@@ -71,7 +73,11 @@ class PrecisionMixin(Trainer):
             problems.append(Problem(what, "TrainingArguments", why, fix))
         if problems:
             raise MisuseError(problems)
-        self.harness = Precision.from_recipe(precision) if isinstance(precision, str) else precision
+
+        # The Trainer has moved the model to its device, and has not made the optimizer yet.
+        if isinstance(precision, str):
+            precision = Precision.from_recipe(precision)
+        self.harness = precision
         self.watch = watch
         if not self.harness.is_prepared:
             model: Any = self.model
@@ -100,10 +106,9 @@ class PrecisionMixin(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the optimizer that the Trainer makes, or that was given to it."""
         super().create_optimizer(*args, **kwargs)
-        if not isinstance(_inner(self.optimizer), WrappedOptimizer):
-            self.optimizer = self.harness.wrap(
-                _inner(self.optimizer), self.args.max_grad_norm or None
-            )
+        inner = _inner(self.optimizer)
+        if not isinstance(inner, WrappedOptimizer):
+            self.optimizer = self.harness.wrap(inner, self.args.max_grad_norm or None)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -114,9 +119,8 @@ class PrecisionMixin(Trainer):
         scheduler = super().create_scheduler(num_training_steps, *args, **kwargs)
         if self.watch is not None and not self.watch.begun:
             clip = self.args.max_grad_norm or None
-            self.watch.begin(
-                self.harness, [_inner(self.optimizer)], [scheduler], clip, num_training_steps
-            )
+            optimizers = [_inner(self.optimizer)]
+            self.watch.begin(self.harness, optimizers, [scheduler], clip, num_training_steps)
         return scheduler
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -67,19 +67,22 @@ class Watch:
         Raises as `Telemetry.for_precision` and `Guard.for_precision`; MisuseError for an optimizer that is not wrapped.
         """
         if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
-            fix = "precision.wrap(optimizer)"
-            raise MisuseError(
-                Problem("an optimizer is not wrapped", "harness.integrations", fix=fix)
-            )
-        self._precision, self._optimizers = precision, list(optimizers)
+            what, fix = "an optimizer is not wrapped", "precision.wrap(optimizer)"
+            raise MisuseError(Problem(what, "harness.integrations", fix=fix))
+        self._precision = precision
+        self._optimizers = list(optimizers)
         self._seen = [each.outcome for each in self._optimizers]
-        telemetry = Telemetry.for_precision(
-            self._folder, precision, **{"steps": steps, **self._telemetry_settings}
-        )
+
+        # The trainer's own settings are defaults: what the user set counts.
+        settings = {"steps": steps, **self._telemetry_settings}
+        telemetry = Telemetry.for_precision(self._folder, precision, **settings)
         try:
             if self._settings is not None:
-                limit = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
-                settings = {**limit, "streams": True, **self._settings}
+                limits: dict[str, Any] = {}
+                if max_grad_norm is not None:
+                    limits["max_grad_norm"] = max_grad_norm
+                # streams: a trainer's data go on after a rollback, they are not read again by number.
+                settings = {**limits, "streams": True, **self._settings}
                 self.guard = Guard.for_precision(
                     precision, optimizers, keep=keep, telemetry=telemetry, **settings
                 )
@@ -93,10 +96,17 @@ class Watch:
 
         Raises HaltedError if the guard halts the run.
         """
+        if self.telemetry is None or self._precision is None:
+            return
+
+        # Under gradient accumulation a trainer calls this after each micro-batch. Each step of an optimizer makes a new
+        # outcome: if all are the same objects as before, no optimizer stepped.
         outcomes = [each.outcome for each in self._optimizers]
-        if self.telemetry is None or self._precision is None or all(map(is_, outcomes, self._seen)):
+        if all(map(is_, outcomes, self._seen)):
             return
         self._seen = outcomes
+
+        # A guard judges, and records the figures too.
         if self.guard is not None:
             self.guard.end_step()
         elif (facts := self._precision.facts()) is not None:

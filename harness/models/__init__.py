@@ -32,6 +32,7 @@ def build_model(config: ModelConfig) -> nn.Module:
     Raises ConfigError if it is missing, fails, returns no Module, or takes all of this machine's memory.
     """
     where = f"model.target {config.target!r}"
+    # A model that does not fit is refused as it grows, before the kernel kills the process without a word.
     with watched(where):
         if config.target.startswith(huggingface.PREFIX):
             folder = config.target.removeprefix(huggingface.PREFIX)

@@ -96,8 +96,11 @@ class Attention(nn.Module):
         self.kv_heads = settings.kv_heads
         self.head_dim = settings.head_dim
         self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps) if settings.qk_norm else None
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if settings.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=settings.norm_eps)
         self.scores = Scores()
         self.out = nn.Linear(dim, dim, bias=False)
 
@@ -108,6 +111,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(shape).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
 
+        # In float32 by hand: CUDA's autocast does that for norms, a CPU's does not.
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.float()).to(v.dtype)
             k = self.k_norm(k.float()).to(v.dtype)
@@ -187,6 +191,7 @@ class TokenLoss(nn.Module):
         if not self.z_loss:
             return loss
 
+        # Only targets that count: padding would pull on Z as well.
         kept = targets != IGNORED
         squares = rows.logsumexp(-1).square()
         total = torch.where(kept, squares, 0.0).sum()
@@ -206,10 +211,10 @@ class GPT(nn.Module):
         self.head_dim = settings.head_dim
         self.vocab_size = settings.vocab
         self.embed = nn.Embedding(settings.vocab, settings.dim)
-        self.blocks = nn.ModuleList(
-            Block(settings, recomputes_mlp=settings.recompute == "mlp" and self._recomputes(index))
-            for index in range(settings.layers)
-        )
+        self.blocks = nn.ModuleList()
+        for index in range(settings.layers):
+            recomputes_mlp = settings.recompute == "mlp" and self._recomputes(index)
+            self.blocks.append(Block(settings, recomputes_mlp))
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.lm_head = nn.Linear(settings.dim, settings.vocab, bias=False)
         self.loss = TokenLoss(settings.z_loss)
@@ -255,7 +260,7 @@ class GPT(nn.Module):
             # Autocast casts queries, keys and values but no mask. Cast here, it is one tensor that all blocks share.
             mask = mask.to(autocast_dtype(x.device.type) or x.dtype)
 
-        # The blocks. A recomputed block keeps only its input for backward.
+        # The blocks. A recomputed block keeps only its input for backward; without a backward that saves nothing.
         whole = self.settings.recompute == "block" and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             again = whole and self._recomputes(index)
@@ -356,12 +361,13 @@ def rotary(
 
     scaling: see `build`.
     """
-    frequency = float(base) ** (
-        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    )
+    # In float32 throughout: in bf16 positions over 256 would be rounded.
+    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequency = float(base) ** (-pairs / head_dim)
     if scaling is not None:
         frequency = _stretched(frequency, scaling)
-    angle = torch.outer(torch.arange(time, device=device, dtype=torch.float32), frequency)
+    position = torch.arange(time, device=device, dtype=torch.float32)
+    angle = torch.outer(position, frequency)
     return angle.cos(), angle.sin()
 
 
@@ -380,7 +386,8 @@ def _stretched(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (first half, second half) of the last dimension; computed in float32, returned in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)
 
 
 def documents(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -398,7 +405,8 @@ def documents(segments: Tensor) -> tuple[Tensor, Tensor]:
 
     # Documents are numbered anew, because two runs in one sample may have the same number.
     document = begins.cumsum(1)
-    allowed = (document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)
+    same = document[:, :, None] == document[:, None, :]
+    allowed = same & (place[:, None] >= place)
     mask = torch.zeros(allowed.shape, device=segments.device).masked_fill(~allowed, -math.inf)
     return position, mask[:, None]
 
@@ -488,14 +496,16 @@ def build(
 def size_of(settings: Settings) -> tuple[int, int]:
     """The numbers of parameters and of modules of a GPT, without building it."""
     dim, head_dim = settings.dim, settings.head_dim
-    attention = dim * (settings.heads + 2 * settings.kv_heads) * head_dim + dim * dim
+    qkv = dim * (settings.heads + 2 * settings.kv_heads) * head_dim
+    attention = qkv + dim * dim
     norms = 2 * dim
     modules = 10
     if settings.qk_norm:
         norms += 2 * head_dim
         modules += 2
     block = attention + 3 * dim * settings.ffn + norms
-    ends = settings.vocab * dim * (1 if settings.tied else 2) + dim
+    matrices = 1 if settings.tied else 2
+    ends = matrices * settings.vocab * dim + dim
     return settings.layers * block + ends, settings.layers * modules + 6
 
 
@@ -540,7 +550,8 @@ def _wrong_flags(flags: Mapping[str, object]) -> list[Problem]:
 
 def _wrong_numbers(rope_base: object, norm_eps: object, z_loss: object) -> list[Problem]:
     problems: list[Problem] = []
-    for key, value, least in (("rope_base", rope_base, 1.0), ("norm_eps", norm_eps, 0.0)):
+    limits = (("rope_base", rope_base, 1.0), ("norm_eps", norm_eps, 0.0))
+    for key, value, least in limits:
         if not _number(value) or value <= least:
             what = f"{value!r} is not over {least:g}"
             problems.append(Problem(what, f"model.args.{key}", fix="give a larger one"))

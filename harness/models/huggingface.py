@@ -104,8 +104,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
     """
     options = validate(Arguments, dict(args), "model.args")
     where = f"model.target {PREFIX}{folder}"
-    path = Path(folder).expanduser()
-    path = path.parent if path.name == "config.json" else path
+    path = _folder(folder)
     if not (path / "config.json").is_file():
         why = "it has no config.json" if path.is_dir() else "only local folders are read"
         fix = "give a folder with config.json and *.safetensors; fetch one from the hub with `hf download --local-dir`"
@@ -122,6 +121,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
         model = _load(transformers, path, config, options, where)
     model.config.use_cache = False
 
+    # Blocks that are computed again in backward, and adapters beside the weights.
     if options.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             what = f"{type(model).__name__} cannot compute its blocks again in backward"
@@ -145,11 +145,14 @@ def tokenizer_of(target: str) -> Path | None:
     """The tokenizer.json that came with the model of `model.target`; None if there is none."""
     if not target.startswith(PREFIX):
         return None
-    folder = Path(target.removeprefix(PREFIX)).expanduser()
-    if folder.name == "config.json":
-        folder = folder.parent
-    found = folder / "tokenizer.json"
+    found = _folder(target.removeprefix(PREFIX)) / "tokenizer.json"
     return found if found.is_file() else None
+
+
+def _folder(name: str) -> Path:
+    """The folder that is meant; its config.json may be named instead."""
+    path = Path(name).expanduser()
+    return path.parent if path.name == "config.json" else path
 
 
 @contextmanager
@@ -419,10 +422,13 @@ class CausalLM:
         """
         targets = batch["targets"].flatten()
         output = self.outputs(module, batch["inputs"], batch.get("segments"))
-        total = F.cross_entropy(
-            output.logits.float().flatten(0, -2), targets, reduction="sum", ignore_index=IGNORED
-        )
+        logits = output.logits.float().flatten(0, -2)
+        total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+
+        # Not reduction="mean": it is 0 / 0 where no target counts.
         loss = total / (targets != IGNORED).sum().clamp(min=1)
+
+        # Validation compares models by the cross-entropy alone.
         auxiliary = self.auxiliary(output) if module.training else None
         return loss if auxiliary is None else loss + auxiliary
 
@@ -450,9 +456,8 @@ class CausalLM:
                 Problem(f"{self.kind} cannot train on packed samples", "data", why, fix)
             )
         # From position_ids that begin anew, transformers derives the mask between documents.
-        return module(
-            input_ids=inputs, position_ids=positions_of(segments), use_cache=False, **more
-        )
+        positions = positions_of(segments)
+        return module(input_ids=inputs, position_ids=positions, use_cache=False, **more)
 
 
 def positions_of(segments: Tensor) -> Tensor:
@@ -460,6 +465,7 @@ def positions_of(segments: Tensor) -> Tensor:
 
     segments: int64 [batch, time], the number of each token's document.
     """
+    # A token's position is its place minus the place at which its document begins.
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -479,7 +485,8 @@ def causal_lm(model: nn.Module) -> CausalLM | None:
         return None
 
     # A user's own subclass of a causal LM is one, too.
-    names = set(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    listed = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = set(listed.values())
     if any(kind.__name__ in names for kind in type(base).__mro__):
         return CausalLM(model)
     return None
@@ -520,7 +527,8 @@ def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -
     logits = labelled.logits.float()
 
     # Change token 8: the logits of the eight before it must stay.
-    after = called.outputs(model, _with_another(ids, 8, called.vocab_size)).logits.float()
+    changed = _with_another(ids, 8, called.vocab_size)
+    after = called.outputs(model, changed).logits.float()
     if _moved(logits[:, :8], after[:, :8], logits) > _ROUNDING:
         why = "it would learn to copy the targets, which are the next inputs"
         fix = "take a decoder; for BERT and its kind: model.args.config={is_decoder: true}"
@@ -552,12 +560,12 @@ def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
     other = _with_another(ids, 2, called.vocab_size)
     # The same second document, after a first one of two tokens.
     earlier = torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12]
-    earlier_segments = torch.tensor([[0] * 2 + [1] * 4 + [2] * 6])
+    earlier_segments = torch.tensor([[0] * 2 + [1] * 4 + [2] * 6], device=ids.device)
     called.unpackable = ""
     try:
         logits = called.outputs(model, ids, segments).logits.float()
         changed = called.outputs(model, other, segments).logits.float()
-        shifted = called.outputs(model, earlier, earlier_segments.to(ids.device)).logits.float()
+        shifted = called.outputs(model, earlier, earlier_segments).logits.float()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"its forward fails with position_ids: {_short(error)}"
 
@@ -579,6 +587,7 @@ def _with_another(ids: Tensor, place: int, vocab_size: int) -> Tensor:
 def _moved(one: Tensor, other: Tensor, logits: Tensor) -> float:
     """The largest difference, as a share of the largest of `logits`; infinite if anything is not finite."""
     # Not under the smallest float: logits may all be zero.
-    largest = logits.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    smallest = torch.finfo(torch.float32).tiny
+    largest = logits.abs().max().clamp(min=smallest)
     share = float((one - other).abs().max() / largest)
     return share if math.isfinite(share) else math.inf

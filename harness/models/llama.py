@@ -54,7 +54,7 @@ def _names(settings: Settings) -> Iterator[tuple[str, list[tuple[str, int]]]]:
         if ours != "lm_head.weight" or not settings.tied:
             yield ours, [(theirs, -1)]
 
-    # Matrices that are one here and several there.
+    # Matrices that are one here and several there. One product of all is one launch, and in FP8 one cast of the input.
     queries = settings.heads * settings.head_dim
     keys = settings.kv_heads * settings.head_dim
     fused = {
@@ -82,9 +82,11 @@ def to_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Tenso
     made: dict[str, Tensor] = {}
     for ours, parts in _names(settings):
         tensor = state[ours]
-        names = [name for name, _ in parts]
-        rows = [count if count >= 0 else len(tensor) for _, count in parts]
-        made.update(zip(names, tensor.split(rows), strict=True))
+        first = 0
+        for name, rows in parts:
+            last = len(tensor) if rows < 0 else first + rows
+            made[name] = tensor[first:last]
+            first = last
     return made
 
 
@@ -93,7 +95,8 @@ def from_llama(state: Mapping[str, Tensor], settings: Settings) -> dict[str, Ten
     made: dict[str, Tensor] = {}
     for ours, parts in _names(settings):
         tensors = [state[name] for name, _ in parts]
-        made[ours] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        # A single one is not copied: it would be in memory twice while a large model is loaded.
+        made[ours] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     if settings.tied:
         made["lm_head.weight"] = made["embed.weight"]
     return made
@@ -156,7 +159,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     # Options under which the model would compute something else: refused by name, never ignored.
     rotated = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    head_dim = config.get("head_dim", 128 if kind == "qwen3" else None)
+    default_head_dim = 128 if kind == "qwen3" else None
+    head_dim = config.get("head_dim", default_head_dim)
     unlike = {
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
@@ -226,9 +230,12 @@ def build(
             state[name] = tensor
 
     named = to_llama(model.state_dict(), settings)
-    _check_weights(state, {name: tensor.shape for name, tensor in named.items()}, where)
+    shapes = {name: tensor.shape for name, tensor in named.items()}
+    _check_weights(state, shapes, where)
 
-    weights = {name: tensor.float() for name, tensor in from_llama(state, settings).items()}
+    # float32 are the optimizer's master weights, from which every lower precision is cast.
+    ours = from_llama(state, settings)
+    weights = {name: tensor.float() for name, tensor in ours.items()}
     model.load_state_dict(weights, assign=True)
     # Assigning has made two Parameters of a tied weight.
     if settings.tied:
@@ -298,7 +305,8 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
             if Path(name).name != name:
                 raise ValueError("the index names a file outside of the folder")
             with safe_open(path / name, framework="pt") as stream:
-                state |= {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+                for key in stream.keys():  # noqa: SIM118
+                    state[key] = stream.get_tensor(key)
         except (OSError, SafetensorError, ValueError) as error:
             problems.append(
                 Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again")

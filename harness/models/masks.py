@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -79,12 +80,15 @@ def judge(ask: Ask, batch: Batch, name: str) -> Masks:
         return Masks(blind=True)
 
     # First without any mask. If this fails, something else is wrong, and the run reports it.
-    plain = torch.where(labels == IGNORED, labels.flatten()[counted[0]], labels)
+    some_label = labels.flatten()[counted[0]]
+    plain = torch.where(labels == IGNORED, some_label, labels)
     try:
         whole, logits = ask({**batch, name: plain})
     except Exception:
         return Masks(blind=True)
-    if not bool(torch.isfinite(whole)) or (logits is not None and not _per_label(logits, labels)):
+    if not bool(torch.isfinite(whole)):
+        return Masks(blind=True)
+    if logits is not None and not _per_label(logits, labels):
         return Masks(blind=True)
 
     # From here on only masks can be the reason for a failure.
@@ -111,17 +115,22 @@ def _judged(ask: Ask, batch: Batch, name: str, counted: Tensor) -> Masks:
     moved = False
     for share in _SHARES:
         first, second = _divided(counted, share)
-        found = [ask_of(first), ask_of(second)]
-        one, other = (float(loss) for loss, _ in found)
-        moved = moved or any(_differ(logits, others) for _, others in found)
+        loss_of_first, logits_of_first = ask_of(first)
+        loss_of_second, logits_of_second = ask_of(second)
+        one, other = float(loss_of_first), float(loss_of_second)
         losses.append((one, other))
+
+        moved = moved or _differ(logits, logits_of_first) or _differ(logits, logits_of_second)
         mean = (len(first) * one + len(second) * other) / len(counted)
         is_mean = is_mean and _close(mean, everything, tolerance)
         is_sum = is_sum and _close(one + other, everything, tolerance)
-    none = float(ask_of(counted[:0])[0])
+    loss_of_none, _ = ask_of(counted[:0])
+    none = float(loss_of_none)
 
     # If all losses are alike, the equation of the mean holds for any loss. The loss of no label decides.
-    contrast = max(abs(one - everything) for pair in losses for one in pair)
+    contrast = 0.0
+    for one, other in losses:
+        contrast = max(contrast, abs(one - everything), abs(other - everything))
     if is_mean and contrast <= _CONTRAST * tolerance * abs(everything):
         if math.isfinite(none) and abs(none) > abs(everything) / 2:
             wrong = f"it is {none:.4g} where no label counts, and {everything:.4g} where {len(counted)} do"
@@ -137,9 +146,8 @@ def _judged(ask: Ask, batch: Batch, name: str, counted: Tensor) -> Masks:
         doubled = float(ask(twice)[0])
         if _close(doubled, 2 * everything, tolerance):
             return Masks(summed=True)
-        return Masks(
-            f"masked or not, all labels are in the number that it is divided by: {_compared(everything, losses)}"
-        )
+        wrong = "masked or not, all labels are in the number that it is divided by"
+        return Masks(f"{wrong}: {_compared(everything, losses)}")
 
     if _weighted(ask, batch, name, counted, tolerance, moved):
         return Masks()
@@ -155,12 +163,13 @@ def _weighted(
 
     # To mask all labels of the second half of the samples must be the same as to leave these samples out.
     with_labels = _all(batch, name, counted)
-    first_half = with_labels[name][:half]
-    masked = torch.cat([first_half, torch.full_like(with_labels[name][half:], IGNORED)])
+    masked = with_labels[name].clone()
+    masked[half:] = IGNORED
     if not bool((masked != IGNORED).any()):
         return False
+    first_half = {key: values[:half] for key, values in with_labels.items()}
     here = float(ask({**with_labels, name: masked})[0])
-    alone = float(ask({key: values[:half] for key, values in with_labels.items()})[0])
+    alone = float(ask(first_half)[0])
     if not _close(here, alone, tolerance):
         return False
     # Labels that are inputs change the losses of other labels, so weights cannot be compared.
@@ -168,7 +177,9 @@ def _weighted(
         return True
 
     # Within one sample (or all, if each has one label) random sets of labels must imply the same weights.
-    samples = counted // labels[0].numel() if labels.ndim > 1 else torch.zeros_like(counted)
+    samples = torch.zeros_like(counted)
+    if labels.ndim > 1:
+        samples = counted // labels[0].numel()
     places = counted[samples == samples.mode().values]
     if len(places) < 3:
         return True
@@ -188,10 +199,10 @@ def _weighted(
             (of_qr - of_r, of_q - of_qr),
             (of_pr - of_r, of_p - of_pr),
         ]
-        smallest = min(abs(each) for pair in parts for each in pair)
+        smallest = min(map(abs, chain.from_iterable(parts)))
         if smallest <= _CONTRAST * tolerance * abs(of_p):
             continue
-        pq, qr, pr = (above / below for above, below in parts)
+        pq, qr, pr = [above / below for above, below in parts]
         if not abs(pq * qr / pr - 1) <= _CONSISTENT:
             return False
     return True

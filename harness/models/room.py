@@ -54,7 +54,8 @@ def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> Non
         why = f"{parameters:,} float32 parameters take {size_text(weights)}, {why}"
     needed = size_text(weights + objects)
     what = f"needs {needed} or more to be built, and this machine has {size_text(there)}, swap included"
-    where = f"model.args ({', '.join(f'{key} {value}' for key, value in sizes.items())})"
+    given = [f"{key} {value}" for key, value in sizes.items()]
+    where = f"model.args ({', '.join(given)})"
     fix = "lower the size that is too large; training takes some four times the weights, see harness estimate"
     raise ConfigError(Problem(what, where, why, fix))
 
@@ -103,8 +104,10 @@ class _Watch:
         if parameter is None:
             return
         self._parameters += 1
-        on_host = parameter.device.type == "cpu"
-        self._add(_MODULE + (parameter.nbytes if on_host else 0))
+        size = _MODULE
+        if parameter.device.type == "cpu":
+            size += parameter.nbytes
+        self._add(size)
 
     def _add(self, size: int) -> None:
         self._added += size

@@ -125,6 +125,7 @@ class Task:
             return Judged(self._causal_lm.loss(module, batch), None)
         output = self._output(module, batch)
         loss = self._loss(output, batch)
+        # Accuracy is of classes, one for each sample.
         _, logits = _parts(output)
         labels = _labels(batch)
         if labels is None or logits is None or labels.ndim != 1 or logits.ndim != 2:
@@ -140,10 +141,12 @@ class Task:
         Raises ConfigError if forward does not take the batch, fails, or returns neither a loss nor logits.
         """
         # Lazy parameters get their shape in the first forward, and that one has to be the run's.
-        if any(is_lazy(parameter) for parameter in model.parameters()):
+        if _has_lazy(model):
             return ""
         device = next(model.parameters()).device
-        one = {name: values.to(device) for name, values in one_sample(batch, 0).items()}
+        one = _to(one_sample(batch, 0), device)
+
+        # Who computes the loss: transformers' causal models (`CausalLM`), this adapter over `labels`, or the model.
         causal = self._causal_lm is not None and "targets" in one
         labels = "" if causal else self._call(one).labels
         own = not causal and not labels
@@ -167,7 +170,9 @@ class Task:
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error)[:300]}"
             what = f"forward fails on a sample of the data: {cause}"
-            given = [f"{name}: {_shape(values)} of {values.dtype}" for name, values in one.items()]
+            given: list[str] = []
+            for name, values in one.items():
+                given.append(f"{name}: {_shape(values)} of {values.dtype}")
             why = f"the sample is {', '.join(given)}"
             fix = "the model must take what the data give: call it on one sample alone"
             raise ConfigError(Problem(what, self._where, why, fix)) from error
@@ -183,13 +188,15 @@ class Task:
         """
         batches = (batch for batch in batches if not isinstance(batch, Flawed))
         first = next(batches, None)
-        if first is None or any(is_lazy(parameter) for parameter in model.parameters()):
+        if first is None or _has_lazy(model):
             return
 
         # Only labels that are classes and that go to the model's own loss can be masked.
         name = next((name for name in LABELS if name in first), None)
+        if name is None or first[name].is_floating_point():
+            return
         causal = self._causal_lm is not None and "targets" in first
-        if name is None or first[name].is_floating_point() or causal or self._call(first).labels:
+        if causal or self._call(first).labels:
             return
         batch = masks.with_masks(chain([first], batches), name, certain="segments" in first)
         if batch is None:
@@ -203,7 +210,7 @@ class Task:
         device = next(model.parameters()).device
         found = masks.Masks()
         with _left_alone(model, device):
-            moved = {key: values.to(device) for key, values in batch.items()}
+            moved = _to(batch, device)
             for dtype in dict.fromkeys((None, half)):
                 with _autocast(device, dtype):
                     found = masks.judge(ask, moved, name)
@@ -271,15 +278,16 @@ class Task:
     def _output(self, module: nn.Module, batch: Batch) -> object:
         """What forward returns for the batch."""
         call = self._call(batch)
-        placed = [batch[name] for name in call.placed]
-        named = {name: batch[name] for name in call.named}
-        return module(*placed, **named)
+        args = [batch[name] for name in call.placed]
+        kwargs = {name: batch[name] for name in call.named}
+        return module(*args, **kwargs)
 
     def _loss(self, output: object, batch: Batch) -> Tensor:
         """The loss in `output`, or the cross-entropy of its logits. Raises ConfigError if it has no such thing."""
         call = self._call(batch)
         loss, logits = _parts(output)
-        returned = f"forward({', '.join([*call.placed, *call.named])}) returned {_shape(output)}"
+        given = ", ".join([*call.placed, *call.named])
+        returned = f"forward({given}) returned {_shape(output)}"
         if not call.labels:
             if loss is None:
                 raise self._broken(f"{returned}, not a 0-d loss")
@@ -334,7 +342,9 @@ class Task:
         for name in names:
             if name in placed:
                 continue
-            ours = name in LABELS and (not takes_any or (name == "targets" and bool(placed)))
+            ours = name in LABELS
+            if takes_any:
+                ours = name == "targets" and bool(placed)
             if name in keywords and name not in filled:
                 named.append(name)
             elif ours:
@@ -397,8 +407,10 @@ def _parts(output: object) -> tuple[Tensor | None, Tensor | None]:
         tensors = [each for each in output if isinstance(each, Tensor)]
         scalars = [tensor for tensor in tensors if tensor.ndim == 0]
         others = [tensor for tensor in tensors if tensor.ndim]
-        loss = scalars[0] if len(scalars) == 1 else None
-        logits = others[0] if others else None
+        if len(scalars) == 1:
+            loss = scalars[0]
+        if others:
+            logits = others[0]
 
     if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point()):
         loss = None
@@ -448,12 +460,9 @@ def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
     # Some buffers count forwards.
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
+    gpus = [device] if device.type == "cuda" else []
     try:
-        with (
-            torch.no_grad(),
-            random_numbers_apart(),
-            fork_rng([device] if device.type == "cuda" else []),
-        ):
+        with torch.no_grad(), random_numbers_apart(), fork_rng(gpus):
             yield
     finally:
         model.train(was_training)
@@ -482,6 +491,14 @@ def _whole(model: object, name: str) -> int | None:
     """The attribute `name` if it is an int, else None."""
     value = getattr(model, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _has_lazy(model: nn.Module) -> bool:
+    return any(is_lazy(parameter) for parameter in model.parameters())
+
+
+def _to(batch: Batch, device: torch.device | str) -> Batch:
+    return {name: values.to(device) for name, values in batch.items()}
 
 
 def _shape(value: object) -> str:
@@ -518,16 +535,21 @@ def training_flops(model: nn.Module, task: Task, batch: Batch) -> float:
     """
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            task.loss(_OnMeta(model), {name: values.to("meta") for name, values in batch.items()})
+            task.loss(_OnMeta(model), _to(batch, "meta"))
         forward = counter.get_total_flops()
     except Exception:
         # The model reads values, or an operation has no meta kernel. Its MFU stays unknown.
         return math.nan
 
     # The share of the weights that are trained is the share of backward that computes their gradients.
-    matrices: list[Tensor] = [param for param in model.parameters() if param.ndim >= 2]
-    elements = sum(param.numel() for param in matrices)
-    trained = sum(param.numel() for param in matrices if param.requires_grad)
+    elements = 0
+    trained = 0
+    for param in model.parameters():
+        if param.ndim < 2:
+            continue
+        elements += param.numel()
+        if param.requires_grad:
+            trained += param.numel()
     if not elements:
         return math.nan
     return float(forward * (2 + trained / elements))

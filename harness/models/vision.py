@@ -45,17 +45,23 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, places, dim = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, places, 3, self.heads, dim // self.heads)
+        shape = (batch, places, 3, self.heads, dim // self.heads)
+        qkv = self.qkv(self.norm1(x)).view(shape)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, places, dim))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+        hidden = F.gelu(self.up(self.norm2(x)))
+        return x + self.down(hidden)
 
 
 class ViT(nn.Module):
@@ -72,10 +78,13 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(channels, dim, patch, patch)
         self.places = nn.Parameter(torch.randn((size // patch) ** 2, dim))
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, classes)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        # [batch, dim, rows, columns] -> [batch, places, dim]
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        x = patches + self.places
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))
@@ -90,7 +99,11 @@ def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 
     if not widths or any(width % 8 for width in widths):
         what = f"widths {list(widths)} are not multiples of 8"
         raise ConfigError(Problem(what, "model.args", fix="such as [32, 64]"))
-    kernels = sum(9 * into * out for into, out in zip([channels, *widths], widths, strict=False))
+    kernels = 0
+    into = channels
+    for out in widths:
+        kernels += 9 * into * out
+        into = out
     sizes = {"classes": classes, "widths": max(widths)}
     require_room(kernels + widths[-1] * classes, 3 * len(widths), sizes)
     return ConvNet(channels, widths, classes)
@@ -119,7 +132,8 @@ def vit(
         problems.append(Problem(what, "model.args", fix="change heads"))
     if problems:
         raise ConfigError(problems)
-    matrices = dim * (channels * patch**2 + (size // patch) ** 2 + 12 * layers * dim + classes)
+    places = (size // patch) ** 2
+    matrices = dim * (channels * patch**2 + places + 12 * layers * dim + classes)
     sizes = {"dim": dim, "layers": layers, "size": size, "classes": classes}
     require_room(matrices, 7 * layers, sizes)
     return ViT(channels, size, patch, dim, layers, heads, classes)

@@ -175,8 +175,11 @@ RECURRING = 5
 RECURRING_SPAN = 500
 """Newest windows in which they are looked for."""
 _MOST = 4
+"""Large values for each usual one, at most."""
 _USUAL_BETWEEN = 2
+"""Usual values that are needed since the first large one."""
 _MARGIN = 1.25
+"""Deviations up to this many times the largest are let through."""
 
 
 def mark(deviation: float, room: float) -> list[float]:
@@ -204,6 +207,8 @@ def recurring(marks: Sequence[float]) -> float | None:
     over = [value for value in marks if value > 0]
     if len(over) < RECURRING:
         return None
+
+    # Without usual values between the large ones the weights may be at fault.
     first = next(place for place, value in enumerate(marks) if value > 0)
     usual = len(marks) - first - len(over)
     if usual < _USUAL_BETWEEN or len(over) > _MOST * (usual + 1):

@@ -84,6 +84,8 @@ class DataMonitor(KeptWindow):
             return Verdict("data.ok", facts.step)
         kinds = [kind for bit, kind in _KINDS.items() if facts.bad_data & bit]
         code, _ = kinds[0]
+
+        # The step knows the kinds of faults only. Reading the window again names the samples.
         found = self._read_again(facts)
         if found.texts:
             what = "; ".join(found.texts[:NAMED_IN_TEXT])
@@ -93,6 +95,7 @@ class DataMonitor(KeptWindow):
             faults = ", ".join(words for _, words in kinds)
             what = f"{faults}, but not when read again"
             what += ": the data source is not deterministic, or a rank's memory is faulty"
+
         text = f"update skipped, weights unchanged: window {facts.window} of {self.batches.name}: {what}"
         evidence: dict[str, Any] = {
             "window": facts.window,

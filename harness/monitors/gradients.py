@@ -1,4 +1,4 @@
-"""Gradients and their effects: skipped updates, limits, clipping, the ends of fp16's range, the weights' norm.
+"""Skipped updates and the limits on gradient norms that decide them.
 
 How `GradientMonitor` tells a bad gradient from a usual one:
 
@@ -11,10 +11,6 @@ How `GradientMonitor` tells a bad gradient from a usual one:
 4. *Norms that are right.* Skipping and rolling back do not help where large norms are the nature of the run. Two such
    cases are accepted (see `GradientMonitor`): weights that give large norms whatever the samples, and samples that give
    them again and again, with usual norms between.
-
-The other monitors only report: `ClippingMonitor` a run in which nearly every update is clipped, `UnderflowMonitor`
-gradients near the ends of fp16's range, `ParameterMonitor` weights whose norm grows (and weights that are not finite,
-for which it proposes a rollback).
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import math
 from collections import deque
 from dataclasses import replace
 from itertools import islice
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
@@ -51,13 +47,6 @@ GROWTH_ARMED_AFTER = 16
 """Norms needed before growth is reported."""
 OLDEST = 10
 """How many of the oldest norms of the last GROWTH_WINDOW a norm is compared with, to see gradual growth."""
-BASELINE = 8
-"""Number of first measurements of underflow, whose median is the baseline.
-
-As many of the latest ones are kept. Their newer half against their older half shows whether the share still rises.
-"""
-MOSTLY = 0.5
-"""A share of zeros that is reported whatever the baseline was."""
 
 
 class GradientMonitor(KeptWindow):
@@ -393,232 +382,3 @@ class GradientMonitor(KeptWindow):
         if len(norms) < GROWTH_ARMED_AFTER:
             return None
         return min(median(norms), median(norms[:OLDEST]))
-
-
-class ClippingMonitor(KeptWindow):
-    """Reports when nearly every update is clipped.
-
-    max_grad_norm: the norm to which the run clips.
-    warmup_steps: applied steps of the learning rate's warm-up. They do not count: gradients of an untrained model are
-    large.
-    share: of the last `window` applied steps; more clipped ones are reported.
-
-    A streak ends when under half of that share are clipped, so a share that wavers about the limit is reported once.
-
-    Verdicts: `gradient.clipping` (healthy, once per streak), else `clipping.ok`.
-    """
-
-    key = "clipping"
-    kept = ("norms", "told")
-
-    def __init__(
-        self, max_grad_norm: float, warmup_steps: int, share: float = 0.95, window: int = 200
-    ) -> None:
-        self.max_grad_norm = max_grad_norm
-        self.warmup_steps = warmup_steps
-        self.share = share
-        self._norms: deque[float] = deque(maxlen=window)
-        # Whether the present streak was reported. Checkpoints have it under the name "told".
-        self._told = False
-
-    @classmethod
-    def build(cls, context: MonitorContext) -> ClippingMonitor:
-        """For every run."""
-        return cls(context.max_grad_norm, context.warmup_steps, context.guard.clipping_share)
-
-    def observe(self, facts: StepFacts) -> Verdict:
-        """The verdict on one step. Deterministic; a skipped step does not count."""
-        quiet = Verdict("clipping.ok", facts.step)
-        if not facts.applied or facts.applied_steps <= self.warmup_steps:
-            return quiet
-        self._norms.append(facts.grad_norm)
-        if len(self._norms) != self._norms.maxlen:
-            return quiet
-        share = sum(norm > self.max_grad_norm for norm in self._norms) / len(self._norms)
-        was_told = self._told
-        self._told = share >= (self.share / 2 if was_told else self.share)
-        if was_told or not self._told:
-            return quiet
-        usual = median(self._norms)
-        text = (
-            f"{share:.0%} of the last {len(self._norms)} updates were clipped: max_grad_norm is "
-            f"{self.max_grad_norm:g}, the median gradient norm {usual:.4g}. Clipping bounds what breaks a run and does "
-            "not mend it: now the limit, not the gradient, sets the length of every step. Lower the learning rate, "
-            "look for a loss that is summed where it should be averaged, or raise max_grad_norm above the usual norm"
-        )
-        evidence = {"share": share, "median": usual, "max_grad_norm": self.max_grad_norm}
-        return Verdict("gradient.clipping", facts.step, text, evidence=evidence)
-
-
-class UnderflowMonitor(KeptWindow):
-    """Watches which share of the scaled gradient is exactly 0, and which is over half of fp16's largest value.
-
-    rise: a share of zeros that is this much over that of the run's first measurements, and still rising, is reported.
-    near_limit: a share near the limit that is over this is reported.
-
-    A model with sparse activations has zeros from the start, so only a share over one half is reported without a rise.
-
-    Only applied steps count: in a skipped one the loss scale is about to change. Without a loss scale, or after the
-    run left fp16, nothing is measured and the monitor stays silent.
-
-    Verdicts, all healthy and once per streak: `gradient.underflow`, `gradient.overflow`, else `underflow.ok`.
-    """
-
-    key = "underflow"
-    kept = ("first", "latest", "vanishing", "overflowing")
-
-    def __init__(self, rise: float = 0.05, near_limit: float = 0.01) -> None:
-        self.rise = rise
-        self.near_limit = near_limit
-        self._first: list[float] = []
-        self._latest: deque[float] = deque(maxlen=BASELINE)
-        self._vanishing = False
-        self._overflowing = False
-
-    @classmethod
-    def build(cls, context: MonitorContext) -> UnderflowMonitor:
-        """For every run."""
-        guard = context.guard
-        return cls(guard.underflow_rise, guard.overflow_share)
-
-    def observe(self, facts: StepFacts) -> Verdict:
-        """The verdict on one step. Deterministic."""
-        quiet = Verdict("underflow.ok", facts.step)
-        if not facts.applied or facts.fell_back_to or math.isnan(facts.grad_zeros):
-            return quiet
-        self._latest.append(facts.grad_zeros)
-        if len(self._first) < BASELINE:
-            self._first.append(facts.grad_zeros)
-
-        was_overflowing = self._overflowing
-        self._overflowing = facts.grad_near_limit > self.near_limit
-        if self._overflowing and not was_overflowing:
-            return self._overflow(facts)
-
-        was_vanishing = self._vanishing
-        self._vanishing = self._vanishes()
-        if self._vanishing and not was_vanishing:
-            return self._underflow(facts)
-        return quiet
-
-    def _vanishes(self) -> bool:
-        """Whether the share of zeros is high for this run. A streak begins with a rise, and lasts while it is high."""
-        half = BASELINE // 2
-        if len(self._latest) < half:
-            return False
-        latest = list(self._latest)
-        now = median_low(latest[-half:])
-        if now > MOSTLY:
-            return True
-        over = len(self._first) == BASELINE and now > median(self._first) + self.rise
-        if not over:
-            return False
-        return self._vanishing or now > median_low(latest[:-half])
-
-    def _underflow(self, facts: StepFacts) -> Verdict:
-        start = median(self._first)
-        text = (
-            f"{facts.grad_zeros:.1%} of the gradient's elements are exactly 0, {start:.1%} in the run's first "
-            f"measurements: at a loss scale of {facts.loss_scale:g} fp16 rounds them away, and what they would have "
-            "taught is lost. Use a bf16 recipe where the card has bf16, else the recipe fp16_underflow, which keeps "
-            "the scale high, or a larger loss_scale.init"
-        )
-        evidence = {"zeros": facts.grad_zeros, "first_zeros": start, "loss_scale": facts.loss_scale}
-        return Verdict(
-            "gradient.underflow", facts.step, text, evidence=evidence | {"window": facts.window}
-        )
-
-    def _overflow(self, facts: StepFacts) -> Verdict:
-        text = (
-            f"{facts.grad_near_limit:.1%} of the gradient's elements are over half of fp16's largest value at a loss "
-            f"scale of {facts.loss_scale:g}: updates are about to be skipped. The scale gives way by itself; if "
-            "nonfinite.skip follows again and again, lower the learning rate or use the recipe fp16_overflow"
-        )
-        evidence = {
-            "near_limit": facts.grad_near_limit,
-            "loss_scale": facts.loss_scale,
-            "window": facts.window,
-        }
-        return Verdict("gradient.overflow", facts.step, text, evidence=evidence)
-
-
-class ParameterMonitor(KeptWindow):
-    """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
-
-    growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is not compared
-    with.
-
-    Verdicts: `parameters.growth` (unhealthy until the norm has settled, reported once per streak), else
-    `parameters.ok`. If the weights are not finite it proposes a rollback. Such a rollback skips no windows: no bad
-    gradient passed the gate, so the data is not to blame.
-    """
-
-    key = "parameters"
-    kept = ("norms", "growing", "infinite")
-
-    def __init__(self, growth: float = 10.0, within: int = 100) -> None:
-        self.growth = growth
-        self.within = within
-        self._norms: list[tuple[int, float]] = []
-        self._growing = False
-        self._infinite = False
-
-    @classmethod
-    def build(cls, context: MonitorContext) -> ParameterMonitor:
-        """For every run."""
-        return cls(context.guard.parameter_growth)
-
-    def observe(self, facts: StepFacts) -> Verdict:
-        """The verdict on one step. Deterministic; between measurements it stays what it was."""
-        # NaN: not measured in this step. Weights with a NaN arrive as an infinite norm.
-        norm = facts.param_norm
-        if not math.isnan(norm):
-            recent = [
-                (step, each) for step, each in self._norms if step >= facts.step - self.within
-            ]
-            self._norms = recent
-            smallest = min((each for _, each in recent), default=math.inf)
-
-            self._infinite = math.isinf(norm)
-            if self._infinite:  # neither begins nor ends a streak of growth
-                return self._grown(facts, norm, smallest)
-
-            was_growing = self._growing
-            self._growing = norm >= self.growth * smallest
-            if norm > 0:
-                self._norms.append((facts.step, norm))
-            if self._growing and not was_growing:
-                return self._grown(facts, norm, smallest)
-
-        bad = self._growing or self._infinite
-        return Verdict("parameters.growth" if bad else "parameters.ok", facts.step, healthy=not bad)
-
-    def _grown(self, facts: StepFacts, norm: float, smallest: float) -> Verdict:
-        proposal: Continue | Rollback = Continue()
-        if math.isinf(norm):
-            reason = "the weights are not finite"
-            proposal = Rollback(reason)
-            text = (
-                f"{reason} although every gradient was: the optimizer overflowed, something else writes to the "
-                "weights, or the memory is faulty. Compare with a run on another card"
-            )
-        else:
-            text = (
-                f"the norm of the weights is {norm:.4g}, {norm / smallest:.1f} times its smallest of the last "
-                f"{self.within} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
-                "Lower the learning rate, or lengthen the warm-up"
-            )
-        evidence = {
-            "norm": jsonable(norm),
-            "smallest": jsonable(smallest),
-            "lr": facts.lr,
-            "window": facts.window,
-        }
-        return Verdict(
-            "parameters.growth",
-            facts.step,
-            text,
-            healthy=False,
-            proposal=proposal,
-            evidence=evidence,
-        )

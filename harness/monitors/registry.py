@@ -9,18 +9,19 @@ from typing import Any
 from harness.core.errors import CheckpointError, Problem, some
 from harness.core.protocols import Meta, Monitor, TensorDict
 from harness.monitors.base import MonitorContext
+from harness.monitors.clipping import ClippingMonitor
 from harness.monitors.data import DataMonitor
 from harness.monitors.fallback import FallbackController, WholeRunFallback
-from harness.monitors.gradients import (
-    ClippingMonitor,
-    GradientMonitor,
-    ParameterMonitor,
-    UnderflowMonitor,
-)
+from harness.monitors.fp8 import Fp8Monitor
+from harness.monitors.fp8_frozen import Fp8FrozenMonitor
+from harness.monitors.fp8_storm import Fp8StormMonitor
+from harness.monitors.gradients import GradientMonitor
 from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
+from harness.monitors.parameters import ParameterMonitor
 from harness.monitors.ranks import RanksMonitor
 from harness.monitors.rise import LearningRateMonitor, LossRiseMonitor
-from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor, ScalerMonitor
+from harness.monitors.scaler import ScalerMonitor
+from harness.monitors.underflow import UnderflowMonitor
 
 MONITORS = (
     GradientMonitor,

@@ -125,6 +125,7 @@ class Responder:
         A verdict may ask for it, and a rollback or halt always does. So does a skipped update, unless a verdict says
         that this skip is expected.
         """
+        # True: keep it. False: the skip is expected. None: the verdict does not say.
         opinions = {verdict.suspect for verdict in verdicts}
         unexpected_skip = not facts.applied and False not in opinions
         return unexpected_skip or True in opinions or isinstance(action, Rollback | Halt)

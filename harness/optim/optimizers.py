@@ -48,6 +48,7 @@ _OF_THE_CONFIG = {
 _FIXED = ("fused", "foreach", "capturable", "differentiable", "maximize")
 # The key of train.optimizer_args with patterns of what Muon leaves to AdamW.
 _MUON_OTHERS = "others"
+_Maker = Callable[[nn.Module, list[Group], TrainConfig, torch.device], Optimizer]
 
 
 def build_optimizer(
@@ -89,25 +90,32 @@ def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
 
     Nothing is allocated, except for a class of the user's own: one parameter's state. Raises as `build_optimizer` does.
     """
-    trained = [param for param in model.parameters() if param.requires_grad]
-    elements = sum(param.numel() for param in trained)
+    trained = [param for _, param in _trainable(model)]
+    elements = _count(trained)
+    # amsgrad keeps the largest second moment as well.
     adam_moments = 3 if train.optimizer_args.get("amsgrad") else 2
 
     if train.optimizer in _TORCHAO:
         whole = _embeddings(model)
-        return adam_moments * sum(_torchao_moment(train, param, whole) for param in trained)
+        moment = 0
+        for param in trained:
+            moment += _torchao_moment(train, param, whole)
+        return adam_moments * moment
     if train.optimizer == "adamw":
         return 4 * adam_moments * elements
     if train.optimizer == "sgd":
         return 4 * elements
     if train.optimizer == "muon":
         # One moment for each element of the matrices, AdamW's two for the rest.
-        chosen = sum(param.numel() for _, param in _muon_matrices(model, train))
-        return 4 * chosen + 8 * (elements - chosen)
+        matrices = _count(param for _, param in _muon_matrices(model, train))
+        return 4 * matrices + 8 * (elements - matrices)
 
+    # A class of the user's own may keep anything, so it is measured on one parameter of each group.
     cls = _load_class(train)
-    groups = _decay_groups(model, train)
-    return sum(_rehearse(cls, group, _own_arguments(cls, train), train) for group in groups)
+    size = 0
+    for group in _decay_groups(model, train):
+        size += _rehearse(cls, group, _own_arguments(cls, train), train)
+    return size
 
 
 def waits_for(optimizer: Optimizer) -> str:
@@ -128,23 +136,42 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
     return [Problem(what, f"train.optimizer {train.optimizer!r}", why, fix)]
 
 
+def _trainable(model: nn.Module) -> Named:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    """Elements of all of them."""
+    return sum(param.numel() for param in params)
+
+
 def _decay_groups(model: nn.Module, train: TrainConfig) -> list[Group]:
     """Trainable parameters with weight decay, then those without."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    named = _trainable(model)
     if not named:
         fix = "return a module with parameters that require gradients from model.target"
         raise ConfigError(
             Problem("the model has no trainable parameter", type(model).__name__, fix=fix)
         )
 
-    excluded = set[int]() if train.decay_embeddings else _embeddings(model)
+    # Vectors (norms, biases) set scales and offsets: pulling those to zero is not what weight decay is for.
+    excluded: set[int] = set()
+    if not train.decay_embeddings:
+        excluded = _embeddings(model)
     decayed: Named = []
     others: Named = []
     for name, param in named:
-        decays = param.ndim >= 2 and id(param) not in excluded
-        (decayed if decays else others).append((name, param))
-    found = [_group(decayed, train.weight_decay), _group(others, 0.0)]
-    return [group for group in found if group["params"]]
+        if param.ndim >= 2 and id(param) not in excluded:
+            decayed.append((name, param))
+        else:
+            others.append((name, param))
+
+    groups: list[Group] = []
+    if decayed:
+        groups.append(_group(decayed, train.weight_decay))
+    if others:
+        groups.append(_group(others, 0.0))
+    return groups
 
 
 def _embeddings(model: nn.Module) -> set[int]:
@@ -157,14 +184,14 @@ def _embedding_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]
 
 
 def _group(members: Named, decay: float) -> Group:
-    names = [name for name, _ in members]
-    return {"params": [param for _, param in members], "param_names": names, "weight_decay": decay}
+    names, params = zip(*members, strict=True)
+    return {"params": list(params), "param_names": list(names), "weight_decay": decay}
 
 
 def _fused(
     model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
 ) -> Optimizer:
-    lr = torch.tensor(train.lr, dtype=torch.float32, device=device)
+    lr = _shared_rate(train, device)
     cls: Any
     if train.optimizer == "adamw":
         cls = torch.optim.AdamW
@@ -179,6 +206,11 @@ def _fused(
     return optimizer
 
 
+def _shared_rate(train: TrainConfig, device: torch.device) -> Tensor:
+    """The learning rate on the device, where a kernel reads it without the host."""
+    return torch.tensor(train.lr, dtype=torch.float32, device=device)
+
+
 def _torchao(
     model: nn.Module, groups: list[Group], train: TrainConfig, device: torch.device
 ) -> Optimizer:
@@ -191,7 +223,7 @@ def _torchao(
         raise MachineError(Problem("torchao is not installed", where, str(error), fix)) from error
 
     cls = _steps_on(getattr(library, name), device)
-    lr = torch.tensor(train.lr, dtype=torch.float32, device=device)
+    lr = _shared_rate(train, device)
     given = _named_arguments(cls, train, {"betas": train.betas})
     optimizer: Any = _construct(cls, groups, {"lr": lr, **given}, train)
 
@@ -251,9 +283,12 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
-        state = {param: values for part in self.parts for param, values in part.state.items()}
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self.state.update(state)
+        groups: list[Group] = []
+        for part in self.parts:
+            groups += part.param_groups
+        super().__init__(groups, {})
+        for part in self.parts:
+            self.state.update(part.state)
         self._share()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +301,8 @@ class MuonAdamW(Optimizer):
         first = 0
         for part in self.parts:
             last = first + len(part.param_groups)
-            part.state, part.param_groups = self.state, self.param_groups[first:last]
+            part.param_groups = self.param_groups[first:last]
+            part.state = self.state
             first = last
 
     def step(self, closure: Any = None) -> Any:
@@ -283,15 +319,19 @@ def _muon(
     muon: list[Group] = []
     adamw: list[Group] = []
     for group in groups:
-        named = list(zip(group["param_names"], group["params"], strict=True))
-        matrices = [pair for pair in named if id(pair[1]) in chosen]
-        others = [pair for pair in named if id(pair[1]) not in chosen]
+        matrices: Named = []
+        others: Named = []
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            part = matrices if id(param) in chosen else others
+            part.append((name, param))
         if matrices:
             muon.append(_group(matrices, group["weight_decay"]))
         if others:
             adamw.append(_group(others, group["weight_decay"]))
 
-    args = {key: value for key, value in train.optimizer_args.items() if key != _MUON_OTHERS}
+    # torch.optim.Muon does not know the key that says what AdamW takes.
+    args = dict(train.optimizer_args)
+    args.pop(_MUON_OTHERS, None)
     own = train.model_copy(update={"optimizer_args": args})
     given = _named_arguments(torch.optim.Muon, own, {})
     given = {"lr": train.lr, "adjust_lr_fn": "match_rms_adamw", **given}
@@ -299,10 +339,11 @@ def _muon(
     if adamw:
         parts.append(torch.optim.AdamW(adamw, lr=train.lr, betas=train.betas, fused=True))
 
-    # State as the first step would make it, as zeros.
+    # State as the first step would make it, as zeros: a checkpoint may be saved before that step.
     for group in parts[0].param_groups:
         for param in group["params"]:
-            parts[0].state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
+            momentum = torch.zeros_like(param, requires_grad=False)
+            parts[0].state[param]["momentum_buffer"] = momentum
     for part in parts[1:]:
         init_optimizer_state(part)
     return MuonAdamW(parts)
@@ -315,19 +356,24 @@ def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:
     what `train.optimizer_args.others` names. Raises ConfigError for a pattern that matches nothing, or if no matrix is
     left.
     """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    named = _trainable(model)
     patterns = _muon_patterns(train, [name for name, _ in named])
 
-    rows = {each.num_embeddings for each in _embedding_modules(model)}
-    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    heads = [each for each in linears if each.out_features in rows]
-    excluded = _embeddings(model) | {id(each.weight) for each in heads[-1:]}
+    # The output layer is known by its size: it gives one number for each row of an embedding.
+    vocabularies = {each.num_embeddings for each in _embedding_modules(model)}
+    head: nn.Linear | None = None
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features in vocabularies:
+            head = module
+    excluded = _embeddings(model)
+    if head is not None:
+        excluded.add(id(head.weight))
 
     found: Named = []
     for name, param in named:
         if param.ndim != 2 or id(param) in excluded:
             continue
-        if not any(fnmatchcase(name, each) for each in patterns):
+        if not _matches(name, patterns):
             found.append((name, param))
     if not found:
         what = "the model has no hidden matrix for Muon"
@@ -335,13 +381,16 @@ def _muon_matrices(model: nn.Module, train: TrainConfig) -> Named:
     return found
 
 
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _muon_patterns(train: TrainConfig, names: Sequence[str]) -> list[str]:
     """Patterns in `train.optimizer_args.others`. Raises ConfigError for one that matches none of `names`."""
     where = f"train.optimizer_args.{_MUON_OTHERS}"
     patterns = train.optimizer_args.get(_MUON_OTHERS, [])
-    if not isinstance(patterns, list) or not all(
-        isinstance(each, str) for each in cast("list[Any]", patterns)
-    ):
+    given = cast("list[Any]", patterns) if isinstance(patterns, list) else [None]
+    if not all(isinstance(pattern, str) for pattern in given):
         what = f"{patterns!r} is no list of patterns"
         raise ConfigError(Problem(what, where, fix='such as ["head.*"]'))
     unmatched = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
@@ -415,7 +464,8 @@ def _named_arguments(
     """`given` and `train.optimizer_args`. Raises ConfigError for keys that the class does not take, or are ours."""
     parameters = inspect.signature(cls).parameters
     taken = [name for name in parameters if name not in (*_OF_THE_CONFIG, *fixed)]
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    kinds = [parameter.kind for parameter in parameters.values()]
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     problems: list[Problem] = []
     for key in train.optimizer_args:
         where = f"train.optimizer_args.{key}"
@@ -441,12 +491,16 @@ def _construct(
     except HarnessError:
         raise
     except Exception as error:
-        what = f"{cls.__name__} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"{cls.__name__} failed: {_in_one_line(error)}"
         where = f"train.optimizer {train.optimizer!r}"
         fix = "check train.optimizer_args"
         if cls is getattr(torch.optim, "Muon", None):
             fix = "use train.optimizer=muon: it gives everything but matrices to AdamW"
         raise ConfigError(Problem(what, where, fix=fix)) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @torch.no_grad()
@@ -459,8 +513,12 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
     `found_inf` and updates although it is set.
     """
     # The smallest parameter that is not tiny: quantised state differs for tiny ones.
-    by_size = sorted(group["params"], key=lambda param: param.numel())
-    chosen = next((param for param in by_size if param.numel() >= _SMALLEST), by_size[-1])
+    by_size = sorted(group["params"], key=nn.Parameter.numel)
+    chosen = by_size[-1]
+    for param in by_size:
+        if param.numel() >= _SMALLEST:
+            chosen = param
+            break
     copy = nn.Parameter(chosen.detach().clone())
     alone = {"params": [copy], "param_names": ["copy"], "weight_decay": group["weight_decay"]}
     if "weight_decay" not in inspect.signature(cls).parameters:
@@ -469,8 +527,10 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
     where = f"train.optimizer {train.optimizer!r}"
     name = cls.__name__
 
-    # An applied step, and a gated one if it claims to read the gate. No random number of the run is used up.
-    devices = [copy.device.index] if copy.device.type == "cuda" else []
+    # An applied step, and a gated one if it claims to read the gate. fork_rng: no random number of the run is used up.
+    devices: list[int] = []
+    if copy.device.type == "cuda":
+        devices.append(copy.device.index)
     try:
         with torch.random.fork_rng(devices):
             copy.grad = torch.full_like(copy, 1e-3)
@@ -482,7 +542,7 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
                 optimizer.grad_scale = one.clone()  # type: ignore[attr-defined]
                 optimizer.step()
     except Exception as error:
-        what = f"a step of {name} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"a step of {name} failed: {_in_one_line(error)}"
         raise ConfigError(Problem(what, where, fix="try it on one parameter, alone")) from error
     if takes_found_inf(optimizer) and not torch.equal(before, copy):
         what = f"{name} says that it takes found_inf, and updates although it is set"
@@ -501,7 +561,8 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
     for value in state.values():
         if isinstance(value, Tensor):
             size += value.numel() * value.element_size()
-    return math.ceil(size / copy.numel() * sum(param.numel() for param in group["params"]))
+    per_element = size / copy.numel()
+    return math.ceil(per_element * _count(group["params"]))
 
 
 def _not_saved(state: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
@@ -523,7 +584,7 @@ def _can_be_saved(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-_MAKERS: dict[str, Callable[[nn.Module, list[Group], TrainConfig, torch.device], Optimizer]] = {
+_MAKERS: dict[str, _Maker] = {
     "adamw": _fused,
     "sgd": _fused,
     "adamw8bit": _torchao,

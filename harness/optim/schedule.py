@@ -1,6 +1,7 @@
 """The learning rate: its schedule, a warning where it is too high, and how far a resume moves it.
 
-Schedules count applied updates, so skipped steps do not advance them.
+Schedules count applied updates, so skipped steps do not advance them. The rate is computed on the device from the
+counter of applied updates that is there: the host learns only a step later whether an update was applied.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     if not matrices:
         return ""
 
+    # One read by the host for all norms. An all-zero matrix (a zero-initialised part) has no size to compare with.
     norms = torch.stack(torch._foreach_norm(matrices)).tolist()
     sizes: list[float] = []
     for norm, param in zip(norms, matrices, strict=True):
@@ -104,7 +106,8 @@ class Schedule:
         # How far the decay is, from 0 to 1.
         start = self.warmup_steps
         if self.kind == "wsd":
-            start = max(start, self.total_steps - round(self.decay_share * self.total_steps))
+            decay_steps = round(self.decay_share * self.total_steps)
+            start = max(start, self.total_steps - decay_steps)
         progress = ((n - start) / max(1, self.total_steps - start)).clamp(0.0, 1.0)
 
         # The factor after the warm-up.

@@ -261,6 +261,7 @@ class Precision:
             fix = "move and cast the model first, then call prepare()"
             raise misuse("context()", f"the model {moved}", why, fix)
 
+        # The first forward with gradients begins the window. A change of mode within it shows an evaluation.
         recording = torch.is_grad_enabled()
         if recording:
             if self._clock is not None and self._training is not ready.model.training:
@@ -273,8 +274,10 @@ class Precision:
         with self.turn.hold("context()"):
             self._inside = True
             try:
-                clock = ready.forward_clock if recording else None
-                with clock.forward() if clock else nullcontext(), ready.backend.context():
+                timed: AbstractContextManager[None] = nullcontext()
+                if recording and ready.forward_clock is not None:
+                    timed = ready.forward_clock.forward()
+                with timed, ready.backend.context():
                     yield
             finally:
                 self._inside = False
@@ -312,6 +315,8 @@ class Precision:
         ready = self._outside("backward()")
         self._check_loss(loss)
         self._check_window(ready)
+
+        # Activation checkpoints run forwards again in here, so the backend's state has to be that of the forward.
         with self.turn.hold("backward()"):
             self.in_backward = True
             try:
@@ -327,11 +332,11 @@ class Precision:
             finally:
                 self.in_backward = False
 
-        # The loss of the window, and whether its gradients carry a scale that nobody must touch.
+        # The loss of the window, and whether its gradients carry a scale that nobody must touch: in torch's own loop
+        # the hooks divided it out already.
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        carry_scale = (
-            ready.loss_scale is not None and not ready.loss_scale.retired and not self._hooks.begun
-        )
+        scales = ready.loss_scale is not None and not ready.loss_scale.retired
+        carry_scale = scales and not self._hooks.begun
         ready.window.backward_done(ready.model.parameters(), carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
@@ -389,6 +394,7 @@ class Precision:
 
         Raises MisuseError naming everything that is wrong with the call.
         """
+        # Refuse before anything is changed: half a step cannot be taken back.
         ready = self._outside("step()")
         chosen = unwrapped(optimizers)
         problems = step_problems(chosen, ready.window.backwards)
@@ -403,13 +409,11 @@ class Precision:
         own: dict[str, float | Tensor] = {"loss": mean_over_ranks(self._loss)}
         if ready.forward_clock is not None:
             own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
+        if max_grad_norm is None:
+            max_grad_norm = math.inf
         true = self._hooks.gradients
-        gradients = LoopGradients(
-            ready,
-            chosen,
-            max_norm=math.inf if max_grad_norm is None else max_grad_norm,
-            overflow=None if true is None else true.found,
-        )
+        overflow = None if true is None else true.found
+        gradients = LoopGradients(ready, chosen, max_grad_norm, overflow)
 
         # Gate and update, then the facts leave for the host. `harness train` makes the same call.
         with self.turn.hold("step()"):
@@ -460,6 +464,7 @@ class Precision:
         them. Raises MisuseError for a pattern that matches no Linear.
         """
         ready = self._between_steps("demote()")
+        # Held: the fallback would bring a layer back as soon as its tensors look harmless.
         names = ready.select("demote()", layers)
         ready.judge.held |= set(names)
         moved = tuple(name for name in names if name not in ready.backend.demoted)

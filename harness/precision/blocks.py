@@ -43,7 +43,8 @@ class Blocks:
                 self._of.setdefault(layer, block)
         self._blocks: list[tuple[Block, list[nn.Module]]] = []
         for block, layers in found:
-            self._blocks.append((block, [layer for layer in layers if self._of[layer] is block]))
+            own = [layer for layer in layers if self._of[layer] is block]
+            self._blocks.append((block, own))
 
     def of(self, layer: nn.Module) -> Block:
         """The first block that holds `layer`."""

@@ -27,7 +27,7 @@ def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Pr
     problems: list[Problem] = []
     why = BACKENDS[rung.backend].not_compiled
     if why:
-        *others, last = (name for name, backend in BACKENDS.items() if not backend.not_compiled)
+        *others, last = [name for name, each in BACKENDS.items() if not each.not_compiled]
         what = f"the {rung.backend} backend does not compile"
         fix = f"take a recipe whose rung here is {', '.join(others)} or {last}, or engine.compile=none"
         problems.append(Problem(what, _WHERE, why, fix))
@@ -35,6 +35,8 @@ def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Pr
         what = f"{type(model).__name__} has no nn.ModuleList with blocks in it"
         fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
         problems.append(Problem(what, _WHERE, fix=fix))
+
+    # What torch.compile itself needs. Without it the run would fail at its first step, in the middle of a traceback.
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if device.type == "cpu" and not any(map(shutil.which, compilers)):
         why = "torch.compile writes C++ for a CPU"
@@ -63,7 +65,9 @@ class EagerWatch(logging.Handler):
         """Called by torch's logger."""
         text = record.getMessage()
         if "recompile_limit" in text and not self._found:
-            self._found = "; ".join(line.strip() for line in text.splitlines()[:3])
+            # The first lines name the function and the guard that failed.
+            lines = text.splitlines()[:3]
+            self._found = "; ".join(map(str.strip, lines))
 
     def take(self) -> str:
         """The first function that runs eager, and why. Given once; empty before and after."""

@@ -6,6 +6,9 @@ monitors. `check_half_weights` and `autocast_dtype` are for DeepSpeed, which own
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -38,7 +41,9 @@ def build_backend(
     torch.set_float32_matmul_precision(recipe.float32_matmul)
 
     # Only fp16 backends take a loss scale.
-    scaled = {} if loss_scale is None else {"loss_scale": loss_scale}
+    scaled: dict[str, LossScale] = {}
+    if loss_scale is not None:
+        scaled["loss_scale"] = loss_scale
     kind = BACKENDS[plan.rung.backend].load()
     backend: PrecisionBackend = kind(plan, recipe, model, device, **scaled)
 
@@ -53,15 +58,16 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
 
     A compiled block or model around such layers is fine: it is traced at its first call, after they were converted.
     """
-    compiled = {id(each) for each in model.modules() if each._compiled_call_impl is not None}
-    changed = {row.module for row in plan.layers if row.precision == "fp8"} | set(plan.keep_fp32)
-    named = dict(model.named_modules(remove_duplicate=False))
-    found = sorted(name for name in changed if name in named and id(named[name]) in compiled)
-    if found:
-        what = "was compiled before it was prepared"
-        why = "its compiled call would go on computing what it was, whatever the plan says"
-        fix = "compile after prepare(), or the blocks around it"
-        raise MisuseError([Problem(what, name, why, fix) for name in found])
+    changed = {*plan.fp8_layers(), *plan.keep_fp32}
+    problems: list[Problem] = []
+    for name, module in sorted(model.named_modules(remove_duplicate=False)):
+        if name in changed and module._compiled_call_impl is not None:
+            what = "was compiled before it was prepared"
+            why = "its compiled call would go on computing what it was, whatever the plan says"
+            fix = "compile after prepare(), or the blocks around it"
+            problems.append(Problem(what, name, why, fix))
+    if problems:
+        raise MisuseError(problems)
 
 
 def monitor_context(
@@ -77,14 +83,20 @@ def monitor_context(
     scales_loss: there is an fp16 loss scale.
     leaves_fp16: the loss scale is owned here, not by an engine, so the whole run may leave fp16.
     """
+    amax_history: int | None = None
+    if recipe.fp8.scaling == "delayed":
+        amax_history = recipe.fp8.amax_history_len
+    fallback_precision: Callable[[], str] | None = None
+    if leaves_fp16:
+        fallback_precision = partial(agree_on_fallback, facts, device)
     return MonitorContext(
         guard=GuardConfig(),
         fallback=recipe.fallback,
-        layers=tuple(pad_numbers(layer) for layer in backend.layers),
-        amax_history=recipe.fp8.amax_history_len if recipe.fp8.scaling == "delayed" else None,
+        layers=tuple(map(pad_numbers, backend.layers)),
+        amax_history=amax_history,
         margin=recipe.fp8.margin,
         scales_loss=scales_loss,
-        fallback_precision=(lambda: agree_on_fallback(facts, device)) if leaves_fp16 else None,
+        fallback_precision=fallback_precision,
     )
 
 
@@ -111,5 +123,6 @@ def check_half_weights(recipe: Recipe, rung: Rung) -> list[Problem]:
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
     """The dtype for an engine that owns autocast (DeepSpeed); None for fp32."""
+    # Modules outside of the FP8 layers compute in bf16.
     dtypes = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
     return dtypes[plan.rung.precision]

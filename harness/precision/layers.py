@@ -72,7 +72,7 @@ class LayerFilter:
         if not _first_match(layers.include, names):
             return "not in layers.include"
         for block, reason in self._skipped.items():
-            if any(name == block or name.startswith(f"{block}.") for name in names):
+            if any(f"{name}.".startswith(f"{block}.") for name in names):
                 return reason
 
         # Kinds of Linear that a converted layer could not stand for.
@@ -87,8 +87,8 @@ class LayerFilter:
             return "nn.MultiheadAttention reads its weight and does not call it"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
-        parts = {part for name in names for part in name.split(".")}
-        if not parts.isdisjoint(_ADAPTERS):
+        parts = ".".join(names).split(".")
+        if not _ADAPTERS.isdisjoint(parts):
             return "a low-rank adapter (LoRA): too small to gain, and all that is trained"
 
         # Sizes that FP8 cannot compute, or gains nothing from.
@@ -122,8 +122,13 @@ class LayerFilter:
         blocks = repeated_blocks(model)
         total = len(blocks)
 
-        given = [end for end, count in (("first", first), ("last", last)) if count]
-        keys = " and ".join(f"{where}.skip_{end}_blocks" for end in given)
+        # For messages, the keys that are set.
+        given: list[str] = []
+        if first:
+            given.append(f"{where}.skip_first_blocks")
+        if last:
+            given.append(f"{where}.skip_last_blocks")
+        keys = " and ".join(given)
         if not blocks:
             what = f"{type(model).__name__} has no repeated blocks"
             why = "no nn.ModuleList or nn.Sequential in it has two or more children of one class"
@@ -143,7 +148,7 @@ class LayerFilter:
 
 
 # Attributes of peft's layers that hold the two factors of an adapter.
-_ADAPTERS = ("lora_A", "lora_B")
+_ADAPTERS = frozenset({"lora_A", "lora_B"})
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -193,10 +198,13 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             continue
         if len(kinds) > 1 or kinds == {nn.ModuleList}:
             continue
-        size = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+        # A lazy parameter has no size before the first forward.
+        sized = [each for each in module.parameters() if not is_lazy(each)]
+        size = sum(parameter.numel() for parameter in sized)
         if size > most:
             most = size
-            best = [f"{name}.{child}" if name else child for child in children]
+            prefix = f"{name}." if name else ""
+            best = [prefix + child for child in children]
     return best
 
 
@@ -231,15 +239,17 @@ def find_kept(
 
     where: the recipe key, for messages.
     """
-    names = {module: found for module, found in names_of(model).items() if _is_called(module)}
-    every_name = [name for found in names.values() for name in found]
+    names: dict[nn.Module, list[str]] = {}
+    every_name: list[str] = []
+    for module, found in names_of(model).items():
+        if _is_called(module):
+            names[module] = found
+            every_name += found
+
     kept: dict[nn.Module, str] = {}
     problems: list[Problem] = []
     for pattern in patterns:
-        matched: list[nn.Module] = []
-        for module, found in names.items():
-            if any(fnmatchcase(name, pattern) for name in found):
-                matched.append(module)
+        matched = [module for module, found in names.items() if _first_match([pattern], found)]
         if not matched:
             what = f'pattern "{pattern}" matches no module that is called'
             problems.append(Problem(what, where, fix=near_match(pattern, every_name)))
@@ -269,7 +279,9 @@ def keep_in_fp32(model: nn.Module, names: Sequence[str], device_type: str) -> No
 
     A deep copy does the same. A pickle is of the module's own class.
     """
-    for module in dict.fromkeys(model.get_submodule(name) for name in names):
+    # Each module once, though several names may lead to it: a class made of its own class would cast twice.
+    modules = {model.get_submodule(name): None for name in names}
+    for module in modules:
         module.__class__ = _fp32_class(type(module), device_type)
 
 
@@ -359,7 +371,8 @@ def plan_fusion(
     nothing = "layers.fuse: nothing is fused,"
     fuses = BACKENDS[rung.backend].fuses
     if rung.precision != "fp8" or not fuses:
-        have = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
+        able = [name for name, backend in BACKENDS.items() if backend.fuses]
+        have = ", ".join(able)
         return list(rows), f"{nothing} {rung.name} has no fused blocks ({have} has)"
     if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
@@ -393,10 +406,11 @@ def _with_norms(
     declared: (Linear, norm) -> the names that the declaration gives them.
     """
     names = names_of(model)
-    feeds = Counter(norm for _, norm in declared)
     norms: dict[nn.Module, list[nn.Module]] = {}
+    feeds: Counter[nn.Module] = Counter()
     for linear, norm in declared:
         norms.setdefault(linear, []).append(norm)
+        feeds[norm] += 1
 
     # The row of each Linear; and for the row of each fused norm, the Linear that it is fused with.
     fused: dict[str, LayerPlan] = {}
@@ -452,6 +466,7 @@ def _with_mlps(
         row, before = fp8.get(second), fp8.get(first)
         if row is None:
             continue
+        # Only a chain norm -> first -> second, with nobody else in it, is one block.
         if firsts[first] > 1 or seconds[second] > 1:
             why = "a Linear is declared in several"
         elif before is None:
@@ -508,7 +523,8 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
         return "eps None depends on the dtype"
     if tuple(norm.normalized_shape) != (linear.in_features,):
         return f"it normalises {tuple(norm.normalized_shape)}, the layer takes {linear.in_features}"
-    if any(norm._parameters.get(name) is None for name in norm._parameters.keys() | {"weight"}):
+    wanted = {"weight", *norm._parameters}
+    if any(norm._parameters.get(name) is None for name in wanted):
         return "it has no weight or no bias of its own"
     return ""
 
@@ -554,7 +570,7 @@ def swap_linears(
     return {name: swapped[name] for name in names}
 
 
-def twin(linear: nn.Linear, to: type[L]) -> L:
+def shallow_copy(linear: nn.Linear, to: type[L]) -> L:
     """A shallow copy of `linear`, of class `to`: the same Parameters, hooks and training flag."""
     made = to.__new__(to)
     made.__dict__.update(linear.__dict__)

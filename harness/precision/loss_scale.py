@@ -51,17 +51,21 @@ class LossScale:
         """
         if self.retired:
             return
+        # A skip without an overflow is not the scale's fault: nothing changes.
         config = self.config
         bad = overflow > 0
         keep = (skip > 0) & ~bad
 
+        # All of it by `where`: the host does not know yet whether gradients overflowed.
         counted = self.tracker + 1
         grows = counted >= config.growth_interval
         good = torch.where(grows, self.value * config.growth_factor, self.value)
         scale = torch.where(bad, self.value * config.backoff_factor, good)
         tracker = torch.where(bad | grows, torch.zeros_like(counted), counted)
 
-        self.value.copy_(torch.where(keep, self.value, scale.clamp(config.floor, config.cap)))
+        # In place: whoever holds these tensors sees the new values.
+        bounded = scale.clamp(config.floor, config.cap)
+        self.value.copy_(torch.where(keep, self.value, bounded))
         self.tracker.copy_(torch.where(keep, self.tracker, tracker))
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
@@ -77,4 +81,6 @@ class LossScale:
 
 def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:
     """A dynamic loss scale on fp16 rungs. None elsewhere: bf16 has fp32's exponent range, and FP8 its own scales."""
-    return LossScale(recipe.loss_scale, device) if plan.rung.precision == "fp16" else None
+    if plan.rung.precision != "fp16":
+        return None
+    return LossScale(recipe.loss_scale, device)

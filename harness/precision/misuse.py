@@ -103,11 +103,11 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
         problems.append(Problem("no backward() since the last step", "step()", why, fix))
 
     real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    gradients = [parameter.grad for parameter in parameters_of(real)]
-    if any(grad is not None and grad.is_sparse for grad in gradients):
+    gradients = [parameter.grad for parameter in parameters_of(real) if parameter.grad is not None]
+    if any(grad.is_sparse for grad in gradients):
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
         problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
-    if backwards and real and all(grad is None for grad in gradients):
+    if backwards and real and not gradients:
         fix = "call zero_grad() after step(), not between backward() and step()"
         problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
     return problems
@@ -242,9 +242,9 @@ class OpenWindow:
         parameters: the model's.
         """
         applied, self._applied = self._applied, []
-        kept = any(
-            parameter.grad is not None and _mark(parameter) == mark for parameter, mark in applied
-        )
+        kept = False
+        for parameter, mark in applied:
+            kept |= parameter.grad is not None and _mark(parameter) == mark
         if not kept:
             return
 
@@ -253,7 +253,8 @@ class OpenWindow:
         fix = "optimizer.zero_grad()"
         # A step of some of the parameters is how networks are trained in turn, which needs another fix.
         held = {id(parameter) for parameter in parameters_of(self._stepped)}
-        if any(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+        trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if not trained <= held:
             what += ", which was of a part of the model"
             fix = (
                 "for networks that are trained in turn (a GAN) one Precision each (docs/guide/api.md);"
@@ -291,6 +292,7 @@ class OpenWindow:
         """Raises MisuseError if `optimizer` may not step now."""
         if self._stepping:
             return
+        # A step without gradients does nothing: of a part that does not train in this window, for example.
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
         if not self._owns_any(with_gradients):
             self._refuse_of_copies(optimizer, with_gradients)
@@ -315,8 +317,8 @@ class OpenWindow:
     def _refuse_of_copies(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         copied: set[int] = set()
         for copy in self.copies.now():
-            copied.update(id(parameter) for parameter in copy.parameters())
-        if copied.isdisjoint(id(parameter) for parameter in parameters):
+            copied.update(map(id, copy.parameters()))
+        if copied.isdisjoint(map(id, parameters)):
             return
         what = f"{type(optimizer).__name__}.step() was called on a deep copy of the prepared model"
         why = "a copy uses the original's FP8 scales and does not update them; in fp16 nothing scales its loss"

@@ -71,7 +71,10 @@ def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
 
 def first_taken(judged: Sequence[Judgement]) -> int | None:
     """Index of the first rung that one machine takes alone; None if it can take none."""
-    return next((index for index, judgement in enumerate(judged) if judgement.takes), None)
+    for index, judgement in enumerate(judged):
+        if judgement.takes:
+            return index
+    return None
 
 
 def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]) -> int | None:
@@ -81,16 +84,23 @@ def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]
     that they take by the recipe and that every other rank is able to run. The recipe need not list the tiers of the
     others: on an H100 beside a T4 the T4's fp16 is right, though no recipe would give fp16 to an H100.
     """
+    # Which rungs each rank takes, and the first of them.
     takes: list[list[bool]] = []
+    firsts: list[int] = []
     for able_here, listed_here in zip(able, listed, strict=True):
-        takes.append([a and b for a, b in zip(able_here, listed_here, strict=True)])
-    if not all(any(row) for row in takes):
-        return None
+        both = [a and b for a, b in zip(able_here, listed_here, strict=True)]
+        if True not in both:
+            return None
+        takes.append(both)
+        firsts.append(both.index(True))
 
-    firsts = [row.index(True) for row in takes]
-    weakest = [row for row, first in zip(takes, firsts, strict=True) if first == max(firsts)]
-    for index in range(len(takes[0])):
-        if all(row[index] for row in (*able, *weakest)):
+    # The weakest ranks must take the rung; for all others it is enough to be able to.
+    asked = list(able)
+    for row, first in zip(takes, firsts, strict=True):
+        if first == max(firsts):
+            asked.append(row)
+    for index, answers in enumerate(zip(*asked, strict=True)):
+        if all(answers):
             return index
     return None
 
@@ -141,8 +151,8 @@ class Plan:
     keep_fp32: tuple[str, ...] = field(default_factory=tuple)
 
     def __repr__(self) -> str:
-        counts = Counter(layer.precision for layer in self.layers)
-        modules = ", ".join(f"{precision}: {count}" for precision, count in sorted(counts.items()))
+        counts = sorted(Counter(layer.precision for layer in self.layers).items())
+        modules = ", ".join(f"{precision}: {count}" for precision, count in counts)
         return f"Plan({self.recipe} on {self.tier}: {self.resolved}; modules in {modules})"
 
     def __str__(self) -> str:
@@ -180,9 +190,10 @@ class Plan:
 
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded. All FP8 state and statistics have this order."""
-        return tuple(
-            f"{pad_numbers(layer)}.{role}" for layer in self.fp8_layers() for role in ROLES
-        )
+        names: list[str] = []
+        for layer in map(pad_numbers, self.fp8_layers()):
+            names += [f"{layer}.{role}" for role in ROLES]
+        return tuple(names)
 
     def as_dict(self) -> dict[str, Any]:
         """What plan.json holds. `effective` is filled in after the run."""
@@ -204,6 +215,7 @@ class Plan:
 
         An FP8 layer counts as FP8 only if its slots saw a nonzero amax.
         """
+        # FP8 has to show that it ran. A layer that is never called keeps amaxes of 0.
         used: set[str] = set()
         if backend.slot_names:
             tensors, _ = backend.state_dict()
@@ -332,9 +344,10 @@ def _row(
     reason = "converted"
     if others:
         reason += f", also known as {', '.join(others)}"
-    if not module.weight.requires_grad:
+    frozen = not module.weight.requires_grad
+    if frozen:
         reason += ", frozen: no weight gradient"
-    return LayerPlan(name, kind, "fp8", rung.backend, reason, shape)
+    return LayerPlan(name, kind, "fp8", rung.backend, reason, shape, frozen=frozen)
 
 
 def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
@@ -345,7 +358,8 @@ def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
     """
     from harness.precision.products import NAMES, half_of, is_embedding, products_in
 
-    kind, parameters = type(module).__name__, list(module.parameters(recurse=False))
+    kind = type(module).__name__
+    parameters = list(module.parameters(recurse=False))
     if ran := products_in(module, half_of(rung.precision)):
         reason = f"not a Linear: fp32 weights, its matrix products run in {ran} (measured on a small one)"
         return LayerPlan(name, kind, ran, PLAIN, reason)
@@ -359,7 +373,8 @@ def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
     # What cannot be measured: autocast decides for every operation of torch, and does not know other kernels.
     half = half_of(rung.precision)
     own = not type(module).__module__.startswith("torch.") and not is_embedding(module)
-    if half is None or not own or all(parameter.ndim < 2 for parameter in parameters):
+    has_matrix = any(parameter.ndim >= 2 for parameter in parameters)
+    if half is None or not own or not has_matrix:
         reason = f"{what}: fp32 weights, autocast decides per op"
         return LayerPlan(name, kind, "fp32", PLAIN, reason)
     ran = NAMES[half]
@@ -372,7 +387,8 @@ def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
     if any(row.precision == "fp8" for row in rows):
         return
     what = "no layer of this model can run in FP8"
-    reasons = sorted({f"{row.module}: {row.reason}" for row in rows if row.shape})
+    linears = [row for row in rows if row.shape]
+    reasons = sorted(f"{row.module}: {row.reason}" for row in linears)
     why = "; ".join(reasons[:5]) or "the model has no Linear"
     fix = (
         "widen layers.include, lower layers.min_features, change the sizes, or take the recipe bf16"
@@ -384,8 +400,10 @@ def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
     """What holds for the whole run: the precision of float32 matrix products, and the loss scale of fp16."""
     if recipe.float32_matmul == "highest":
         tf32 = "no TF32"
+    elif tier in _TF32_TIERS:
+        tf32 = "TF32"
     else:
-        tf32 = "TF32" if tier in _TF32_TIERS else "would allow TF32, which this tier has not"
+        tf32 = "would allow TF32, which this tier has not"
     notes = [f"float32 matmul precision: {recipe.float32_matmul} ({tf32})"]
     if rung.precision == "fp16":
         scale = recipe.loss_scale
@@ -449,8 +467,10 @@ def agree_on_rung(
         judged.append(judgement)
 
     # [rank, able or listed, rung], so that every rank decides from the same numbers.
-    mine = [[judgement.able for judgement in judged], [judgement.listed for judgement in judged]]
-    everyone = gather_over_ranks(torch.tensor(mine, dtype=torch.float32, device=device)) > 0
+    able = [judgement.able for judgement in judged]
+    listed = [judgement.listed for judgement in judged]
+    mine = torch.tensor([able, listed], dtype=torch.float32, device=device)
+    everyone = gather_over_ranks(mine) > 0
     chosen = common_rung(everyone[:, 0].tolist(), everyone[:, 1].tolist())
     if chosen is None:
         raise _no_common_rung(recipe, facts, judged)
@@ -468,13 +488,16 @@ def _no_common_rung(
     from harness.core.collectives import gather_texts
 
     tier, why = tier_of(facts)
-    reasons = zip(recipe.ladder, judged, strict=True)
-    lacks = "; ".join(f"{rung.name}: {judgement.reason}" for rung, judgement in reasons)
+    reasons: list[str] = []
+    for rung, judgement in zip(recipe.ladder, judged, strict=True):
+        reasons.append(f"{rung.name}: {judgement.reason}")
+    lacks = "; ".join(reasons)
     ranks_of: dict[str, list[str]] = {}
     for rank, machine in enumerate(gather_texts(f"tier {tier.name} ({why}): {lacks}")):
         ranks_of.setdefault(machine, []).append(str(rank))
 
-    where, what = f"recipe {recipe.name}: ladder", f"no rung of recipe {recipe.name} runs on"
+    where = f"recipe {recipe.name}: ladder"
+    what = f"no rung of recipe {recipe.name} runs on"
     if len(ranks_of) == 1:
         fix = 'use the recipe "auto", or add a rung for this tier to the recipe'
         return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
@@ -489,6 +512,7 @@ def agree_on_fallback(facts: MachineFacts, device: torch.device) -> str:
 
     from harness.core.collectives import max_over_ranks
 
-    able, _ = can_run(PLAIN, "bf16", facts, tier_of(facts)[0])
+    tier, _ = tier_of(facts)
+    able, _ = can_run(PLAIN, "bf16", facts, tier)
     some_lack_it = max_over_ranks(torch.tensor([float(not able)], device=device)).item()
     return "fp32" if some_lack_it else "bf16"

@@ -34,9 +34,9 @@ from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, TorchGradients, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
+from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
-from harness.monitors.scales import Fp8Monitor
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OpenWindow, parameters_of, sharded_problems
@@ -149,9 +149,11 @@ class Prepared:
         plans = gather_texts("\n".join(lines))
         self._ranks = len(plans)
         if len(set(plans)) > 1:
-            summaries = [text.partition("\n")[0] for text in plans]
-            kinds = ", ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(summaries))
-            what = f"ranks have different plans ({kinds})"
+            summaries: list[str] = []
+            for rank, text in enumerate(plans):
+                first_line, _, _ = text.partition("\n")
+                summaries.append(f"rank {rank}: {first_line}")
+            what = f"ranks have different plans ({', '.join(summaries)})"
             why = "prepare() came before the process group, so that each rank decided alone"
             fix = "call init_process_group(), or make the Accelerator, before prepare()"
             raise MisuseError(Problem(what, "prepare()", why, fix))
@@ -180,9 +182,8 @@ class Prepared:
             here = set(self.model.modules())
             for name, module in self._planned:
                 if module not in here:
-                    return (
-                        f"has another module for {name}, which was to run {self._as_planned[name]}"
-                    )
+                    planned = self._as_planned[name]
+                    return f"has another module for {name}, which was to run {planned}"
             self._children = _children(self.model)
         return ""
 
@@ -287,7 +288,7 @@ class Prepared:
             if not names:
                 what = f'pattern "{pattern}" matches no Linear'
                 problems.append(Problem(what, call, fix=near_match(pattern, linears)))
-            chosen.update(pad_numbers(name) for name in names)
+            chosen.update(map(pad_numbers, names))
         if problems:
             raise MisuseError(problems)
         return [layer for layer in self.context.layers if layer in chosen]
@@ -341,6 +342,7 @@ class Prepared:
         except ValueError as error:
             what = f"its incidents cannot be read: {error}"
             raise _bad_state(what, "give what state_dict() returned") from error
+        # Rates were lowered by this factor at each rollback: with another one the run would go on at other rates.
         factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
         if saved.returned_to and factor != here:
             what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
@@ -417,12 +419,12 @@ def _lr_times(optimizers: Iterable[Optimizer], factor: float) -> Iterator[None]:
 
 def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
     """Every module, with the dict and key that it is found under."""
-    return [
-        (parent._modules, key, child)
-        for parent in model.modules()
-        for key, child in parent._modules.items()
-        if child is not None
-    ]
+    found: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is not None:
+                found.append((parent._modules, key, child))
+    return found
 
 
 def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
@@ -446,9 +448,8 @@ def _wrapping_problems(model: nn.Module) -> list[Problem]:
         what = f"the model is wrapped in {type(model).__name__}"
         fix = "prepare the bare model, then wrap what prepare() returned"
         problems.append(Problem(what, "prepare()", fix=fix))
-    compiled = [
-        name for name, module in model.named_modules() if isinstance(module, OptimizedModule)
-    ]
+    modules = model.named_modules()
+    compiled = [name for name, module in modules if isinstance(module, OptimizedModule)]
     if compiled:
         what = f"{compiled[0] or 'the model'} is wrapped in torch.compile"
         why = 'its layers would be planned and saved under other names, with "_orig_mod." in them'
@@ -465,17 +466,17 @@ def _wrapping_problems(model: nn.Module) -> list[Problem]:
 def _parameter_problems(model: nn.Module) -> list[Problem]:
     """There have to be trainable parameters, all of them in float32."""
     problems: list[Problem] = []
-    trainable = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
+    trainable: list[str] = []
+    odd: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        trainable.append(name)
+        if parameter.dtype != torch.float32:
+            odd.append(f"{name} ({parameter.dtype})")
     if not trainable:
         what = "the model has no trainable parameter"
         problems.append(Problem(what, "prepare()", fix="give the model to train"))
-    odd = [
-        f"{name} ({parameter.dtype})"
-        for name, parameter in trainable
-        if parameter.dtype != torch.float32
-    ]
     if odd:
         what = f"{len(odd)} trainable parameters are not float32, such as {odd[0]}"
         why = "autocast and the FP8 casts start from float32 weights; low-precision weights lose small updates"
@@ -485,11 +486,10 @@ def _parameter_problems(model: nn.Module) -> list[Problem]:
 
 def _fp8_problems(model: nn.Module) -> list[Problem]:
     """No layer may be converted already."""
-    fp8 = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith(_FP8_LAYERS)
-    ]
+    fp8: list[str] = []
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_FP8_LAYERS):
+            fp8.append(name)
     if fp8:
         what = f"the model has {len(fp8)} FP8 layers of another Precision, such as {fp8[0] or 'itself'}"
         why = "their scales belong to that one; under this one they would compute without FP8"
@@ -545,10 +545,11 @@ def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ..
     names = meta["figures"]
     found = dict(zip(names, packed.tolist(), strict=False))
     scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
+    by_slot = packed[len(names) :].detach().cpu()
     return InFlight(
         meta["step"],
         meta["window"],
-        torch.cat([scalars, packed[len(names) :].detach().cpu()]),
+        torch.cat([scalars, by_slot]),
         None,
         slot_names,
         demoted=tuple(meta["demoted"]),

@@ -44,23 +44,22 @@ def planned_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterato
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
-Layer = tuple[Callable[..., nn.Module], Callable[[], tuple[Tensor, ...]]]
+Make = Callable[..., nn.Module]
+Shape = tuple[int, ...]
+Small = tuple[Callable[[], nn.Module], list[Shape]]
+"""How to make a small layer, and the shapes of its inputs."""
 
 
-def _of(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: (torch.zeros(shape),)
+def _convolution(kind: Make, dimensions: int) -> Small:
+    image = (_LONG,) * dimensions
+    return lambda: kind(_WIDTH, _WIDTH, 3), [(_BATCH, _WIDTH, *image)]
 
 
-def _convolution(kind: Callable[..., nn.Module], dimensions: int) -> Layer:
-    return lambda: kind(_WIDTH, _WIDTH, 3), _of(_BATCH, _WIDTH, *[_LONG] * dimensions)
+def _recurrent(kind: Make, *time: int) -> Small:
+    return lambda: kind(_WIDTH, _WIDTH), [(*time, _BATCH, _WIDTH)]
 
 
-def _recurrent(kind: Callable[..., nn.Module], *shape: int) -> Layer:
-    return lambda: kind(_WIDTH, _WIDTH), _of(*shape, _BATCH, _WIDTH)
-
-
-# Class -> how to make a small one, and what to call it with.
-_SMALL: dict[type[nn.Module], Layer] = {
+_SMALL: dict[type[nn.Module], Small] = {
     nn.Conv1d: _convolution(nn.Conv1d, 1),
     nn.Conv2d: _convolution(nn.Conv2d, 2),
     nn.Conv3d: _convolution(nn.Conv3d, 3),
@@ -75,11 +74,11 @@ _SMALL: dict[type[nn.Module], Layer] = {
     nn.GRUCell: _recurrent(nn.GRUCell),
     nn.Bilinear: (
         lambda: nn.Bilinear(_WIDTH, _WIDTH, _WIDTH),
-        lambda: (torch.zeros(_BATCH, _WIDTH), torch.zeros(_BATCH, _WIDTH)),
+        [(_BATCH, _WIDTH)] * 2,
     ),
     nn.MultiheadAttention: (
         lambda: nn.MultiheadAttention(2 * _WIDTH, 2),
-        lambda: (torch.zeros(_LONG, _BATCH, 2 * _WIDTH),) * 3,
+        [(_LONG, _BATCH, 2 * _WIDTH)] * 3,
     ),
 }
 
@@ -105,22 +104,22 @@ def products_in(module: nn.Module, half: torch.dtype | None) -> str:
     parameter = next(module.parameters(recurse=False), None)
     if parameter is None or isinstance(parameter, FakeTensor):
         return ""
-    # A subclass that keeps the forward computes the same.
-    kind = next((each for each in _SMALL if type(module).forward is each.forward), None)
-    if kind is None:
-        return ""
     device = "cuda" if parameter.device.type == "cuda" else "cpu"
-    return _measured(kind, device, half)
+    for kind in _SMALL:
+        # A subclass that keeps the forward computes the same.
+        if type(module).forward is kind.forward:
+            return _measured(kind, device, half)
+    return ""
 
 
 @cache
 def _measured(kind: type[nn.Module], device: str, half: torch.dtype | None) -> str:
     """`products_in` for a small layer of class `kind`."""
-    make, inputs = _SMALL[kind]
+    make, shapes = _SMALL[kind]
     # The user's random numbers and default device stay as they are.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         layer = make().float().to(device)
-        given = [tensor.float().to(device) for tensor in inputs()]
+        given = [torch.zeros(shape).float().to(device) for shape in shapes]
     seen = _Seen()
     try:
         with torch.autocast(device, half or torch.bfloat16, enabled=half is not None), seen:
@@ -142,7 +141,9 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(part in func.overloadpacket.__name__ for part in _PRODUCTS):
-            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.dtypes |= {tensor.dtype for tensor in operands if tensor.dtype in NAMES}
+        name = func.overloadpacket.__name__
+        if any(part in name for part in _PRODUCTS):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.dtype in NAMES:
+                    self.dtypes.add(leaf.dtype)
         return func(*args, **(kwargs or {}))

@@ -53,9 +53,8 @@ class Rung(Strict):
     def _pairs(self) -> Rung:
         allowed = BACKENDS[self.backend].computes
         if self.precision not in allowed:
-            raise ValueError(
-                f"backend {self.backend} computes {' or '.join(allowed)}, not {self.precision}"
-            )
+            computes = " or ".join(allowed)
+            raise ValueError(f"backend {self.backend} computes {computes}, not {self.precision}")
         return self
 
     @property
@@ -101,12 +100,12 @@ class Fp8Config(Strict):
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Fp8Config:
+        # A value that nothing reads would be believed to be in force. One that equals the default changes nothing.
         fields = type(self).model_fields
         changed = [name for name in _DELAYED_ONLY if getattr(self, name) != fields[name].default]
         if self.scaling != "delayed" and changed:
-            raise ValueError(
-                f"{', '.join(changed)} would have no effect: scaling {self.scaling} has no amax history"
-            )
+            why = f"scaling {self.scaling} has no amax history"
+            raise ValueError(f"{', '.join(changed)} would have no effect: {why}")
         return self
 
 
@@ -180,17 +179,17 @@ class LossScaleConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _under_given_keys(cls, data: Any) -> Any:
-        preset = (
-            _LOSS_SCALE_PRESETS.get(str(data.get("preset")), {}) if isinstance(data, dict) else {}
-        )
-        return {**preset, **data} if preset else data
+        if not isinstance(data, dict):
+            return data
+        # An unknown preset is left for the field's own check, which lists the known ones.
+        preset = _LOSS_SCALE_PRESETS.get(str(data.get("preset")), {})
+        return {**preset, **data}
 
     @model_validator(mode="after")
     def _ordered(self) -> LossScaleConfig:
         if not self.floor <= self.init <= self.cap:
-            raise ValueError(
-                f"floor <= init <= cap does not hold: {self.floor}, {self.init}, {self.cap}"
-            )
+            given = f"{self.floor}, {self.init}, {self.cap}"
+            raise ValueError(f"floor <= init <= cap does not hold: {given}")
         return self
 
 
@@ -213,20 +212,17 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _scaling_is_computed(self) -> Recipe:
-        scaling, computed = (
-            self.fp8.scaling,
-            {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder},
-        )
+        # Every rung of the ladder, not only the first: another machine may take another one.
+        scaling = self.fp8.scaling
+        computed = {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder}
         for backend, scalings in computed.items():
             if scalings and scaling not in scalings:
-                told = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
-                raise ValueError(f"{told}: take them out")
+                what = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
+                raise ValueError(f"{what}: take them out")
         if scaling != "delayed" and not any(computed.values()):
-            able = " or ".join(
-                name for name, backend in BACKENDS.items() if scaling in backend.scalings
-            )
+            able = [name for name, backend in BACKENDS.items() if scaling in backend.scalings]
             raise ValueError(
-                f"fp8.scaling {scaling} needs a {able} rung (torchao rungs go by fp8.dynamic)"
+                f"fp8.scaling {scaling} needs a {' or '.join(able)} rung (torchao rungs go by fp8.dynamic)"
             )
         return self
 
@@ -252,10 +248,8 @@ def page() -> str:
         if key_table.section(field.annotation) is None:
             row = [f"`{key}`", key_table.kind(field), key_table.default(field)]
             rows.append([*row, field.description or ""])
-    return (
-        "\n".join([*_PAGE_HEAD, key_table.table(["key", "type", "default", "meaning"], rows)])
-        + "\n"
-    )
+    table = key_table.table(["key", "type", "default", "meaning"], rows)
+    return "\n".join([*_PAGE_HEAD, table]) + "\n"
 
 
 _PAGE_HEAD = (

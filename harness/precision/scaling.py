@@ -112,9 +112,8 @@ def update(
     Raises ValueError on a wrong shape or algo.
     """
     if history.ndim != 2 or history.shape[0] < 2 or scale.shape != history.shape[1:]:
-        raise ValueError(
-            f"history must be [L >= 2, slots] and scale [slots], got {list(history.shape)}, {list(scale.shape)}"
-        )
+        given = f"{list(history.shape)}, {list(scale.shape)}"
+        raise ValueError(f"history must be [L >= 2, slots] and scale [slots], got {given}")
 
     # The amax that the scale is made for. CUDA's fmax ignores NaN, so a NaN counts as no amax.
     newest = history[0]
@@ -288,7 +287,8 @@ def channel_stats(x: Tensor, quantized: Tensor, scale: Tensor | float) -> Tensor
     Of more than CENTRED_ROWS rows, evenly spread groups of ROWS_TOGETHER neighbours stand for all. Single rows at a
     fixed distance could all be alike, as the first tokens of samples are.
     """
-    wide, quantized = x.detach().reshape(-1, x.shape[-1]), quantized.reshape(-1, x.shape[-1])
+    wide = x.detach().reshape(-1, x.shape[-1])
+    quantized = quantized.reshape(-1, x.shape[-1])
 
     # Pick the rows, and with them their scales where each row has its own.
     rows = len(wide)
@@ -322,7 +322,9 @@ def centred_rows(rows: int) -> tuple[int, int]:
 def _varying(values: Tensor) -> Tensor:
     """Sum of squares about each column's mean. Relative to the first row, so that a constant column gives exactly 0."""
     about = values - values[:1]
-    return (about.square().sum(dim=0) - about.sum(dim=0).square() / len(values)).clamp_min_(0.0)
+    squares = about.square().sum(dim=0)
+    of_mean = about.sum(dim=0).square() / len(values)
+    return (squares - of_mean).clamp_min_(0.0)
 
 
 def by_rows(slot: int) -> bool:

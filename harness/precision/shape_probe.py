@@ -76,21 +76,21 @@ class Bench:
     ) -> None:
         out, into = shape
         copies = max(1, min(_COPIES, _MOST_WEIGHTS // (out * into)))
-        self.model = nn.ModuleList(
-            nn.Linear(into, out, bias=False, device=device) for _ in range(copies)
-        )
+        self.model = nn.ModuleList()
+        for _ in range(copies):
+            self.model.append(nn.Linear(into, out, bias=False, device=device))
         self.backend: PrecisionBackend = AutocastBackend("bf16", device)
         if rung is not None:
             plan = make_plan(recipe, probe(), rung, [], self.model)
             self.backend = build_backend(plan, recipe, self.model, device)
         self.device = device
-        self._inputs = [
-            torch.randn(tokens, into, device=device, dtype=torch.bfloat16, requires_grad=True)
-            for _ in self.model
-        ]
-        self._grads = [
-            torch.randn(tokens, out, device=device, dtype=torch.bfloat16) for _ in self.model
-        ]
+        # Inputs want gradients, as in a model: else backward would leave out the product for them.
+        self._inputs: list[Tensor] = []
+        self._grads: list[Tensor] = []
+        for _ in self.model:
+            x = torch.randn(tokens, into, device=device, dtype=torch.bfloat16)
+            self._inputs.append(x.requires_grad_())
+            self._grads.append(torch.randn(tokens, out, device=device, dtype=torch.bfloat16))
 
     def window(self) -> tuple[Any, Any]:
         """Train one window. Returns marks of its start and end, for `seconds`."""
@@ -104,7 +104,8 @@ class Bench:
             torch.autograd.backward(outputs, self._grads)
         stop = _mark(self.device)
         self.backend.end_micro_batch(_same)
-        self.backend.end_window(self.backend.amax(), torch.zeros((), device=self.device), _same)
+        not_skipped = torch.zeros((), device=self.device)
+        self.backend.end_window(self.backend.amax(), not_skipped, _same)
         return start, stop
 
     def seconds(self, marks: Sequence[tuple[Any, Any]]) -> float:
@@ -136,15 +137,15 @@ def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch
     for bench in benches * WARM_UPS:
         bench.window()
 
-    # [round][bf16, fp8]
-    marks = [[bench.window() for bench in benches] for _ in range(ROUNDS)]
+    bf16, fp8 = benches
+    in_bf16: list[tuple[Any, Any]] = []
+    in_fp8: list[tuple[Any, Any]] = []
+    for _ in range(ROUNDS):
+        in_bf16.append(bf16.window())
+        in_fp8.append(fp8.window())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    bf16, fp8 = benches
-    return Times(
-        bf16=bf16.seconds([in_round[0] for in_round in marks]),
-        fp8=fp8.seconds([in_round[1] for in_round in marks]),
-    )
+    return Times(bf16.seconds(in_bf16), fp8.seconds(in_fp8))
 
 
 def _mark(device: torch.device) -> Any:
@@ -171,10 +172,9 @@ def main(folder: Path) -> None:
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    times = [
-        measure((out, into), request["tokens"], recipe, rung, device)
-        for out, into in request["shapes"]
-    ]
+    times: list[Times] = []
+    for out, into in request["shapes"]:
+        times.append(measure((out, into), request["tokens"], recipe, rung, device))
     write_json(folder / "times.json", times)
 
 
@@ -209,7 +209,8 @@ def probe_layers(
     """
     if not recipe.layers.probe:
         return plan
-    shapes = sorted({(row.shape[0], row.shape[1]) for row in plan.layers if row.precision == "fp8"})
+    fp8 = [row.shape for row in plan.layers if row.precision == "fp8"]
+    shapes = sorted({(out, into) for out, into in fp8})
     if tier_of(facts)[0] is Tier.CPU or not shapes:
         why = "it times GPU kernels, and this is an emulation on a CPU"
         if not shapes:
@@ -220,7 +221,8 @@ def probe_layers(
         return keep_out(plan, recipe, _reasons_in(earlier), note)
 
     # FP8 time over bf16 time for each size; 0 (FP8 is kept) on the other ranks and for what could not be timed.
-    tokens = math.ceil((recipe.layers.probe_tokens or tokens or _TOKENS) / _MULTIPLE) * _MULTIPLE
+    wanted = recipe.layers.probe_tokens or tokens or _TOKENS
+    tokens = math.ceil(wanted / _MULTIPLE) * _MULTIPLE
     ratios = [0.0] * len(shapes)
     note = "layers.probe: timed by rank 0"
     if world_rank() == 0:
@@ -229,9 +231,11 @@ def probe_layers(
             if shape in times:
                 bf16, fp8 = times[shape]
                 ratios[index] = fp8 / bf16
-    agreed = max_over_ranks(torch.tensor(ratios, dtype=torch.float32, device=device)).tolist()
 
-    reasons = slower(dict(zip(shapes, agreed, strict=True)), facts.card(device.index), tokens)
+    # All ranks decide by the same numbers: FP8 state belongs to layers, so their plans must be equal.
+    mine = torch.tensor(ratios, dtype=torch.float32, device=device)
+    agreed = dict(zip(shapes, max_over_ranks(mine).tolist(), strict=True))
+    reasons = slower(agreed, facts.card(device.index), tokens)
     return keep_out(plan, recipe, reasons, note)
 
 
@@ -253,9 +257,9 @@ def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str
             row = replace(row, precision="bf16", backend=PLAIN, reason=reason)
         rows.append(row)
     if not any(row.precision == "fp8" for row in rows):
-        some = list(reasons.items())[:5]
         what = "FP8 makes no layer of this model faster"
-        why = "; ".join(f"{out}x{into}: {reason}" for (out, into), reason in some)
+        listed = [f"{out}x{into}: {reason}" for (out, into), reason in reasons.items()]
+        why = "; ".join(listed[:5])
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         raise NoFp8LayerError(Problem(what, f"recipe {recipe.name}", why, fix))
     return replace(plan, layers=tuple(rows), notes=(*plan.notes, note))
@@ -276,7 +280,8 @@ def times_of(
     failure = ""
     if missing:
         timed, failure = _time(missing, tokens, recipe, rung, device)
-        times |= {_name(shape, tokens): seconds for shape, seconds in timed.items()}
+        for shape, seconds in timed.items():
+            times[_name(shape, tokens)] = seconds
         if timed:
             failure += _write(path, times)
 
@@ -302,7 +307,8 @@ def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.de
         own,
         recipe.fp8.model_dump_json(),
     )
-    return cache_dir() / f"shape_times-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    return cache_dir() / f"shape_times-{digest[:16]}.json"
 
 
 def _name(shape: Shape, tokens: int) -> str:
@@ -331,8 +337,8 @@ def _read(path: Path) -> tuple[dict[str, Seconds], str]:
     try:
         for name, (bf16, fp8) in read_json(path).items():
             times[name] = (float(bf16), float(fp8))
-        if not all(seconds > 0 for both in times.values() for seconds in both):
-            raise ValueError("times must be positive")
+            if not min(times[name]) > 0:
+                raise ValueError("times must be positive")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return {}, f"; ignored the damaged {path} ({error})"
     return times, ""
@@ -343,8 +349,9 @@ def _write(path: Path, times: Mapping[str, Seconds]) -> str:
     try:
         # A folder of its own: two runs may end their timing at once.
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            write_json(Path(work) / path.name, times)
-            (Path(work) / path.name).replace(path)
+            written = Path(work) / path.name
+            write_json(written, times)
+            written.replace(path)
     except OSError as error:
         return f"; not remembered: {error}"
     return ""
@@ -375,7 +382,8 @@ def _time(
             times = json.loads((Path(folder) / "times.json").read_text())
         except (OSError, subprocess.SubprocessError) as error:
             return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {_reason(error)}"
-    return {shape: (bf16, fp8) for shape, (bf16, fp8) in zip(shapes, times, strict=True)}, ""
+    both = [(bf16, fp8) for bf16, fp8 in times]
+    return dict(zip(shapes, both, strict=True)), ""
 
 
 def _reason(error: Exception) -> str:

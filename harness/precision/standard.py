@@ -93,7 +93,10 @@ class WrappedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The inner groups themselves, one optimizer after the other."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups: list[dict[str, Any]] = []
+        for optimizer in self.optimizers:
+            groups += optimizer.param_groups
+        return groups
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -225,11 +228,11 @@ class TrueGradients:
     def _unscale(self, grad: Tensor) -> Tensor | None:
         if not self.active or self._loss_scale.retired or grad.is_sparse:
             return None
+        unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
+        torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
         # With create_graph the division has to be part of the graph of the gradients.
         if torch.is_grad_enabled():
             return grad * self._inverse.to(grad.device)
-        unscaled = grad.detach().to(self.found.device, torch.float32, copy=True)
-        torch._amp_foreach_non_finite_check_and_unscale_([unscaled], self.found, self._inverse)
         return unscaled.to(grad.device, grad.dtype)
 
 
@@ -259,11 +262,8 @@ class Standard:
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
 
         # A module without parameters computes the same in any context.
-        own = [
-            module
-            for module in ready.model.modules()
-            if next(module.parameters(), None) is not None
-        ]
+        modules = ready.model.modules()
+        own = [module for module in modules if next(module.parameters(), None) is not None]
         self._own = WeakSet(own)
         for module in own:
             _drop_hooks_of_originals(module)
@@ -310,6 +310,7 @@ class Standard:
         if not self.begun and not self._precision.is_evaluating:
             return
 
+        # Four cases: a call to skip, a call within the module's own call, one from outside, and one of a checkpoint.
         busy = self._precision.busy
         if module is self.skipped and not busy:
             self.skipped = None
@@ -354,10 +355,13 @@ class Standard:
         self._depth -= 1
         if self._depth or self._entered is None:
             return None
+
+        # Forget the context before it is left: whatever its exit raises, it must not be left twice.
         entered = self._entered
         self._entered = None
         self._entrance = None
         entered.__exit__(None, None, None)
+        # Losses are computed in float32, as outside of any autocast.
         return widened(result)
 
     @contextmanager

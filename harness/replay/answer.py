@@ -155,6 +155,11 @@ class Answer:
         return facts.loss > math.sqrt(usual * self.journal_loss)
 
 
+def _data_words(bits: int, between: str) -> str:
+    """What is wrong with data, in words. bits: of `StepFacts.bad_data`."""
+    return between.join(text for bit, text in DATA.items() if bits & bit)
+
+
 def unfit(facts: StepFacts) -> bool:
     """Not finite, over its limits, or on data that cannot be trained on."""
     finite = math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)
@@ -170,6 +175,7 @@ def growth(
     now, before: `Origin.gradients` of the step and of the one before it.
     scale, scale_before: what those gradients were multiplied by.
     """
+    # Unscaled, so that a change of the loss scale between the two steps is no growth.
     found: list[Gradient] = []
     for name, (norm, largest, bad) in now.items():
         usual = before[name][0] / scale_before if name in before else math.nan
@@ -186,12 +192,14 @@ def growth(
 
 def _cause(answer: Answer) -> tuple[str, str]:
     """The cause and its reason, by elimination."""
+    # The data were looked at before the model saw them: nothing else can be at fault.
     here = answer.here
     if here.bad_data:
-        what = " and ".join(text for bit, text in DATA.items() if here.bad_data & bit)
+        what = _data_words(here.bad_data, " and ")
         why = f"samples of this window have {what}: they were found before the model saw them"
         return "data", why
 
+    # Is the step bad here at all?
     bad = answer.bad(here)
     if not bad and not answer.was_bad:
         return "sound", "the step was well in the run, and is well here"
@@ -201,6 +209,7 @@ def _cause(answer: Answer) -> tuple[str, str]:
             "checkpoint holds, such as a counter in the model"
         )
 
+    # Does it repeat? If not, what follows would be of another step than the run's.
     again = answer.again
     if again is not None:
         repeats = same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
@@ -215,6 +224,7 @@ def _cause(answer: Answer) -> tuple[str, str]:
             "machine or version; what is said above is of the re-run"
         )
 
+    # Float32 decides between the two that remain.
     if answer.in_float32 is not None and answer.bad(answer.in_float32):
         return "model or data", "bad in float32 too: no precision would have helped"
     return "numerics", f"well in float32: only bad in low precision ({answer.precision})"
@@ -222,10 +232,13 @@ def _cause(answer: Answer) -> tuple[str, str]:
 
 def _advice(answer: Answer) -> str:
     """What to do about `answer.cause`; empty if nothing is to be done."""
+    # If more than half of the window is bad alone, it is no fault of single samples.
     bad = sum(sample.bad for sample in answer.samples)
     few = 0 < bad <= answer.window_size // 2
     finding = answer.finding
-    place = f'"{finding.module}"' if finding is not None and finding.module else "the module named"
+    place = "the module named"
+    if finding is not None and finding.module:
+        place = f'"{finding.module}"'
     match answer.cause:
         case "data":
             return (
@@ -264,7 +277,9 @@ def plain(answer: Answer) -> dict[str, Any]:
     for name in ("here", "again", "in_float32"):
         if values[name] is not None:
             del values[name]["slots"]
-    values["samples"] = [{**asdict(sample), "bad": sample.bad} for sample in answer.samples]
+    # asdict leaves properties out, and whoever reads the file wants this one.
+    for sample, fields in zip(answer.samples, values["samples"], strict=True):
+        fields["bad"] = sample.bad
     return _jsonable(values)
 
 
@@ -347,15 +362,14 @@ def _bits(answer: Answer) -> str:
 
 def _figures(answer: Answer) -> list[str]:
     here = answer.here
+    outcome = "applied" if here.applied else "skipped"
     found = [
         f"step {answer.step}: loss {here.loss:g}, gradient norm {here.grad_norm:g}, loss scale {here.loss_scale:g}, "
-        f"{'applied' if here.applied else 'skipped'}; window {answer.window}, {answer.precision}"
+        f"{outcome}; window {answer.window}, {answer.precision}"
     ]
     if here.over_limits:
-        limits = here.limits
-        found.append(
-            f"limits: loss {limits.loss:g}, gradient norm {limits.norm:g}; the step is over them"
-        )
+        limits = f"loss {here.limits.loss:g}, gradient norm {here.limits.norm:g}"
+        found.append(f"limits: {limits}; the step is over them")
     return found
 
 
@@ -372,20 +386,17 @@ def _without_origin(answer: Answer) -> list[str]:
 
 
 def _gradients(answer: Answer) -> list[str]:
-    bad = [each for each in answer.gradients if each.bad]
+    bad = [each.parameter for each in answer.gradients if each.bad]
     if bad:
-        named = some([each.parameter for each in bad], SHOWN)
-        return [
-            f"gradients not finite in the end: {len(bad)} of {len(answer.gradients)} parameters: {named}"
-        ]
+        count = f"{len(bad)} of {len(answer.gradients)} parameters"
+        return [f"gradients not finite in the end: {count}: {some(bad, SHOWN)}"]
     if not answer.bad(answer.here) or answer.here.bad_data:
         return []
     found = ["gradient norms, largest growth against the step before first:"]
     for each in answer.gradients[:SHOWN]:
         ratio = "" if math.isnan(each.growth) else f"  {each.growth:8.3g}x"
-        found.append(
-            f"  {each.norm:10.4g}{ratio}  {each.parameter} (largest element {each.largest:.4g})"
-        )
+        name = f"{each.parameter} (largest element {each.largest:.4g})"
+        found.append(f"  {each.norm:10.4g}{ratio}  {name}")
     return found
 
 
@@ -416,9 +427,8 @@ def _sample(sample: Sample) -> str:
     if sample.first_token is not None:
         where += f", training token {sample.first_token} on"
     text = f"sample {sample.number} ({where}): loss {sample.loss:g}, gradient norm {sample.grad_norm:g}"
-    what = ", ".join(text for bit, text in DATA.items() if sample.bad_data & bit)
-    if what:
-        text += f", {what}"
+    if sample.bad_data:
+        text += f", {_data_words(sample.bad_data, ', ')}"
     return f"{text}: {sample.text!r}"
 
 

@@ -163,6 +163,7 @@ class FlightRecorder:
 
     def _in_streak(self, step: int, attempt: int) -> bool:
         """Whether `step` begins a streak of bad steps. Deletes the bundles that are no longer needed."""
+        # Of a streak the first and the last are kept.
         begins = self._last != (step - 1, attempt)
         if begins:
             self._first = step
@@ -170,6 +171,7 @@ class FlightRecorder:
             self._remove(step - 1)
         self._last = (step, attempt)
 
+        # Of all, the newest: an attempt begins at an earlier step, and is later.
         records = read_records(self.folder.parent)
         records.sort(key=lambda record: (record.attempt, record.step))
         for record in records[:-KEEP]:
@@ -262,7 +264,7 @@ class Branches:
         self.rollbacks = history.rollbacks
         self._figures = history.rows
 
-        # The last step that any attempt did.
+        # The last step that any attempt did, for an error.
         self._last = 0
         for series in (history.series, history.abandoned):
             points = series.get("train/loss")
@@ -270,8 +272,10 @@ class Branches:
                 self._last = max(self._last, int(points.steps[-1]))
 
         self.changed = [event for event in history.events if event["code"] == "run.changed"]
-        started = [event["step"] for event in history.events if event["code"] == "run.started_from"]
-        self.started_from: int | None = started[-1] if started else None
+        self.started_from: int | None = None
+        for event in history.events:
+            if event["code"] == "run.started_from":
+                self.started_from = event["step"]
 
     def _rows(self, step: int) -> dict[int, MetricsRow]:
         """The figures of `step`, by attempt."""
@@ -298,6 +302,7 @@ class Branches:
         if step in self.records:
             return copy.deepcopy(self.records[step].ledger)
 
+        # No record: take back what later rollbacks did to the present ledger.
         attempt = self.attempt_of(step)
         later: set[int] = set()
         returned_to: list[int] = []
@@ -343,15 +348,18 @@ class Branches:
     def row(self, step: int, attempt: int) -> Mapping[str, float] | None:
         """The journal's figures of `step` on the branch of `attempt`."""
         rows = self._rows(step)
+        # Steps before a rollback were not done again: they are rows of an earlier attempt.
         attempts = [each for each in rows if each <= attempt]
         return rows[max(attempts)].values if attempts else None
 
     def difference(self, facts: StepFacts, attempt: int) -> Difference | None:
         """The first figure that differs from the journal's; None if every bit agrees, or the journal has no row."""
         row = self.row(facts.step, attempt)
+        if row is None:
+            return None
         for metric, name in _COMPARED.items():
             here: float = getattr(facts, name)
-            if row is not None and metric in row and not same(row[metric], here):
+            if metric in row and not same(row[metric], here):
                 return Difference(facts.step, metric, row[metric], here)
         return None
 
@@ -370,11 +378,16 @@ class Branches:
             if base < step and self._shared(base, written_in, attempt):
                 usable.append((base, store))
 
-        # The same checkpoint may be in several stores.
+        # The same checkpoint may be in several stores: all copies of the best one, then those of the next.
         while usable:
             best = nearest([base for base, _ in usable], step)
-            yield from (each for each in usable if each[0] == best)
-            usable = [each for each in usable if each[0] != best]
+            others: list[tuple[int, Store]] = []
+            for each in usable:
+                if each[0] == best:
+                    yield each
+                else:
+                    others.append(each)
+            usable = others
 
     def _shared(self, step: int, one: int, other: int) -> bool:
         """Whether attempts `one` and `other` share the state after `step`: no rollback between them went behind it."""

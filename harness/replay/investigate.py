@@ -148,9 +148,9 @@ class Rerun:
         tensors, meta = self.run.state.state_dict()
         copied: Tensors = {}
         for part, of_part in tensors.items():
-            copied[part] = {
-                name: tensor.detach().to("cpu", copy=True) for name, tensor in of_part.items()
-            }
+            copied[part] = {}
+            for name, tensor in of_part.items():
+                copied[part][name] = tensor.detach().to("cpu", copy=True)
         return copied, copy.deepcopy(meta)
 
     def restore(self, kept: Kept) -> None:

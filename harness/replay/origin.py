@@ -225,7 +225,9 @@ class GraphWatch:
 
     def _parameter_behind(self, node: Any, place: int) -> str:
         """The parameter whose gradient this is, through casts and views; empty for that of an activation."""
-        after = node.next_functions[place][0] if place < len(node.next_functions) else None
+        after = None
+        if place < len(node.next_functions):
+            after = node.next_functions[place][0]
         while after is not None:
             variable = getattr(after, "variable", None)
             if variable is not None:
@@ -411,7 +413,11 @@ def watch(
 @contextmanager
 def locate(model: nn.Module, finding: Finding) -> Iterator[FirstBad]:
     """Find the operation and the line behind a `finding` in forward while the block runs its step once more."""
-    mode = FirstBad(lambda value: max((badness(tensor) for _, tensor in tensors(value)), default=0))
+
+    def worst_in(value: Any) -> int:
+        return max((badness(tensor) for _, tensor in tensors(value)), default=0)
+
+    mode = FirstBad(worst_in)
     guilty = model.get_submodule(finding.module)
     running: list[nn.Module] = []
 
@@ -423,8 +429,10 @@ def locate(model: nn.Module, finding: Finding) -> Iterator[FirstBad]:
         running.pop()
         mode.inside = bool(running) and running[-1] is guilty
 
-    handles = [module.register_forward_pre_hook(enter) for module in guilty.modules()]
-    handles += [module.register_forward_hook(leave) for module in guilty.modules()]
+    handles: list[Any] = []
+    for module in guilty.modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave))
     try:
         with mode:
             yield mode

@@ -108,14 +108,12 @@ class Catalogue:
     def parse(cls, text: str) -> Catalogue:
         """TOML as a catalogue. Raises ValueError or LookupError if it is none."""
         raw = tomllib.loads(text)
-        entries = [
-            Entry(title, kind, fields)
-            for kind in ("codes", "events", "symptoms")
-            for title, fields in raw[kind].items()
-        ]
-        return cls(
-            tuple(entries), tuple(tuple(row) for row in raw["ranking"]), raw["page"], raw["said"]
-        )
+        entries: list[Entry] = []
+        for kind in ("codes", "events", "symptoms"):
+            for title, fields in raw[kind].items():
+                entries.append(Entry(title, kind, fields))
+        ranking = tuple(tuple(row) for row in raw["ranking"])
+        return cls(tuple(entries), ranking, raw["page"], raw["said"])
 
     def find(self, name: str) -> Entry:
         """The entry of a code or a symptom. Raises ConfigError with the near match."""
@@ -130,8 +128,11 @@ class Catalogue:
 
     def search(self, question: str) -> list[Entry]:
         """The entries that a question in free words may mean, the likeliest first."""
-        words = {entry.title: [entry.title, *self._phrases(entry)] for entry in self.entries}
-        by_title = {entry.title: entry for entry in self.entries}
+        by_title: dict[str, Entry] = {}
+        words: dict[str, list[str]] = {}
+        for entry in self.entries:
+            by_title[entry.title] = entry
+            words[entry.title] = [entry.title, *self._phrases(entry)]
         return [by_title[title] for title in found(question, words)]
 
     def _phrases(self, entry: Entry) -> list[str]:
@@ -207,18 +208,17 @@ def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     for (code, attempt), group in by_code_and_attempt:
         each = list(group)
         first, last = each[0], each[-1]
-        joined.append(
-            Streak(
-                code,
-                int(first["step"]),
-                int(last["step"]),
-                len(each),
-                described(first),
-                described(last),
-                attempt,
-                _windows(each),
-            )
+        streak = Streak(
+            code=code,
+            first=int(first["step"]),
+            last=int(last["step"]),
+            count=len(each),
+            text=described(first),
+            last_text=described(last),
+            attempt=attempt,
+            windows=_windows(each),
         )
+        joined.append(streak)
     return joined
 
 
@@ -247,34 +247,34 @@ def _windows(events: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
 
 def described(event: Mapping[str, Any]) -> str:
     """An event as one line of text, whatever kind it is."""
+    # A rollback's own fields say more than its text.
     if event["code"] == _ROLLBACK:
-        passed = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
-        return f"{event.get('reason', '')}; back to step {event.get('to_step')}, windows passed over: {passed}"
+        windows = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
+        back = f"back to step {event.get('to_step')}, windows passed over: {windows}"
+        return f"{event.get('reason', '')}; {back}"
 
     moves: list[str] = []
     if demoted := event.get("demote"):
         moves.append(f"{', '.join(demoted)} to BF16")
     if promoted := event.get("promote"):
         moves.append(f"{', '.join(promoted)} back to FP8")
-    whole_run = f"the whole run to {event['lowered']}" if event.get("lowered") else ""
+    whole_run = ""
+    if event.get("lowered"):
+        whole_run = f"the whole run to {event['lowered']}"
 
-    # The first that says something.
-    texts = (
-        event.get("text"),
-        event.get("reason"),
-        "; ".join(moves),
-        whole_run,
-        event.get("path"),
-    )
-    text = next((each for each in texts if each), "")
+    # The first that says something: a text for readers, else what the fields say.
+    text = event.get("text") or event.get("reason")
+    text = text or "; ".join(moves) or whole_run or event.get("path") or ""
     return clipped(str(text), MAX_EVENT)
 
 
 def cause(history: RunHistory) -> str | None:
     """The code to read first: the worst of the last attempt that has an alert. A rollback cured earlier attempts."""
-    for attempt in sorted({int(event["attempt"]) for event in history.events}, reverse=True):
-        codes = [event["code"] for event in history.events if event["attempt"] == attempt]
-        if alerts := catalogue().ranked(codes):
+    codes_by_attempt: dict[int, list[str]] = {}
+    for event in history.events:
+        codes_by_attempt.setdefault(int(event["attempt"]), []).append(event["code"])
+    for attempt in sorted(codes_by_attempt, reverse=True):
+        if alerts := catalogue().ranked(codes_by_attempt[attempt]):
             return alerts[0]
     return None
 
@@ -285,6 +285,7 @@ def learned_little(history: RunHistory) -> bool:
     applied = history.points("train/step_applied").figures
     if nats is None or not unigram or (applied == 1).sum() < _SOME_LENGTH:
         return False
+    # Not `>=`: a NaN is no good loss either.
     return not nats < _LITTLE * unigram
 
 
@@ -297,30 +298,32 @@ def flights(run_dir: Path) -> list[int]:
 
 def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     """(label, command) of what to type next; empty for a run with nothing to explain."""
+    harness = tool("harness")
     run = shlex.quote(short(history.run_dir))
     lines: list[tuple[str, str]] = []
     if code := cause(history):
-        lines += [
-            ("explain", f"{tool('harness')} explain {code}"),
-            ("in order", f"{tool('harness')} explain {run}"),
-        ]
+        lines.append(("explain", f"{harness} explain {code}"))
+        lines.append(("in order", f"{harness} explain {run}"))
     if learned_little(history):
-        lines.append(("poor loss", f"{tool('harness')} explain {_PLATEAU}"))
+        lines.append(("poor loss", f"{harness} explain {_PLATEAU}"))
+
+    # The first bad step: later ones often follow from it.
     if kept := flights(history.run_dir):
         others = ", ".join(map(str, kept[1:]))
         also = f"  (kept too: {others})" if others else ""
-        lines.append(("origin", f"{tool('harness')} replay {run} --step {kept[0]}{also}"))
+        lines.append(("origin", f"{harness} replay {run} --step {kept[0]}{also}"))
     return lines
 
 
 def post_mortem(history: RunHistory) -> RenderableType:
     """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
+    # The journal has the halt; where a full disk took that event, outcome.json has its reason.
     halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
     reason = halt.get("reason") or history.outcome.get("reason", "")
     lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
 
-    alerts = streaks([event for event in history.events if event["code"] != _HALT])[-LAST_ALERTS:]
-    for place, each in enumerate(alerts):
+    before = [event for event in history.events if event["code"] != _HALT]
+    for place, each in enumerate(streaks(before)[-LAST_ALERTS:]):
         label = "" if place else "last alerts"
         lines.append((label, f"{each.steps}: {each.times}: {each.text}"))
 
@@ -349,14 +352,18 @@ def go_on(history: RunHistory) -> str:
     """The command for a new run from the good checkpoint, or from the start if there is none.
 
     The same settings would end the same way, so it halves the learning rate. It does not if the data or a machine is at
-    fault. If no update was ever applied, a lower rate is no help: fp32 tells whether numerics are at fault. Windows
+    fault. If no update was ever applied, a lower rate is no help: fp32 shows whether numerics are at fault. Windows
     that this run skipped stay skipped.
     """
     run_dir = history.run_dir
     good = _good(run_dir)
-    words = [tool("harness"), "train", "--config", shlex.quote(f"{short(run_dir)}/config.yaml")]
+    config = f"{short(run_dir)}/config.yaml"
+    words = [tool("harness"), "train", "--config", shlex.quote(config)]
     words += ["--name", shlex.quote(_free_name(run_dir))]
-    words += ["--resume", shlex.quote(short(good))] if good else []
+    if good:
+        words += ["--resume", shlex.quote(short(good))]
+
+    # What the new run does in another way.
     lr = history.run["params"].get("train.lr")
     if (cause(history) or "").startswith(_KEEP_LR):
         pass  # neither a lower rate nor fp32 would cure it
@@ -364,8 +371,12 @@ def go_on(history: RunHistory) -> str:
         words += ["--recipe", "fp32"]
     elif isinstance(lr, int | float):
         words.append(f"train.lr={lr / 2:g}")
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return " ".join(words) + ("  (under this run's launcher)" if launched else "")
+
+    # torchrun and deepspeed give each rank this variable: the command alone would train on one card.
+    line = " ".join(words)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        line += "  (under this run's launcher)"
+    return line
 
 
 def _good(run_dir: Path) -> Path | None:
@@ -435,8 +446,10 @@ def _meant(subject: str) -> list[Entry]:
 def _suggest(subject: str, meant: Sequence[Entry], console: Screen) -> None:
     console.print(Text(f'"{subject}" may be:', style="bold"))
     for entry in meant:
+        # The title of a symptom is a sentence; a code says nothing by itself.
+        text = entry.title if entry.is_symptom else f"{entry.title}: {entry.line}"
         console.print()
-        console.print(Text(entry.title if entry.is_symptom else f"{entry.title}: {entry.line}"))
+        console.print(Text(text))
         console.print(Text(f"    {tool('harness')} explain {entry.names[0]}"), soft_wrap=True)
 
 
@@ -449,7 +462,8 @@ def plain(markdown: str) -> list[str]:
 def unwrapped(markdown: str) -> list[str]:
     """Paragraphs and list items joined to one line each; blocks of code as they are, indented by four spaces."""
     lines: list[str] = []
-    fenced, joining = False, False
+    fenced = False  # within a block of code
+    joining = False  # the line before may go on
     for line in markdown.splitlines():
         if line.startswith("```"):
             fenced, joining = not fenced, False
@@ -522,6 +536,8 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     from harness.tracking.history import RunHistory
 
     history, known = RunHistory.read(run_dir), catalogue()
+
+    # What happened.
     events = distinct(history.events)
     if events:
         console.print(Text("What happened, each code where it first came up", style="bold"))
@@ -534,6 +550,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     if len(events) > MOST_CODES:
         console.print(Text(f"and {len(events) - MOST_CODES} more codes"))
 
+    # What to do about it. The texts name keys of `harness train`.
     codes = known.ranked(each.code for each in events)
     if codes and history.of_own_loop:
         console.print()
@@ -543,6 +560,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
         console.print(Text(f"What to do about {code}", style="bold"))
         _print_markdown(known.find(code).fields.get("What to do", ""), console)
 
+    # Where to look next, without the command that was just given.
     if history.outcome.get("status") == HALTED:
         console.print(post_mortem(history), crop=False)
     else:
@@ -554,6 +572,8 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
 def runbook() -> str:
     """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
+
+    # The codes by rank, each with a link to its entry.
     table = ["| code | what happens |", "|---|---|"]
     for code, healthy, what in known.ranking:
         # As GitHub makes it from the heading, which may have several codes.
@@ -561,6 +581,8 @@ def runbook() -> str:
         unhealthy = "; unhealthy" if healthy == "no" else ""
         table.append(f"| [`{code}`](#{anchor}) | {what}{unhealthy} |")
     parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
+
+    # The entries. Codes of the guard come first, under no heading of their own.
     for kind, heading in _HEADINGS.items():
         if heading:
             parts.append(f"## {heading}\n{known.page.get(kind, '')}".rstrip())

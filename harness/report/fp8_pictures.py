@@ -73,7 +73,8 @@ def gather(found: SlotSteps) -> Gathered:
     """
     each = max(1, -(-len(found.steps) // MAX_COLUMNS))
     firsts = found.steps[::each]
-    # The steps of one column, and all columns.
+
+    # The steps of one column, and all columns. A run may have millions of steps: only these stay in memory.
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
     fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
     exponents: dict[tuple[str, bool], npt.NDArray[np.int64]] = {}
@@ -96,13 +97,15 @@ def gather(found: SlotSteps) -> Gathered:
             wide[:] = np.nan
             column = place_of_step // each
 
+        # A model may have no layer of a role: frozen ones have no gradients.
         for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
                 quantiles = _quantiles(values[FIGURES.index(figure), at])
                 wide[row, place, :, place_of_step % each] = quantiles
-            amax, scale = values[0, at].astype(np.float64), values[1, at].astype(np.float64)
+            amax = values[0, at].astype(np.float64)
+            scale = values[1, at].astype(np.float64)
             exponents[role, False] += _count_exponents(amax)
             exponents[role, True] += _count_exponents(amax * scale)
     _join(wide, fans, column)
@@ -130,17 +133,19 @@ def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
     finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
     if not finite.size:
         return np.full(len(RANKS), np.nan)
-    return finite[[round(rank * (finite.size - 1)) for rank in RANKS]]
+    # The nearest rank, not an interpolated value: each point of the picture is a layer's own figure.
+    last = finite.size - 1
+    return finite[[round(rank * last) for rank in RANKS]]
 
 
 def _join(wide: Floats, fans: Floats, column: int) -> None:
     """Join the steps of a column into `fans`; stays NaN where no step had a value."""
-    known = ~np.isnan(wide[:, :, 0, :]).all(axis=-1)
+    measured = ~np.isnan(wide[:, :, 0, :]).all(axis=-1)
     joined = np.full(fans.shape[:3], np.nan)
-    joined[known, 0] = np.nanmin(wide[:, :, 0, :][known], axis=-1)
-    joined[known, -1] = np.nanmax(wide[:, :, -1, :][known], axis=-1)
+    joined[measured, 0] = np.nanmin(wide[:, :, 0, :][measured], axis=-1)
+    joined[measured, -1] = np.nanmax(wide[:, :, -1, :][measured], axis=-1)
     for rank in range(1, len(RANKS) - 1):
-        joined[known, rank] = np.nanmedian(wide[:, :, rank, :][known], axis=-1)
+        joined[measured, rank] = np.nanmedian(wide[:, :, rank, :][measured], axis=-1)
     fans[..., column] = joined
 
 
@@ -150,11 +155,14 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     for row, (name, title, logarithmic) in enumerate(_FANS):
         for column, role in enumerate(ROLES):
             axes, values = grid[row][column], gathered.fans[role, name]
-            known = ~np.isnan(values[0])
-            steps, values = gathered.steps[known], values[:, known]
+            measured = ~np.isnan(values[0])
+            steps, values = gathered.steps[measured], values[:, measured]
             if logarithmic:
+                # 0 has no place on the axis, and would take the band with it.
                 values = np.where(values > 0, values, np.nan)
                 axes.set_yscale("log", base=2)
+
+            # values has a row for each of RANKS: all layers, 80% of them, and the median.
             colour = ROLE_COLOURS[role]
             axes.fill_between(steps, values[0], values[4], color=colour, alpha=0.18, linewidth=0)
             axes.fill_between(steps, values[1], values[3], color=colour, alpha=0.38, linewidth=0)
@@ -195,9 +203,8 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     """Distribution of the amax's exponents, before and after scaling, beside the ranges of the formats."""
     figure, grid = _grid(2, 1, 9.5, 7.4, share_x=True)
     edges = np.arange(LOWEST, HIGHEST + 1)
-    for row, (scaled, title) in enumerate(
-        ((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))
-    ):
+    panels = ((False, "amax of the tensor"), (True, "amax x scale, as it is cast"))
+    for row, (scaled, title) in enumerate(panels):
         axes = grid[row][0]
         for role in ROLES:
             counts = gathered.exponents[role, scaled]
@@ -209,6 +216,8 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
                 linewidth=1.6,
                 label=role,
             )
+
+        # The ranges of the formats are drawn over the distribution.
         top = max(0.02, *(float(patch.get_data().values.max()) for patch in axes.patches))
         axes.set_ylim(0, 1.55 * top)
         _ranges(axes, top)
@@ -217,7 +226,8 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
         axes.grid(color=GRID, linewidth=0.6)
     axes = grid[1][0]
     axes.set_xlim(-32, 20)
-    axes.set_xticks(range(-32, 21, 4), [f"$2^{{{power}}}$" for power in range(-32, 21, 4)])
+    powers = range(-32, 21, 4)
+    axes.set_xticks(powers, [f"$2^{{{power}}}$" for power in powers])
     grid[0][0].legend(frameon=False, fontsize=9, loc="center left")
     figure.suptitle(
         f"Binary exponents in {label(history.run_dir.name)}, and what each format holds (thin: only with fewer digits)",
@@ -227,6 +237,7 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
 
 
 def _ranges(axes: Axes, top: float) -> None:
+    """A bar for each format: thin over its subnormal values, thick over the normal ones, dotted at the largest."""
     for place, (name, (least, normal, largest, colour)) in enumerate(FORMATS.items()):
         height = (1.14 + 0.13 * place) * top
         axes.plot([least, normal], [height, height], color=colour, linewidth=1.2)
@@ -245,6 +256,8 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     steps, scale = points.steps[usable], points.figures[usable]
     if not len(scale) or (scale == 1.0).all():
         return False
+
+    # With a loss scale, nearly every skipped update is an overflow.
     applied = history.points("train/step_applied")
     skipped = np.isin(steps, applied.steps[applied.figures == 0])
     figure, grid = _grid(1, 1, 9.0, 3.6)

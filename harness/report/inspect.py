@@ -50,16 +50,22 @@ def command(run: RunFolder) -> int:
 def inspect(run_dir: Path, console: Screen) -> int:
     """Print a run's slots, switches and account; returns the exit code. Raises ConfigError if it is no run."""
     history = RunHistory.read(run_dir)
+
+    # The slots.
     slots = history.slots()
     if slots:
         console.print(_slot_table(history, slots, console))
     else:
         console.print(Text("No FP8 slots: this run has no layer with amax and scale state."))
+
+    # The moves between FP8 and BF16. An event of another program may have no text of its own.
     moves = [event for event in history.events if event["code"].startswith("precision.")]
     for event in moves:
         console.print(Text(f"step {event['step']}: {event.get('text') or _moved(event)}"))
     if slots and not moves:
         console.print(Text("No layer was moved to BF16."))
+
+    # The account.
     for label, text in account(history):
         console.print(Text(f"{label}: {text}"))
     return int(ExitCode.DONE)
@@ -119,18 +125,16 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
     for slot in listed:
         figures: list[str] = []
         for column, form in COLUMNS.items():
+            # {step: value}, of one step or none.
             values = newest[f"fp8_{column}/{slot}"].values()
-            figures.append(_figure(next(iter(values), None), form))
+            value = next(iter(values), None)
+            figures.append("-" if value is None else format(value, f".{form}"))
         amaxes = histories.get(bare(slot))
         tail = tails[slot] if amaxes is None else amaxes.tolist()
         table.add_row(Text(slot), *figures, sparkline(tail[-SPARK:], bars))
     if len(slots) > MOST_SLOTS:
         table.add_row(f"and {len(slots) - MOST_SLOTS} more")
     return table
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, f".{form}")
 
 
 def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str]]:
@@ -177,14 +181,19 @@ def summary(run_dir: Path, ended: Mapping[str, Any] | None = None) -> Renderable
     history = RunHistory.read(run_dir)
     if ended is not None:
         history = replace(history, outcome={**history.outcome, **ended})
+
+    # The post-mortem has the reason of a halt, so the account need not repeat it.
     table = Table.grid(padding=(0, 2))
     halted = history.outcome.get("status") == HALTED
     for label, text in [*account(history), *_where(history)]:
-        shown = f"{HALTED}, see the post-mortem below" if halted and label == "outcome" else text
-        table.add_row(Text(label, style="bold"), Text(shown))
+        if halted and label == "outcome":
+            text = f"{HALTED}, see the post-mortem below"
+        table.add_row(Text(label, style="bold"), Text(text))
+
     if halted:
         return Group(Text(), table, post_mortem(history))
-    return Group(Text(), table, *(command_line(*each) for each in next_steps(history)))
+    commands = [command_line(*each) for each in next_steps(history)]
+    return Group(Text(), table, *commands)
 
 
 def account(history: RunHistory) -> list[tuple[str, str]]:
@@ -194,6 +203,7 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         ("loss", _loss(history)),
         ("precision", _precision(history)),
     ]
+
     # Another program may have written the journal: its data section may be anything.
     try:
         trained = trained_on(history.run["data"], history.run["params"])
@@ -201,6 +211,8 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         trained = [f"what the journal says of it cannot be read ({type(error).__name__})"]
     for place, text in enumerate(trained):
         lines.append(("" if place else "data", text))
+
+    # What really ran, and what happened.
     if proof := fp8_proof(history):
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
@@ -220,20 +232,25 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     """
     if "train_samples" not in data:
         return []
-    steps, samples = _setting(params, "train.steps"), _setting(params, "train.global_batch")
+    steps = _setting(params, "train.steps")
+    samples = steps * _setting(params, "train.global_batch")
+    epochs = _epochs(samples / data["train_samples"])
     if "train_tokens" not in data:
-        return _own_data(data, _epochs(steps * samples / data["train_samples"]), steps)
+        return _own_data(data, epochs, steps)
+
     files = data["files"]
+    plural = "s" if files > 1 else ""
     lines = [
-        f"{data['source']} ({data['kind']}): {files:,} file{'s' if files > 1 else ''}, {data['train_tokens']:,} tokens "
+        f"{data['source']} ({data['kind']}): {files:,} file{plural}, {data['train_tokens']:,} tokens "
         f"to train on, {data['val_tokens']:,} to validate on, {data['vocab']:,} token ids; "
-        f"{steps:,} steps are {_epochs(steps * samples / data['train_samples'])}"
+        f"{steps:,} steps are {epochs}"
     ]
+
+    # A small source with a large share is repeated more often than the whole.
     for part in data.get("mixture", ()):
-        epochs = _epochs(steps * samples * part["share"] / part["train_samples"])
-        lines.append(
-            f"{part['share']:.1%} of {part['source']}: {part['train_tokens']:,} tokens, {epochs}"
-        )
+        share, tokens = part["share"], part["train_tokens"]
+        epochs = _epochs(samples * share / part["train_samples"])
+        lines.append(f"{share:.1%} of {part['source']}: {tokens:,} tokens, {epochs}")
     if left := data.get("skipped"):
         lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
     return lines
@@ -276,7 +293,7 @@ def fp8_proof(history: RunHistory) -> str:
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
 
     # A frozen layer with nothing trained before it gets no gradient, so the silence of that slot is right.
-    frozen = {bare(row["module"]) for row in layers if "frozen" in row["reason"]}
+    frozen = {bare(row["module"]) for row in layers if row["frozen"]}
     no_gradient: list[str] = []
     others: list[str] = []
     for slot in silent:
@@ -298,10 +315,13 @@ def counts(history: RunHistory) -> dict[str, int]:
 
     Steps that a rollback undid are not counted, nor are their updates. Rollbacks and demotions all are.
     """
+    # From the journal.
     applied = history.points("train/step_applied").figures
     rollbacks = history.last("guard/rollbacks") or 0
-    rollbacks = rollbacks if math.isfinite(rollbacks) else 0
-    demoted = sum(len(event["demote"]) for event in history.events if event["code"] == SWITCHED)
+    if not math.isfinite(rollbacks):
+        rollbacks = 0
+    switches = [event for event in history.events if event["code"] == SWITCHED]
+    demoted = sum(len(event["demote"]) for event in switches)
     counted = {
         "steps": len(applied),
         "applied": int((applied == 1).sum()),
@@ -334,13 +354,20 @@ def _loss(history: RunHistory) -> str:
     """The validation loss, and how far it is under what byte or token frequencies alone give."""
     value, last = history.last("val/loss"), history.last("train/loss")
     unit = "" if history.unit == "loss" else f" {history.unit}"
-    if history.of_own_loop:  # its loss may have any unit
-        kinds = (("validation", value), ("last training loss", last))
-        return ", ".join(f"{kind} {loss:.4g}" for kind, loss in kinds if loss is not None) or "none"
+
+    # A loop of the user's own: its loss may have any unit.
+    if history.of_own_loop:
+        losses: list[str] = []
+        if value is not None:
+            losses.append(f"validation {value:.4g}")
+        if last is not None:
+            losses.append(f"last training loss {last:.4g}")
+        return ", ".join(losses) or "none"
     if value is None:
         training = "" if last is None else f"; last training loss {last:.4f}{unit}"
         return f"no validation{training}"
 
+    # The validation loss, for bytes in bits too: so losses of any two texts compare.
     accuracy = history.last("val/accuracy")
     hits = "" if accuracy is None else f", accuracy {accuracy:.1%}"
     if history.unit == BYTES:
@@ -353,6 +380,8 @@ def _loss(history: RunHistory) -> str:
         text = f"validation {value:.4f}{unit}{hits}"
     if not unigram:
         return text
+
+    # Against a model that knows only frequencies: a run that is no better has not learned from context.
     text += f"; unigram entropy of the corpus {unigram:.4f}, ratio {value_in_unit / unigram:.3f}"
     if learned_little(history):
         text += f"; little more is learned than how often each {counted} occurs"
@@ -378,11 +407,13 @@ def _steps(history: RunHistory) -> str:
 
 
 def _speed(history: RunHistory) -> str:
-    rates, shares, sizes = (
-        _finite(history, key) for key in ("tokens_per_second", "mfu", "peak_memory_gib")
-    )
+    rates = _finite(history, "tokens_per_second")
+    shares = _finite(history, "mfu")
+    sizes = _finite(history, "peak_memory_gib")
     counted = history.run["data"].get("counted", "tokens")
-    parts = [f"{np.median(rates):,.0f} {counted}/s (median)" if len(rates) else "not measured"]
+    parts = ["not measured"]
+    if len(rates):
+        parts = [f"{np.median(rates):,.0f} {counted}/s (median)"]
     if len(shares):
         parts.append(f"MFU {np.median(shares):.1%} (median)")
     if len(sizes):

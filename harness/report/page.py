@@ -67,6 +67,8 @@ def write(run_dir: Path) -> list[Path]:
     A picture without data is left out. Raises ConfigError if `run_dir` is no run folder.
     """
     history = RunHistory.read(run_dir)
+
+    # The pictures are files of their own, too.
     plots = run_dir / "plots"
     made: list[Path] = []
     if loss_plot(history, plots / "loss.png"):
@@ -74,6 +76,8 @@ def write(run_dir: Path) -> list[Path]:
     if saturation_plot(history, plots / "fp8_saturation.png"):
         made.append(plots / "fp8_saturation.png")
     made += pictures(history, plots)
+
+    # One file that can be sent to somebody: the pictures are inside.
     report = run_dir / "report.html"
     with atomic_file(report) as stream:
         stream.write(_page(history, made).encode())
@@ -90,7 +94,8 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
     if made:
         sections.append("<h2>Pictures</h2>")
     for path in made:
-        image = f'<img alt="{escape(path.stem)}" src="{_embedded(path)}">'
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}">'
         sections.append(f"<p>{image}</p>")
     sections += _plan(history.plan)
     sections += _config(history.run_dir)
@@ -180,10 +185,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f'<div class="wide"><table>{head}\n{body}\n</table></div>'
 
 
-def _embedded(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 MAX_COLUMNS = 600
 MAX_LABELS = 60
 BEYOND = 1e100
@@ -231,11 +232,11 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
     axes.set_xlabel("step")
     axes.set_ylabel("loss" if history.unit == "loss" else f"loss, {history.unit}")
     if history.unit == BYTES:
-        bits = axes.secondary_yaxis(
-            "right",
-            functions=(lambda y: np.divide(y, math.log(2)), lambda y: np.multiply(y, math.log(2))),
+        to_bits = (
+            lambda nats: np.divide(nats, math.log(2)),
+            lambda bits: np.multiply(bits, math.log(2)),
         )
-        bits.set_ylabel("bits per byte")
+        axes.secondary_yaxis("right", functions=to_bits).set_ylabel("bits per byte")
     axes.set_title(f"Loss of {label(history.run_dir.name)}", loc="left", fontsize=11)
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
@@ -255,6 +256,7 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
     from matplotlib.colors import Normalize
 
     # The map.
+    # Colours go by the ratio's logarithm: half the limit and twice the limit are equally far from white.
     steps, ratios = history.matrix("fp8_saturation", slots, MAX_COLUMNS)
     edges = _edges(steps)
     height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
@@ -360,7 +362,10 @@ def _label_layers(axes: Axes, slots: list[str]) -> None:
     layers = [split_slot(slot)[0] for slot in slots]
     spans = _spans(layers)
     if len(spans) > MAX_LABELS:
+        # A block is a name up to its first number.
         spans = _spans(re.sub(r"^(.*?\b\d+)\b.*$", r"\1", layer) for layer in layers)
+
+    # Still too many: name some of them, evenly spread.
     named = spans[:: math.ceil(len(spans) / MAX_LABELS)]
     middles = [(first + after) / 2 for _, first, after in named]
     axes.set_yticks(middles, [label(name) for name, _, _ in named], fontsize=7)
@@ -388,9 +393,11 @@ def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: floa
     from matplotlib.patches import Rectangle
 
     rows: dict[str, tuple[int, int]] = {}
-    for layer, first, after in _spans(split_slot(slot)[0] for slot in slots):
+    layers = [split_slot(slot)[0] for slot in slots]
+    for layer, first, after in _spans(layers):
         rows[bare(layer)] = (first, after)
 
+    # A layer that is in BF16 to this day has no end: its box goes to the last step.
     marked = False
     for layer, since, until in history.demotions():
         if layer not in rows:

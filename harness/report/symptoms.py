@@ -1,7 +1,11 @@
 """Find the codes and symptoms that a question in free words means, such as `my loss is nan`. Torch-free.
 
-Every entry has words: its names, its title and the phrases of `said` in codes.toml. A word of the question counts more
-if fewer entries have it (as in TF-IDF), and less if it is only spelt like one of theirs.
+Every entry has words: its names, its title and the phrases of `said` in codes.toml. They are compared as stems, without
+endings. The score of an entry is made of three things:
+
+- weight: a word of the question counts more if fewer entries have it (as in TF-IDF);
+- likeness: it counts less if it is only spelt like one of the entry's words;
+- phrase: words that stand together in one phrase of the entry count up to twice as much.
 """
 
 from __future__ import annotations
@@ -35,12 +39,20 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
 
     words: name of an entry -> phrases by which people ask for it.
     """
-    # Weight of each word of the question.
+    # How many entries have each word.
+    entries: dict[str, set[str]] = {}
+    frequency: Counter[str] = Counter()
+    for name, phrases in words.items():
+        entries[name] = set(_stems(" ".join(phrases)))
+        frequency.update(entries[name])
+
+    # For each word of the question: which words it may mean, and its weight.
     asked = list(dict.fromkeys(_stems(question)))
-    entries = {name: set(_stems(" ".join(phrases))) for name, phrases in words.items()}
-    frequency = Counter(word for stems in entries.values() for word in stems)
-    likeness = {word: _alike(word, frequency) for word in asked}
-    weights = {word: _weight(frequency, likeness[word], len(entries)) for word in asked}
+    likeness: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for word in asked:
+        likeness[word] = _alike(word, frequency)
+        weights[word] = _weight(frequency, likeness[word], len(entries))
     total = sum(weights.values())
 
     # Score of each entry: the weights of the words that it has.
@@ -82,9 +94,14 @@ def _alike(word: str, known: Mapping[str, int]) -> dict[str, float]:
     if len(word) < _LETTERS:
         return {}
     # Typing errors seldom change the first letter.
-    candidates = [each for each in known if len(each) >= _LETTERS and each[0] == word[0]]
-    ratios = {each: SequenceMatcher(None, word, each).ratio() for each in candidates}
-    return {each: ratio * ratio for each, ratio in ratios.items() if ratio >= _ALIKE}
+    found: dict[str, float] = {}
+    for each in known:
+        if len(each) < _LETTERS or each[0] != word[0]:
+            continue
+        ratio = SequenceMatcher(None, word, each).ratio()
+        if ratio >= _ALIKE:
+            found[each] = ratio * ratio
+    return found
 
 
 def _weight(frequency: Mapping[str, int], alike: Mapping[str, float], entries: int) -> float:
@@ -96,4 +113,6 @@ def _weight(frequency: Mapping[str, int], alike: Mapping[str, float], entries: i
 def _share(asked: Sequence[str], phrase: str) -> float:
     """The share of common words among all words of question and phrase (Jaccard index)."""
     mine, theirs = set(asked), set(_stems(phrase))
-    return len(mine & theirs) / len(mine | theirs) if mine and theirs else 0.0
+    if not mine or not theirs:
+        return 0.0
+    return len(mine & theirs) / len(mine | theirs)

@@ -82,6 +82,7 @@ def command(
         fix = f"use it as it is: data.path={source}"
         raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))
 
+    # An unfinished preparation of the same source in `out` is continued.
     wanted = Preparation(str(path), kind, text_key, bad, tokenizer, val_fraction, hub)
     made = _prepare(wanted, source, out, processes)
     _summarize(made, out)
@@ -120,14 +121,14 @@ def _summarize(made: dict[str, Any], out: Path) -> None:
     tokens = dict.fromkeys(_SPLITS, 0)
     for shard in made["shards"]:
         tokens[shard["split"]] += shard["tokens"]
-    ids = made["vocabulary"]["ids"]
     files = len(made["shards"])
-    print(
-        f"{out}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on, in {files} files"
-    )
-    print(
-        f"{made['documents']:,} documents, {made['text_bytes']:,} bytes of text, {ids:,} token ids, {made['dtype']}"
-    )
+    split = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on"
+    print(f"{out}: {split}, in {files} files")
+    ids = made["vocabulary"]["ids"]
+    text = f"{made['documents']:,} documents, {made['text_bytes']:,} bytes of text"
+    print(f"{text}, {ids:,} token ids, {made['dtype']}")
+
+    # A large source may have many bad files: the first of them on the screen, all in dataset.json.
     for skip in made["skipped"][:_NAMED]:
         print(f"left out: {skip['name']} ({skip['reason']})")
     if len(made["skipped"]) > _NAMED:

@@ -28,14 +28,16 @@ def doctor(console: Console, facts: MachineFacts | None = None) -> int:
     Returns 0, or 4 if there is a GPU that torch cannot use or no shipped recipe has a rung that runs here.
     """
     facts = probe() if facts is None else facts
-    tier, why = tier_of(facts)
-    problems = check_usable(facts)
     _machine(console, facts)
-    if problems:
+
+    # A GPU that torch cannot use is an error, and not a machine without one.
+    if problems := check_usable(facts):
         console.print("\n[bold red]Not usable as it is[/]")
         for problem in problems:
             console.print(str(problem), markup=False, highlight=False)
         return int(ExitCode.MACHINE)
+
+    tier, why = tier_of(facts)
     console.print(f"\n[bold]Tier {tier.name}[/]: {why}", highlight=False)
     if not _recipes(console, facts):
         console.print("\n[bold red]No shipped recipe has a rung that runs here.[/]")
@@ -69,19 +71,22 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
 
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
+    rows.append(("memory", size_text(facts.memory_bytes)))
     disk = size_text(facts.disk_free_bytes) + " free here"
     if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
-    rows += [("memory", size_text(facts.memory_bytes)), ("disk", disk)]
+    rows.append(("disk", disk))
 
     for name, library in facts.libraries.items():
         text = f"no: {library.reason}"
         if library.ok:
             text = f"{library.version or ''} ok".strip()
         rows.append((name, text))
-    missing = _deepspeed_needs(facts)
-    launcher = "can start" if not missing else f"cannot start: {'; '.join(missing)}"
-    return [*rows, ("deepspeed launcher", launcher)]
+
+    # DeepSpeed compiles operators when it starts, so the library alone is not enough.
+    missing = "; ".join(_deepspeed_needs(facts))
+    rows.append(("deepspeed launcher", f"cannot start: {missing}" if missing else "can start"))
+    return rows
 
 
 def _torch_text(facts: MachineFacts) -> str:
@@ -101,13 +106,16 @@ def _no_gpu_text(facts: MachineFacts) -> str:
 
 
 def _deepspeed_needs(facts: MachineFacts) -> list[str]:
+    """What the deepspeed launcher lacks here; empty if it can start."""
+    missing: list[str] = []
     library = facts.libraries.get("deepspeed")
-    needs = [
-        (library is not None and library.ok, "deepspeed is not installed"),
-        (facts.has_compiler, "no C++ compiler (apt install g++)"),
-        (facts.has_ninja, "no ninja (pip install ninja, and its folder on PATH)"),
-    ]
-    return [text for fulfilled, text in needs if not fulfilled]
+    if library is None or not library.ok:
+        missing.append("deepspeed is not installed")
+    if not facts.has_compiler:
+        missing.append("no C++ compiler (apt install g++)")
+    if not facts.has_ninja:
+        missing.append("no ninja (pip install ninja, and its folder on PATH)")
+    return missing
 
 
 def _recipes(console: Console, facts: MachineFacts) -> bool:
@@ -127,11 +135,13 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
     for name in shipped("recipes"):
         taken, verdicts = resolve(load_recipe(name), facts)
         anything = anything or taken is not None
+        # The recipe's name stands in its first row only.
         for index, verdict in enumerate(verdicts):
-            mark = "[green]taken[/]" if verdict.taken else "-"
-            last = index == len(verdicts) - 1
             heading = "" if index else name
-            table.add_row(heading, verdict.rung, mark, escape(verdict.reason), end_section=last)
+            mark = "[green]taken[/]" if verdict.taken else "-"
+            reason = escape(verdict.reason)
+            last = index == len(verdicts) - 1
+            table.add_row(heading, verdict.rung, mark, reason, end_section=last)
     console.print()
     console.print(table)
     return anything

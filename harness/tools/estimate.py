@@ -114,8 +114,13 @@ def _precision(made: Prediction) -> list[tuple[str, str]]:
     layers = made.trace.layers
     fp8 = sum(layer.precision == "fp8" for layer in layers)
     linear = sum(bool(layer.shape) for layer in layers)
-    counts = f", {fp8} of {linear} Linear layers in FP8" if fp8 else ""
-    rows = [("precision", f"{made.taken}{counts}; {made.trace.parameters / 1e6:,.0f}M parameters")]
+    text = made.taken
+    if fp8:
+        text += f", {fp8} of {linear} Linear layers in FP8"
+    text += f"; {made.trace.parameters / 1e6:,.0f}M parameters"
+    rows = [("precision", text)]
+
+    # The better rungs of the ladder that this card cannot take, and why.
     for verdict in made.rungs:
         if verdict.taken:
             break
@@ -128,17 +133,18 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
 
     context, card = made.calibration.rates.context_bytes, made.card.memory
     if made.trace.static + context > card:
-        verdict = f"does NOT fit: {_gib(made.trace.static)} of it are weights and optimizer, whatever the batch"
+        static = _gib(made.trace.static)
+        verdict = f"does NOT fit: {static} of it are weights and optimizer, whatever the batch"
     elif not made.fits:
         verdict = "does NOT fit: lower train.micro_batch or data.context, or take a larger card"
     elif made.needed > _TIGHT * card:
         verdict = "fits, but so tightly that fragmentation may be too much"
     else:
         verdict = "fits"
-    peak = made.trace.peak
-    text = f"{_gib(peak)} at the peak + {_gib(context)} for CUDA itself, of {_gib(card)}: {verdict}"
-    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in largest(made.trace))
-    rows = [("memory", text), ("", kinds)]
+    peak = _gib(made.trace.peak)
+    text = f"{peak} at the peak + {_gib(context)} for CUDA itself, of {_gib(card)}: {verdict}"
+    kinds = [f"{kind} {_gib(size)}" for kind, size in largest(made.trace)]
+    rows = [("memory", text), ("", ", ".join(kinds))]
     if made.bf16 is not None and made.bf16 is not made.trace:
         rows.append(("", f"in bf16 the peak would be {_gib(made.bf16.peak)}"))
     return rows
@@ -146,14 +152,17 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
 
 def _time(made: Prediction) -> list[tuple[str, str]]:
     timing, baseline = made.timing, made.bf16_timing
-    text = f"{timing.mean * 1e3:,.1f} ms, {made.tokens / timing.mean:,.0f} {made.counted}/s"
+    rate = made.tokens / timing.mean
+    text = f"{timing.mean * 1e3:,.1f} ms, {rate:,.0f} {made.counted}/s"
     if made.ranks > 1:
         text += f" over {made.ranks} ranks"
     if baseline is not None and made.bf16 is not made.trace:
-        text += f"; {timing.mean / baseline.mean:.2f} of bf16's {baseline.mean * 1e3:,.1f} ms"
+        ratio = timing.mean / baseline.mean
+        text += f"; {ratio:.2f} of bf16's {baseline.mean * 1e3:,.1f} ms"
     rows = [("step", text)]
     if timing.sampled > 1.01 * timing.usual:
         rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
+
     products = f"{made.flops / 1e12:,.3g} TFLOP of matrix products"
     if made.ranks > 1:
         products += " on each rank"
@@ -172,7 +181,10 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
     text = f"{made.timing.kernels:,} kernel launches a step"
     if made.timing.host_bound:
         text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
-    waits = Counter((wait.what, wait.where[0] if wait.where else "?") for wait in made.trace.waits)
+    waits: Counter[tuple[str, str]] = Counter()
+    for wait in made.trace.waits:
+        where = wait.where[0] if wait.where else "?"
+        waits[wait.what, where] += 1
     if not waits:
         text += "; the host never waits for the card within a step"
     rows = [("host", text)]

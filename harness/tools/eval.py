@@ -130,16 +130,18 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     made = Score([], [], [])
     with restored.computing(fp32):
         for batch in _portions(batches, restored.vocab_size):
-            on = {name: each.to(restored.device) for name, each in batch.items()}
-            logits = restored.logits(on["inputs"], on.get("segments")).float()
-            targets = on["targets"]
+            device_batch = {name: each.to(restored.device) for name, each in batch.items()}
+            targets = device_batch["targets"]
+            segments = device_batch.get("segments")
+            # Losses in float32: bfloat16 would hide the small differences that are looked for.
+            logits = restored.logits(device_batch["inputs"], segments).float()
             if logits.shape[:2] != targets.shape:
                 raise _other_shape(restored, list(logits.shape), list(targets.shape))
 
             # Loss, number of targets and hits of each sample, in one copy to the host.
-            losses = F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
-            )
+            flat = logits.flatten(0, 1)
+            labels = targets.flatten()
+            losses = F.cross_entropy(flat, labels, reduction="none", ignore_index=IGNORED)
             counted = targets != IGNORED
             hits = (logits.argmax(-1) == targets) & counted
             sums = losses.view_as(targets).double().sum(1)
@@ -187,11 +189,15 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     n, total = len(ours.counts), sum(ours.counts)
     apart = [a - b for a, b in zip(ours.sums, plain.sums, strict=True)]
     nats = sum(apart) / total
+
+    # One sample has no spread, and so no interval.
     half = None
     if n > 1:
         residuals = [d - nats * count for d, count in zip(apart, ours.counts, strict=True)]
         squares = sum(each * each for each in residuals)
         half = _NORMAL * math.sqrt(n / (n - 1) * squares) / total
+
+    # JSON has no NaN and no infinity.
     if not math.isfinite(nats):
         return {"nats": None, "share": None, "half_width": None, "clear": None}
     share = nats / plain.loss if plain.loss else None
@@ -248,9 +254,10 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
         chosen = np.arange(count, dtype=np.int64) * total // count
         cut = int(np.searchsorted(chosen, source.n_samples))
         rows = restored.config.train.micro_batch
+        of_split = {"train": chosen[:cut], "val": chosen[cut:] - source.n_samples}
         batches: list[Batch] = []
-        for split, numbers in (("train", chosen[:cut]), ("val", chosen[cut:] - source.n_samples)):
-            parts = [numbers[at : at + rows] for at in range(0, len(numbers), rows)]
+        for split, numbers in of_split.items():
+            parts = [numbers[first : first + rows] for first in range(0, len(numbers), rows)]
             batches += [source.batch(split, part) for part in parts]
         return source.name, batches
 
@@ -278,6 +285,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if trained_in.partition(",")[0] != precision.partition(",")[0]:
         yield f"the run trained in {trained_in}; this machine computes it in {precision}"
 
+    # A table of one row, or of two: a run in fp32 has nothing beside it.
     rows = [(precision, found["in_precision"])]
     if found["in_fp32"]:
         rows.append(("fp32", found["in_fp32"]))

@@ -260,22 +260,28 @@ def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any])
 
 
 def _count(tensors: Mapping[str, Tensor]) -> str:
-    return f"{sum(tensor.numel() for tensor in tensors.values()):,} parameters"
+    count = sum(tensor.numel() for tensor in tensors.values())
+    return f"{count:,} parameters"
 
 
 def _stamp(store: Store, step: int, fp8: TensorDict, meta: Mapping[str, Any]) -> Stamp:
     from harness.checkpoint.manifest import read_manifest
 
-    seen = (fp8["history"].amax(dim=0) > 0).tolist() if "history" in fp8 else []
-    versions, recipe = read_manifest(store.path(step))["versions"], meta["bound"]["recipe"]
-    return Stamp(step, versions, meta["parts"]["fp8"], seen, recipe)
+    # A recipe without delayed scaling keeps no history of amaxes.
+    seen: list[bool] = []
+    if "history" in fp8:
+        largest = fp8["history"].amax(dim=0)
+        seen = (largest > 0).tolist()
+    versions = read_manifest(store.path(step))["versions"]
+    return Stamp(step, versions, meta["parts"]["fp8"], seen, meta["bound"]["recipe"])
 
 
 def _save(tensors: TensorDict, out: Path) -> None:
     from safetensors.torch import save_file
 
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, out / _WEIGHTS, {"format": "pt"})
+    # The format "pt" in the file's header is what transformers looks for.
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, out / _WEIGHTS, {"format": "pt"})
 
 
 def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
@@ -286,6 +292,7 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
     made.mkdir()
     try:
         write(made)
+        # The first of them is the tokenizer itself, whatever its file was called.
         for number, path in enumerate(tokenizer):
             name = path.name if number else _TOKENIZER[0]
             shutil.copyfile(path, made / name)
@@ -293,8 +300,11 @@ def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[
             (made / _TOKENIZER[1]).write_text(_AS_IT_IS, encoding="utf-8")
         card_file = made / "README.md"
         card_file.write_text(card, encoding="utf-8")
+
+        # safetensors makes files that nobody else may read: give all of them the card's permissions.
+        mode = stat.S_IMODE(card_file.stat().st_mode)
         for path in made.iterdir():
-            path.chmod(stat.S_IMODE(card_file.stat().st_mode))  # safetensors makes private files
+            path.chmod(mode)
         made.replace(out)
         sync_folder(parent)
     finally:
@@ -362,15 +372,20 @@ class Contents:
 
 def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
     """README.md, in Markdown."""
-    tags = ["hopper-harness"]
+    # The front matter, from which the Hugging Face Hub takes a model's tags.
+    lines = ["---", "tags:", "- hopper-harness"]
     if history.plan:
-        tags.append(" ".join(history.plan["recipe"].split()))
-    lines = ["---", "tags:"]
-    lines += [f"- {tag}" for tag in tags]
-    lines += ["---", f"# {shown(history.run_dir.name)}", ""]
-    lines += [contents.weights, "", "```python", contents.loads, "```", "", "## Training", ""]
+        recipe = " ".join(history.plan["recipe"].split())
+        lines.append(f"- {recipe}")
+    lines.append("---")
+
+    lines += [f"# {shown(history.run_dir.name)}", ""]
+    lines += [contents.weights, "", "```python", contents.loads, "```", ""]
+
     facts = [*_training(history, stamp, config), ("tokenizer", contents.tokenizer)]
-    lines += [*_table(("what", ""), facts), "", "## Precision passport", ""]
+    lines += ["## Training", "", *_table(("what", ""), facts), ""]
+
+    lines += ["## Precision passport", ""]
     if history.plan:
         lines += _passport(history, stamp)
     else:
@@ -381,6 +396,8 @@ def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: C
 def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[tuple[str, str]]:
     """(what, text) of how the model was trained, up to the checkpoint's step."""
     step, train, data = stamp.step, config.train, history.run["data"]
+
+    # The journal may go on behind the checkpoint: later steps are no part of these weights.
     applied = history.points("train/step_applied")
     skipped = (applied.figures[applied.steps <= step] == 0).sum()
     yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
@@ -395,10 +412,14 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
         yield title, text
 
     back = [each for each in history.rollbacks if each.to_step <= step]
-    windows = sum(len(each.passed_over) for each in back)
-    yield "rollbacks", f"{len(back)}, {windows} windows of the data passed over" if back else "none"
+    text = "none"
+    if back:
+        windows = sum(len(each.passed_over) for each in back)
+        text = f"{len(back)}, {windows} windows of the data passed over"
+    yield "rollbacks", text
 
-    source, sha256 = _last(data.get("source", "not recorded")), data.get("sha256", "not recorded")
+    source = _last(data.get("source", "not recorded"))
+    sha256 = data.get("sha256", "not recorded")
     yield "data", f"`{source}`, SHA-256 `{sha256}`"
     # The samples of a data set of the user's own need not be tokens.
     of_tokens = "" if config.data.target is not None else f" of {config.data.context} tokens"
@@ -425,12 +446,15 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     """The section on precision: what was asked for, what each layer ran in, and which layers moved."""
     plan, step = history.plan, stamp.step
     ran = stamp.ran(plan)
+
+    # From what was asked for to what became of it.
     counts = sorted(Counter(ran.values()).items())
+    effective = [f"{precision}: {count} modules" for precision, count in counts]
     rows = [
         ("recipe", f"{plan['recipe']}, SHA-256 `{plan['recipe_sha256']}`"),
         ("requested", plan["requested"]),
         ("resolved", f"{plan['resolved']} on {plan['tier']}"),
-        ("effective", ", ".join(f"{precision}: {count} modules" for precision, count in counts)),
+        ("effective", ", ".join(effective)),
         *(("trained under", text) for text in _recipes(history, step)),
         *(("not taken", text) for text in _not_taken(plan)),
         *(("started before as", text) for text in _elsewhere(history)),
@@ -438,6 +462,7 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     yield from _table(("what", ""), rows)
     yield ""
 
+    # Every layer, planned and as it ran.
     layers: list[Sequence[str]] = []
     for layer in plan["layers"]:
         name, planned = layer["module"], layer["precision"]
@@ -445,6 +470,7 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     yield from _table(("layer", "planned", f"ran in, at step {step}", "backend", "why"), layers)
     yield ""
 
+    # Which layers moved. The journal says when; the checkpoint says it for layers that the journal does not name.
     moves = [event for event in history.switches if event["step"] <= step]
     unsaid = _demoted_before(history, stamp)
     if moves or unsaid:
@@ -473,6 +499,8 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
         source = Path(began)
         last = source.name.rpartition("-")[2]
         yield shown(f"steps up to {last}: another run, {source.parent.parent.name}")
+
+    # One recipe, the plan's, in all of the run: the first row of the table has named it.
     found = history.stretches(step)
     others = {each.sha256 for each in found} - {"", history.plan["recipe_sha256"]}
     if len(found) < 2 and not others and not isinstance(began, str):
@@ -492,7 +520,7 @@ def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
     moved: set[str] = set()
     for event in history.switches:
         if event["step"] <= stamp.step:
-            moved |= set(map(bare, event["demote"]))
+            moved.update(map(bare, event["demote"]))
     return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in moved})
 
 
@@ -510,7 +538,8 @@ def _elsewhere(history: RunHistory) -> list[str]:
     for row in read_rows(history.run_dir / JOURNAL, metrics=False):
         tags = row.get("tags", {})
         if row["kind"] == "run" and "precision.resolved" in tags:
-            starts.append(shown(f"{tags['precision.resolved']} on {tags.get('tier', '?')}"))
+            tier = tags.get("tier", "?")
+            starts.append(shown(f"{tags['precision.resolved']} on {tier}"))
     return sorted({*starts[:-1]} - {*starts[-1:]})
 
 

@@ -25,7 +25,10 @@ from harness.telemetry import undeliverable
 
 def check_delivery(config: RunConfig, worker: Worker) -> None:
     """Raises MachineError if MLflow is wanted and rank 0 cannot deliver to it. Collective."""
-    problems = undeliverable(config.tracking, "tracking.mlflow=false") if worker.is_lead else []
+    # Only rank 0 delivers, so only its problems count.
+    problems: list[Problem] = []
+    if worker.is_lead:
+        problems = undeliverable(config.tracking, "tracking.mlflow=false")
     if problems := _on_every_rank(worker, problems):
         raise MachineError(problems)
 
@@ -48,7 +51,8 @@ def check_first_rung(plan: Plan, recipe: str) -> None:
 def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
     size = state_bytes(model, optimizer_bytes(model, config.train))
-    if problems := _on_every_rank(worker, _room(folder, size) if worker.is_lead else []):
+    problems = _room(folder, size) if worker.is_lead else []
+    if problems := _on_every_rank(worker, problems):
         raise CheckpointError(problems)
 
 
@@ -58,13 +62,13 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
     try:
         steps = Store(checkpoints, readonly=True).steps()
     except OSError as error:
+        what = "the checkpoints cannot be looked at"
         fix = "move it away, or give the run another --name"
-        return [
-            Problem(
-                "the checkpoints cannot be looked at", str(checkpoints), str(error.strerror), fix
-            )
-        ]
-    return lacks_room(checkpoints if checkpoints.is_dir() else folder, bytes_each, len(steps))
+        return [Problem(what, str(checkpoints), str(error.strerror), fix)]
+
+    # A new run has no such folder yet; the one above it is on the same disk. A link may lead to another disk.
+    place = checkpoints if checkpoints.is_dir() else folder
+    return lacks_room(place, bytes_each, len(steps))
 
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
@@ -85,17 +89,25 @@ def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | 
     engine = ENGINES[worker.engine]
     if worker.device.type != "cpu" or engine.sharded or not engine.snapshots:
         return None
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    ranks, available = worker.launch.local_world_size, all_memory()
+    parameters = weights = gradients = 0
+    for parameter in model.parameters():
+        parameters += parameter.numel()
+        weights += parameter.nbytes
+        if parameter.requires_grad:
+            gradients += parameter.nbytes
+    weights += sum(buffer.nbytes for buffer in model.buffers())
+
+    # Every rank of this machine has all of it.
+    ranks = worker.launch.local_world_size
     needed = ranks * (weights + gradients + optimizer)
+    available = all_memory()
     if not available or needed <= available:
         return None
+
     why = f"on the CPU: weights {weights / GIB:,.1f}, gradients {gradients / GIB:,.1f}, "
     why += f"optimizer {optimizer / GIB:,.1f} GiB"
     if ranks > 1:
         why += f", on each of {ranks} ranks"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     have = f"this machine has {available / GIB:,.1f}, swap included"
     return Problem(
         f"needs at least {needed / GIB:,.1f} GiB to be trained, and {have}",

@@ -109,11 +109,9 @@ def agree_on_folder(request: Request, source: Path | None, worker: Worker) -> Pa
 
 def _find_folder(request: Request, source: Path | None) -> Path:
     """With --resume PATH a new folder, or that of the run that began from there and has not finished."""
-    config_name, recipe, steps = (
-        request.config_name,
-        request.config.recipe,
-        request.config.train.steps,
-    )
+    config_name = request.config_name
+    recipe = request.config.recipe
+    steps = request.config.train.steps
     if source is None:
         return choose_folder(config_name, recipe, request.name, request.resume, steps)
 
@@ -122,12 +120,10 @@ def _find_folder(request: Request, source: Path | None) -> Path:
         candidates = [RUNS / request.name]
     else:
         base = base_name(config_name, recipe)
-        numbered = (
-            folder for folder in RUNS.glob("*") if folder.name.removeprefix(f"{base}-").isdecimal()
-        )
-        candidates = [
-            folder for folder in (RUNS / base, *sorted(numbered)) if not is_finished(folder, steps)
-        ]
+        prefix = f"{base}-"
+        numbered = [each for each in RUNS.glob("*") if each.name.removeprefix(prefix).isdecimal()]
+        same_name = [RUNS / base, *sorted(numbered)]
+        candidates = [folder for folder in same_name if not is_finished(folder, steps)]
     for folder in candidates:
         if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
             return folder
@@ -209,11 +205,11 @@ def _lost_checkpoint(folder: Path) -> int:
     """
     if any((folder / "checkpoints").glob("*step-*")) or not (folder / JOURNAL).is_file():
         return 0
-    rows = read_rows(folder / JOURNAL, metrics=False)
-    return max(
-        (row["step"] for row in rows if row["kind"] == "checkpoint" and row["state"] == "saved"),
-        default=0,
-    )
+    newest = 0
+    for row in read_rows(folder / JOURNAL, metrics=False):
+        if row["kind"] == "checkpoint" and row["state"] == "saved":
+            newest = max(newest, row["step"])
+    return newest
 
 
 def check_own_ledger(
@@ -324,21 +320,18 @@ def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
     before = resumed.saved if resumed is not None else _config_of(initial.source)
     if before is None or Schedule.of(before.train) == Schedule.of(run.config.train):
         return
-    if jump := lr_jump(
-        before.train, run.config.train, _applied_updates(run), run.guard.judge.lr_factor
-    ):
-        run.telemetry.tell(
-            run.state.step, "train.lr_jump", jump.text, last=jump.last, next=jump.next
-        )
+    applied, factor = _applied_updates(run), run.guard.judge.lr_factor
+    if jump := lr_jump(before.train, run.config.train, applied, factor):
+        step = run.state.step
+        run.telemetry.tell(step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)
 
 
 def _config_of(source: Path | None) -> RunConfig | None:
     """The config of the run that saved the checkpoint `source`; None without one, or if it cannot be read."""
+    if source is None:
+        return None
+    folder = source.resolve().parent.parent
     try:
-        return (
-            None
-            if source is None
-            else load_config(str(source.resolve().parent.parent / "config.yaml"))
-        )
+        return load_config(str(folder / "config.yaml"))
     except ConfigError:
         return None

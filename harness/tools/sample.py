@@ -69,9 +69,11 @@ def command(
     if not ids:
         fix = "give a word to begin with"
         raise ConfigError(Problem("the prompt has no token", "TEXT", fix=fix))
+
     fp32 = precision is Choice.fp32
     written = generate(restored, ids, tokens, temperature, top_k, seed, fp32, end)
 
+    # How it was drawn goes to stderr: stdout has the text alone.
     name = "fp32" if fp32 else restored.name
     drawn = "the likeliest tokens"
     if temperature:
@@ -156,6 +158,8 @@ def generate(
         what = f"token {max(ids)} of the prompt is outside of the model's {vocab_size}"
         fix = "give the tokenizer that the model was trained with"
         raise ConfigError(Problem(what, "TEXT", fix=fix))
+
+    # Drawn on the CPU, so that the random numbers do not depend on the device.
     context = restored.config.data.context
     generator = torch.Generator().manual_seed(seed)
     sequence = list(ids)
@@ -185,7 +189,8 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
-        logits = torch.where(logits < logits.topk(top_k).values[-1], -torch.inf, logits)
+        lowest = logits.topk(top_k).values[-1]
+        logits = torch.where(logits < lowest, -torch.inf, logits)
     shares = torch.softmax(logits.double() / temperature, dim=0)
     return int(torch.multinomial(shares, 1, generator=generator))
 
@@ -195,5 +200,6 @@ def _after(restored: Restored, ids: list[int], context: int) -> Tensor:
     import torch
 
     padding = min(-len(ids) % _MULTIPLE, context - len(ids))
-    inputs = torch.tensor([[*ids, *[ids[-1]] * padding]], device=restored.device)
+    padded = ids + padding * [ids[-1]]
+    inputs = torch.tensor([padded], device=restored.device)
     return restored.logits(inputs)[0, len(ids) - 1]

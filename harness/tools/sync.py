@@ -37,23 +37,28 @@ def command(
 ) -> int:
     config = require_run(run) / "config.yaml"
     choice = choose_for_sync(config.parent, elsewhere)
+
     # A loop of the user's own has no config: its journal names the experiment.
     experiment = _experiment(run)
     if config.exists():
         experiment = load_config(str(config)).tracking.experiment
+
     done = sync(run, experiment, PATIENCE, choice, say)
     if (aside := run / SET_ASIDE).exists():
         say(f"! lines of the journal that are no rows were set aside in {aside}")
     if done:
         say(f"delivered to {choice.destination.uri}")
-    else:
-        why = f"; {choice.unsent}" if choice.unsent else ""
-        again = "" if elsewhere else "; to deliver to another store: --elsewhere"
-        far = portion(Position.load(run).offset, finished_size(run / JOURNAL))
-        say(
-            f"not delivered to {choice.destination.uri}: {far}; see {run / 'shipper.log'}{why}{again}"
-        )
-    return 0 if done else 1
+        return 0
+
+    # How far it came, where the errors are, and what else may be tried.
+    far = portion(Position.load(run).offset, finished_size(run / JOURNAL))
+    text = f"not delivered to {choice.destination.uri}: {far}; see {run / 'shipper.log'}"
+    if choice.unsent:
+        text += f"; {choice.unsent}"
+    if not elsewhere:
+        text += "; to deliver to another store: --elsewhere"
+    say(text)
+    return 1
 
 
 def _experiment(run: Path) -> str:

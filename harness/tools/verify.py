@@ -30,23 +30,33 @@ def _verify(folder: Path) -> ExitCode:
     from harness.checkpoint.store import Store
 
     store = Store(folder / "checkpoints", readonly=True)
-    steps, good = store.steps(), set(read_marks(store.root))
+    steps = store.steps()
+    good = set(read_marks(store.root))
     lowest = {metric: best(store, metric) for metric in ("val_loss", "train_loss")}
+
     damaged = 0
     for step in steps:
-        if not store.path(step).exists():
-            continue  # a run that goes on has deleted it by now
-        problems = store.verify(step)
-        if problems:
-            damaged += 1
-            say(f"{store.path(step)}: {'; '.join(map(str, problems))}")
+        path = store.path(step)
+        # A run that still trains may have deleted it by now.
+        if not path.exists():
             continue
+        if problems := store.verify(step):
+            damaged += 1
+            what = "; ".join(map(str, problems))
+            say(f"{path}: {what}")
+            continue
+
+        # "good": enough healthy steps followed it, so a rollback may go back to it.
         words = ["ok"]
         if step in good:
             words.append("good")
-        words += [f"lowest {metric}" for metric, at in lowest.items() if at == step]
-        words += [f"{name} {value:.4f}" for name, value in sorted(store.metrics(step).items())]
-        say(f"{store.path(step)}: {', '.join(words)}")
+        for metric, lowest_at in lowest.items():
+            if lowest_at == step:
+                words.append(f"lowest {metric}")
+        for name, value in sorted(store.metrics(step).items()):
+            words.append(f"{name} {value:.4f}")
+        say(f"{path}: {', '.join(words)}")
+
     say(f"{folder}: {len(steps) - damaged} of {len(steps)} checkpoints verify")
     for aside in sorted(store.root.glob("quarantine-*")):
         say(f"{aside}: was found damaged and set aside")

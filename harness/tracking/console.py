@@ -84,6 +84,7 @@ class Console:
         figures["fp8"] = f"{fp8_layers}/{fp8_total}"
         figures["skipped"] = str(skipped)
 
+        # A terminal has one line, rewritten; a log gets the first step, the last, and LINES_PER_RUN between.
         due = self._first or done >= self._total
         self._first = False
         if self._progress is not None:
@@ -117,9 +118,11 @@ class Console:
         }
 
     def _rate(self, tokens: int, pace: float) -> str:
-        if pace > 0 and not tokens:  # a loop of the user's own that does not count tokens
+        if not pace > 0:
+            return rate(math.nan, self.counted)
+        if not tokens:  # a loop of the user's own that does not count tokens
             return f"{1 / pace:.3g} steps/s"
-        return rate(tokens / pace if pace > 0 else math.nan, self.counted)
+        return rate(tokens / pace, self.counted)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """Report a validation after `step` steps. loss: mean, in `unit`. accuracy: share of labels predicted right."""
@@ -127,9 +130,8 @@ class Console:
         if self.unit == "nats per byte":
             bits = loss / math.log(2)
             self._validation = f"{bits:.3f} b/B"
-            self.say(
-                f"validation after step {step}: {loss:.4f} nats = {bits:.4f} bits per byte{hits}"
-            )
+            both = f"{loss:.4f} nats = {bits:.4f} bits per byte"
+            self.say(f"validation after step {step}: {both}{hits}")
             return
         unit = "" if self.unit == "loss" else f" {self.unit}"
         self._validation = f"{loss:.3f}"
@@ -210,7 +212,7 @@ def _is_full(error: Exception) -> bool:
 def rate(per_second: float, counted: str = "tokens") -> str:
     """A speed as text, such as `9.8k tok/s` or `312 samples/s`."""
     what = "tok" if counted == "tokens" else counted
-    if not math.isfinite(per_second):
+    if not math.isfinite(per_second):  # not measured yet
         return f"- {what}/s"
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if per_second >= limit:

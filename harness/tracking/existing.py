@@ -52,7 +52,11 @@ def spans(steps: Iterable[int]) -> str:
             found[-1][1] = step
         else:
             found.append([step, step])
-    return some([f"{a}-{b}" if a < b else str(a) for a, b in found], _MOST_SPANS)
+    texts: list[str] = []
+    for first, last in found:
+        text = f"{first}-{last}" if first < last else str(first)
+        texts.append(text)
+    return some(texts, _MOST_SPANS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ def _first_difference(old: Metrics, new: Metrics) -> str | None:
     for name in sorted(new):
         if name.startswith("time/") or name in _SPEEDS:
             continue
-        # repr tells every two floats apart, 0.0 and -0.0 too, and takes every NaN for the same.
+        # repr is another for every two different floats, 0.0 and -0.0 too, and the same for every NaN.
         if repr(old[name]) != repr(new[name]):
             return name
     return None

@@ -131,11 +131,11 @@ class Figures:
     def of_step(self, step: int) -> list[MetricsRow]:
         """The rows of `step`, in the order of the journal."""
         processes = list(self._processes)
-        found: list[tuple[int, MetricsRow]] = []
+        by_number: dict[int, MetricsRow] = {}
         for group in self._groups.values():
-            places = np.flatnonzero(np.array(group.steps) == step).tolist()
-            found += [(group.number[at], _row(group, at, processes)) for at in places]
-        return [row for _, row in sorted(found, key=lambda each: each[0])]
+            for at in np.flatnonzero(np.array(group.steps) == step).tolist():
+                by_number[group.number[at]] = _row(group, at, processes)
+        return [by_number[number] for number in sorted(by_number)]
 
     def begins(self) -> dict[int, int]:
         """The first step of each attempt."""
@@ -154,12 +154,16 @@ class Figures:
 
     def points(self, name: str, first: First, replaced: bool) -> Points:
         """One figure at the steps that count, or with `replaced` at those that a later attempt did again."""
-        numbers, steps, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+        # Each list begins with an empty array: there may be no group, and nothing cannot be concatenated.
+        numbers, steps = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        values = [np.zeros(0)]
         for group in self._with.get(name, ()):
             wanted = group.replaced(first) == replaced
             numbers.append(np.array(group.number)[wanted])
             steps.append(np.array(group.steps)[wanted])
             values.append(np.array(group.columns[name])[wanted])
+
+        # Groups are apart in memory; the order of the journal decides which row of a step is the last.
         order = np.argsort(np.concatenate(numbers))
         return Points(np.concatenate(steps)[order], np.concatenate(values)[order])
 

@@ -101,6 +101,8 @@ class RunHistory:
     def read(cls, run_dir: Path) -> RunHistory:
         """Read a run folder. Raises ConfigError if it is none."""
         run_dir = require_run(run_dir)
+
+        # One pass over the journal. Its rows are in the order of time: a "run" row describes the rows after it.
         rows = Figures()
         events: list[Mapping[str, Any]] = []
         run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
@@ -121,15 +123,19 @@ class RunHistory:
                     begun.append(_stretch(event.get("to_step", event["step"]), run))
                     started = False
             elif row["kind"] == "run":
+                # A process begins, so the end that an earlier one wrote is none.
                 end = {}
                 started = True
                 for part in run:
                     run[part] |= _fit(row.get(part, {}))
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
+
+        # The other files. outcome.json says more than the "end" row, which counts where a full disk refused that file.
         run["tags"] = {name: str(value) for name, value in run["tags"].items()}
         outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
-        return cls(run_dir, rows, events, run, _read_plan(run_dir / "plan.json"), outcome, begun)
+        plan = _read_plan(run_dir / "plan.json")
+        return cls(run_dir, rows, events, run, plan, outcome, begun)
 
     @cached_property
     def lost(self) -> list[int]:
@@ -137,6 +143,8 @@ class RunHistory:
         points = self.series.get(LOSS)
         if not points or self.of_own_loop:
             return []
+
+        # A step that a rollback discarded was done: its figures are not lost.
         there = points.steps
         if (abandoned := self.abandoned.get(LOSS)) is not None:
             there = np.union1d(there, abandoned.steps)
@@ -155,7 +163,8 @@ class RunHistory:
     @property
     def unit(self) -> str:
         """Unit of the losses; "loss" if it is not known."""
-        return str(self.run["data"].get("unit", "loss" if self.of_own_loop else BYTES))
+        default = "loss" if self.of_own_loop else BYTES
+        return str(self.run["data"].get("unit", default))
 
     @property
     def unigram(self) -> float | None:
@@ -171,7 +180,9 @@ class RunHistory:
 
     def _entropy(self, name: str) -> float | None:
         value = self.run["data"].get(name)
-        return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            return float(value)
+        return None
 
     @cached_property
     def _replaced_from(self) -> Callable[[int], float]:
@@ -203,16 +214,22 @@ class RunHistory:
         """
         found: list[Stretch] = []
         for each in self.begun:
+            # Whoever goes on from a step does all later ones again.
             found = [earlier for earlier in found if earlier.after < each.after]
-            if not found or found[-1][1:] != each[1:]:
+            is_other = not found or found[-1][1:] != each[1:]
+            if is_other:
                 found.append(each)
         return [each for each in found if each.after < step]
 
     @property
     def switches(self) -> list[Mapping[str, Any]]:
         """Events that moved layers, of the steps that count."""
-        moves = [event for event in self.events if event["code"] == SWITCHED]
-        return [event for event in moves if not self.replaced(event["attempt"], event["step"])]
+        found: list[Mapping[str, Any]] = []
+        for event in self.events:
+            is_move = event["code"] == SWITCHED
+            if is_move and not self.replaced(event["attempt"], event["step"]):
+                found.append(event)
+        return found
 
     @property
     def rollbacks(self) -> list[Returned]:
@@ -236,13 +253,15 @@ class RunHistory:
 
     def slots(self, metric: str = "fp8_amax") -> list[str]:
         """Slots with `<metric>/<slot>` figures: layers in the plan's order, roles in the order of a step."""
-        prefix = f"{metric}/"
         if self.slot_steps is not None:
             names = list(self.slot_steps.names)
         else:
+            # The file is lost: the journal has some slots.
+            prefix = f"{metric}/"
             names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
-        layers = self.plan.get("layers", ())
-        order = {bare(layer["module"]): place for place, layer in enumerate(layers)}
+        order: dict[str, int] = {}
+        for place, layer in enumerate(self.plan.get("layers", ())):
+            order[bare(layer["module"])] = place
         return sorted(names, key=lambda name: _slot_key(name, order))
 
     def expected_slots(self) -> set[str]:
@@ -258,11 +277,14 @@ class RunHistory:
     def demotions(self) -> Demotions:
         """(bare layer name, first step in BF16, first step back in FP8 or None), in order."""
         spans: Demotions = []
+        # Places in `spans` of the stretches that have no end yet, by layer.
         open_spans: dict[str, list[int]] = {}
         for event in self.switches:
+            # Promotions first: one event may do both, of other layers.
             for layer in map(bare, event["promote"]):
                 for place in open_spans.pop(layer, ()):
-                    spans[place] = (layer, spans[place][1], event["step"])
+                    first = spans[place][1]
+                    spans[place] = (layer, first, event["step"])
             for layer in map(bare, event["demote"]):
                 open_spans.setdefault(layer, []).append(len(spans))
                 spans.append((layer, event["step"], None))
@@ -270,13 +292,13 @@ class RunHistory:
 
     def silent(self, slots: Iterable[str]) -> list[str]:
         """Those of `slots` (bare names) whose amax was never over 0."""
+        heard: set[str] = set()
         if self.slot_steps is not None:
-            heard = {bare(slot) for slot in self.slot_steps.heard()}
+            heard.update(map(bare, self.slot_steps.heard()))
         else:
-            heard: set[str] = set()
             for name in self.series:
                 prefix, _, slot = name.partition("/")
-                if prefix == "fp8_amax" and any(value > 0 for value in self.series[name].values()):
+                if prefix == "fp8_amax" and (self.series[name].figures > 0).any():
                     heard.add(bare(slot))
         return [slot for slot in slots if slot not in heard]
 
@@ -289,15 +311,18 @@ class RunHistory:
         """
         if self.slot_steps is not None:
             return self.slot_steps.newest(slots, count)
+
         # The file is lost: the journal's rows have the slots that were picked.
         last: dict[str, Series] = {}
         for metric in SLOT_ROWS.values():
             for slot in slots:
                 name = f"{metric.key}/{slot}"
-                points = self.series.get(name, {})
-                measured = [step for step, value in points.items() if not math.isnan(value)]
-                newest = max(measured, default=None)
-                last[name] = {} if newest is None else {newest: points[newest]}
+                points = self.points(name)
+                last[name] = {}
+                measured = np.flatnonzero(~np.isnan(points.figures))
+                if len(measured):
+                    at = measured[-1]
+                    last[name] = {int(points.steps[at]): float(points.figures[at])}
         amaxes: dict[str, list[float]] = {}
         for slot in slots:
             points = self.series.get(f"fp8_amax/{slot}", {})
@@ -312,6 +337,7 @@ class RunHistory:
         columns: at most so many; neighbouring steps are merged, by their largest value. None: every step.
         """
         if self.slot_steps is not None:
+            # The file has figures by their field, the journal by their key.
             figure = {each.key: name for name, each in SLOT_ROWS.items()}[metric]
             return self.slot_steps.joined(figure, slots, columns)
 
@@ -321,7 +347,8 @@ class RunHistory:
         places = {step: place for place, step in enumerate(steps)}
         values = np.full((len(slots), len(steps)), np.nan)
         for row, points in enumerate(series):
-            values[row, [places[step] for step in points]] = list(points.values())
+            for step, value in points.items():
+                values[row, places[step]] = value
 
         # Join neighbours; padding makes the last group whole.
         each = 1 if columns is None else max(1, -(-len(steps) // columns))
@@ -390,6 +417,7 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
     """An event without fields of a wrong type. A move of layers gets an empty list where one is missing."""
     event = _fit(row)
     wrong = [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
+    # Not isinstance: True is an int there.
     wrong += [name for name in _NUMBERS if type(event.get(name, 0)) is not int]
     for name, of in _LISTS.items():
         items = event.get(name, [])
@@ -405,7 +433,9 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
 def _read_plan(path: Path) -> dict[str, Any]:
     """plan.json, with those layers and rungs that have what readers rely on; empty if it is no plan."""
     plan = _fit(read_mapping(path, MAX_LARGE))
-    layers, rungs, notes = (plan.get(key, []) for key in ("layers", "rungs", "notes"))
+    layers = plan.get("layers", [])
+    rungs = plan.get("rungs", [])
+    notes = plan.get("notes", [])
     lists = all(isinstance(each, list) for each in (layers, rungs, notes))
     if not lists or "layers" not in plan or not _has_texts(plan, ("requested", "resolved")):
         return {}
@@ -413,11 +443,12 @@ def _read_plan(path: Path) -> dict[str, Any]:
     for key in ("recipe", "recipe_sha256", "tier"):
         plan[key] = str(plan.get(key, "?"))
 
+    # A layer or rung that lacks something is left out; the others are still of use.
     plan["layers"] = []
     for layer in layers:
         if not isinstance(layer, dict) or not _has_texts(layer, _OF_A_LAYER):
             continue
-        whole = {"kind": "", "reason": "", "shape": []} | layer
+        whole = {"kind": "", "reason": "", "shape": [], "frozen": False} | layer
         if _has_texts(whole, ("kind", "reason")) and isinstance(whole["shape"], list):
             plan["layers"].append(whole)
 

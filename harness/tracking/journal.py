@@ -214,6 +214,8 @@ def rows_after(
         data = file.read(CHUNK if end is None else end - offset)
         if end is None and len(data) == CHUNK:
             data += file.readline()  # a row that begins in this chunk is read to its end
+
+    # What follows the last newline is a row that is being written.
     rows: list[tuple[dict[str, Any], int]] = []
     strange: list[bytes] = []
     for line in data.split(b"\n")[:-1]:
@@ -314,9 +316,8 @@ class Position:
 
         # The file may be damaged: use it only if every field has its type.
         ids = (position.run_id, position.experiment_id, position.store)
-        are_texts = isinstance(position.key, str) and all(
-            isinstance(each, str | None) for each in ids
-        )
+        are_texts = all(isinstance(each, str | None) for each in ids)
+        are_texts = are_texts and isinstance(position.key, str)
         if not are_texts or type(position.offset) is not int or position.offset < 0:
             return cls()
 
@@ -349,10 +350,11 @@ def delivered(run_dir: Path) -> bool:
 
 def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
     """MLFLOW_TRACKING_URI where it is set, else an SQLite file in `folder` (default: the working folder)."""
-    return (
-        environment.get("MLFLOW_TRACKING_URI")
-        or f"sqlite:///{(folder or Path.cwd()).resolve() / 'mlflow.db'}"
-    )
+    given = environment.get("MLFLOW_TRACKING_URI")
+    if given:
+        return given
+    here = (folder or Path.cwd()).resolve()
+    return f"sqlite:///{here / 'mlflow.db'}"
 
 
 def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
@@ -391,10 +393,11 @@ def require_run(run_dir: Path) -> Path:
     if (run_dir / JOURNAL).is_file():
         return run_dir.resolve()
     if inside := runs_in(run_dir):
+        what = f"a folder of {len(inside)} runs, not a run"
         fix = f"name one of them: {some(inside, 3)}"
-        raise ConfigError(
-            Problem(f"a folder of {len(inside)} runs, not a run", str(run_dir), fix=fix)
-        )
+        raise ConfigError(Problem(what, str(run_dir), fix=fix))
+
+    # Perhaps the name was misspelt.
     runs = [path.name for path in runs_in(run_dir.absolute().parent)]
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
@@ -428,6 +431,9 @@ class Journal:
         self._failed_syncs = 0
         # Size of the file before a row of which only a part was written.
         self._torn: int | None = None
+
+        # O_NOFOLLOW: somebody else's link in the folder must not lead the rows elsewhere. The row that a kill tore is
+        # cut off.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -435,13 +441,11 @@ class Journal:
             if finished != os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, finished)
         except OSError as error:
-            raise ConfigError(
-                Problem(
-                    f"the journal cannot be opened: {error}",
-                    str(path),
-                    fix="check that the run folder is writable",
-                )
-            ) from error
+            what = f"the journal cannot be opened: {error}"
+            fix = "check that the run folder is writable"
+            raise ConfigError(Problem(what, str(path), fix=fix)) from error
+
+        # A resume repeats steps: their rows are not written twice.
         self._existing = ExistingRows()
         if resume_step is not None:
             self._existing = ExistingRows.index(read_rows(path, since=resume_step - 1), resume_step)
@@ -481,7 +485,8 @@ class Journal:
             "time": self._now(),
             "code": code,
         }
-        self._write(head | {name: value for name, value in fields.items() if name not in head})
+        # The head comes first, and no field replaces a part of it.
+        self._write({**head, **fields, **head})
 
     def tell(self, step: int, code: str, text: str, **fields: Any) -> None:
         """One event with a text. A screen would print it; a journal has none."""
@@ -496,7 +501,7 @@ class Journal:
         end: status; the last row of a process.
         """
         head = {"kind": kind, "attempt": self.attempt, "time": self._now()}
-        self._write(head | {name: value for name, value in fields.items() if name not in head})
+        self._write({**head, **fields, **head})
 
     @property
     def dropped(self) -> int:

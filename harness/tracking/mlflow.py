@@ -111,7 +111,11 @@ def _section(name: str, display: bool) -> dict[str, Any]:
 def metric_name(name: str) -> str:
     """`name` under MLflow's rules: ASCII letters, digits, `_ - . : /` and space, no empty or dotted path parts."""
     plain = re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)[:MAX_NAME]
-    return "/".join("_" if part in {"", ".", ".."} else part for part in plain.split("/"))
+    parts = plain.split("/")
+    for place, part in enumerate(parts):
+        if part in {"", ".", ".."}:
+            parts[place] = "_"
+    return "/".join(parts)
 
 
 class Sink:
@@ -140,7 +144,8 @@ class Sink:
         self._run_dir = run_dir
         self._position = position
 
-        # Another store, or a run that is new there, has nothing of the journal yet.
+        # Another store, or a run that is new there, has nothing of the journal yet. Each part of the position is saved
+        # before the next request: a kill then finds the run again, and sends no row to the wrong one.
         if position.store != store:
             position.store, position.offset = store, 0
         position.save(run_dir)
@@ -184,9 +189,8 @@ class Sink:
         if strange:
             count = set_aside(self._run_dir, strange)
             path = self._run_dir / SET_ASIDE
-            say(
-                f"{len(strange)} lines of the journal are no rows of a run and are set aside in {path}"
-            )
+            what = f"{len(strange)} lines of the journal are no rows of a run"
+            say(f"{what} and are set aside in {path}")
             self._tag({"rows.set_aside": count})
         self._move_to(offset)
         return rows[-1][0]["kind"] if rows else ""
@@ -203,6 +207,7 @@ class Sink:
         """
         metrics: list[Metric] = []
         for number, row in enumerate(rows):
+            # Tags and description are made of all rows, whatever else becomes of them.
             self._description.take(row)
             self._count(row)
             if row["kind"] == "event":
@@ -211,10 +216,10 @@ class Sink:
             # Metrics of several rows share a request, as many as fit.
             if row["kind"] == "metrics":
                 stamp = _milliseconds(row)
-                added = [
-                    Metric(metric_name(name), value, stamp, row["step"])
-                    for name, value in row["metrics"].items()
-                ]
+                added: list[Metric] = []
+                for name, value in row["metrics"].items():
+                    plain = metric_name(name)
+                    added.append(Metric(plain, value, stamp, row["step"]))
                 if metrics and len(metrics) + len(added) > MAX_METRICS:
                     self._send(metrics)
                     metrics = []
@@ -273,9 +278,8 @@ class Sink:
             number = found.experiment_id
             if found.lifecycle_stage != "active":
                 self._client.restore_experiment(number)
-        created = self._client.search_runs(
-            [number], f"tags.`{KEY_TAG}` = '{position.key}'", max_results=1
-        )
+        mine = f"tags.`{KEY_TAG}` = '{position.key}'"
+        created = self._client.search_runs([number], mine, max_results=1)
         if created:
             return created[0]
 
@@ -300,9 +304,8 @@ class Sink:
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))
             if row.get("data"):
-                self._retry(
-                    self._client.log_inputs, self._run_id, datasets=[data_input(row["data"])]
-                )
+                datasets = [data_input(row["data"])]
+                self._retry(self._client.log_inputs, self._run_id, datasets=datasets)
         elif row["kind"] == "tags":
             self._tag(row.get("tags", {}))
         elif row["kind"] == "artifact":
@@ -311,12 +314,14 @@ class Sink:
             self._models.note(row, _milliseconds(row))
         elif row["kind"] == "end":
             status = STATUS.get(row["status"], "FAILED")
-            self._retry(
-                self._client.set_terminated, self._run_id, status, end_time=_milliseconds(row)
-            )
+            ended = _milliseconds(row)
+            self._retry(self._client.set_terminated, self._run_id, status, end_time=ended)
 
     def _tag(self, tags: Mapping[str, Any]) -> None:
-        entries = [RunTag(metric_name(name), str(value)[:MAX_TAG]) for name, value in tags.items()]
+        entries: list[RunTag] = []
+        for name, value in tags.items():
+            text = str(value)[:MAX_TAG]
+            entries.append(RunTag(metric_name(name), text))
         for first in range(0, len(entries), MAX_ENTRIES):
             batch = entries[first : first + MAX_ENTRIES]
             self._retry(self._client.log_batch, self._run_id, tags=batch, synchronous=True)
@@ -335,19 +340,16 @@ class Sink:
 
     def _upload(self, relative: str) -> None:
         """Send a file of the run folder as an artifact; one that cannot be sent is logged and skipped."""
+        # Another program may have written the row: nothing outside of the run's folder is sent.
         root = self._run_dir.resolve()
         path = (root / relative).resolve()
         if not path.is_relative_to(root) or not path.is_file():
             say(f"artifact {relative}: no such file in {root}, skipped")
             return
-        folder = path.relative_to(root).parent.as_posix()
+        inside = path.relative_to(root).parent.as_posix()
+        folder = None if inside == "." else inside
         try:
-            self._retry(
-                self._client.log_artifact,
-                self._run_id,
-                str(path),
-                None if folder == "." else folder,
-            )
+            self._retry(self._client.log_artifact, self._run_id, str(path), folder)
         except NEVER_WORKS as error:
             # The store's artifact folder is on another machine. Waiting for it would hold back everything behind it.
             say(f"artifact {relative}: {error}, skipped")

@@ -62,6 +62,7 @@ class CheckpointModels:
 
     def _saved(self, row: Mapping[str, Any], step: int, milliseconds: int) -> None:
         """Create the checkpoint's model, with tags, metrics and a link from the run's page."""
+        # Every request here may be repeated after a kill: find before create, set what is set already.
         model = self._retry(lambda: self._find(step) or self._create(step))
         self._retry(self._client.finalize_logged_model, model, LoggedModelStatus.READY)
         tags = {
@@ -72,10 +73,10 @@ class CheckpointModels:
             "good": "false",
         }
         self._retry(self._client.set_logged_model_tags, model, tags)
-        metrics = [
-            Metric(f"checkpoint/{name}", value, milliseconds, step, model_id=model)
-            for name, value in row["metrics"].items()
-        ]
+        metrics: list[Metric] = []
+        for name, value in row["metrics"].items():
+            key = f"checkpoint/{name}"
+            metrics.append(Metric(key, value, milliseconds, step, model_id=model))
         self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
         self._retry(self._link, model, step)
 

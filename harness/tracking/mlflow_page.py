@@ -37,11 +37,12 @@ def data_input(data: Mapping[str, Any]) -> DatasetInput:
     described = json.dumps(data, sort_keys=True, default=str)
     digest = str(data.get("sha256") or hashlib.sha256(described.encode()).hexdigest())[:36]
 
+    # Long values, such as a list of thousands of files, have no room in a profile.
     short = {key: value for key, value in data.items() if len(str(value)) < 1000}
     profile = {key: value for key, value in short.items() if key != "source"}
-    dataset = Dataset(
-        name, digest, "local", json.dumps({"uri": source}), profile=json.dumps(profile, default=str)
-    )
+    profile_text = json.dumps(profile, default=str)
+    source_text = json.dumps({"uri": source})
+    dataset = Dataset(name, digest, "local", source_text, profile=profile_text)
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])
 
 
@@ -93,6 +94,7 @@ class Description:
 
     def _text(self) -> str:
         """The description in Markdown: a headline, a table of what ran, and the newest events as far as they fit."""
+        # What ran, and a link to the charts in our order: MLflow's own page sorts them by name.
         tags = self._about["tags"]
         requested = tags.get("precision.requested", "?")
         resolved, tier = tags.get("precision.resolved", "?"), tags.get("tier", "?")
@@ -164,7 +166,8 @@ class Description:
 def _details(event: Mapping[str, Any]) -> str:
     if "text" in event:
         return str(event["text"])
-    return ", ".join(f"{name}: {value}" for name, value in event.items() if name not in _HEAD)
+    fields = {name: value for name, value in event.items() if name not in _HEAD}
+    return ", ".join(f"{name}: {value}" for name, value in fields.items())
 
 
 def _listed(facts: Mapping[str, Any]) -> str:

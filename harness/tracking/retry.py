@@ -103,6 +103,7 @@ def pause(failures: int, asked: float | None, share: float) -> float:
     asked: seconds that the server asked for.
     share: drawn from 0 to 1, so that many runs that lost one server do not come back all at once.
     """
+    # Twice as long each time. The exponent is bounded, because a float is.
     usual = min(SHORTEST * 2.0 ** min(failures - 1, 20), LONGEST) * (0.5 + 0.5 * share)
     return usual if asked is None else asked + SHORTEST * share
 
@@ -146,11 +147,14 @@ class Retry:
             try:
                 made = call(*given, **named)
             except Exception as error:
+                # A refusal stays one. Only what may pass is tried again.
                 if not (passing(_last.status, _last.asked) or cut_off(error)):
                     raise
                 failures += 1
                 asked = asked_pause(_last.retry_after, datetime.now(UTC))
                 wait = pause(failures, asked, random.random())
+
+                # Time counts from the last success of any call: a server that answers now and then is not given up.
                 if self.seconds is not None:
                     deadline = self._success + self.seconds
                     if time.monotonic() + wait > deadline:

@@ -93,10 +93,13 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
 
     system_seconds: seconds between figures of this machine and its GPUs, which are sent too; 0: none.
     """
+    # Rows that are there already belong to an earlier process: its "end" row does not end this one's delivery.
     journal = run_dir / JOURNAL
     size = journal.stat().st_size if journal.exists() else 0
     command = [*_command(run_dir, experiment), "--pid", str(os.getpid()), "--from", str(size)]
     command += ["--system-seconds", str(system_seconds)]
+
+    # A session of its own: Ctrl-C in the terminal ends the trainer, and the shipper delivers the rest.
     choice = choose(run_dir)
     choice.destination.save(run_dir)
     with _log(run_dir) as log:
@@ -128,6 +131,8 @@ def sync(
     command = [*_command(require_run(run_dir), experiment), "--patience", str(patience)]
     choice = choice or choose(run_dir)
     choice.destination.save(run_dir)
+
+    # The first error goes to the terminal at once, through a pipe: the log has all of them.
     receiving, sending = os.pipe()
     command += ["--first-error", str(sending)]
 
@@ -258,7 +263,7 @@ class _Follower:
     def trainer_gone(self) -> bool:
         """Whether the trainer has ended. It is our parent: once it is gone, even as a zombie, we have another one.
 
-        (Its pid alone would not tell: pids are used again.)
+        (Its pid alone would not show it: pids are used again.)
         """
         return self.pid is not None and os.getppid() != self.pid
 
@@ -440,6 +445,8 @@ def main() -> int:
         "--first-error", type=int, help="file descriptor that takes the first error"
     )
     options = parser.parse_args()
+
+    # Before mlflow is imported, which reads them. What the user set counts, except for FIXED.
     os.environ.update(DEFAULTS | dict(os.environ) | FIXED)
     follower = _Follower(
         options.run_dir,
@@ -450,6 +457,8 @@ def main() -> int:
         options.system_seconds,
         options.first_error,
     )
+
+    # Behind a trainer: signals that end the trainer are not for this process, which bounds its life by itself.
     if follower.pid is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -26,7 +26,6 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +69,12 @@ class SlotFile:
         try:
             if self._fd < 0:
                 self._open()
+            # Names are written where they change. Identity first: a model has thousands, and they nearly never do.
             if slots.names is not self._names and slots.names != self._names:
                 self._append(_NAMES, attempt, step, json.dumps(slots.names).encode())
             self._names = slots.names
+
+            # [figures, slots, 4 bytes] -> [figures, 4 bytes, slots]
             numbers = slots.stacked().view(np.uint8).reshape(len(FIGURES), -1, 4)
             planes = numbers.transpose(0, 2, 1)
             self._append(_STATS, attempt, step, planes.tobytes())
@@ -173,13 +175,19 @@ class SlotSteps:
                     which.append(len(self._named) - 1)  # the names of this frame
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
 
+        # Of each step one frame counts; the others stay in the file, unread.
         end = None if before is None else before[1]
         kept = _kept(np.array(attempts), np.array(steps), begins, end)
         self.steps: npt.NDArray[np.int64] = np.array(steps)[kept]
         self._at = np.array(at)[kept]
         self._sizes = np.array(sizes)[kept]
         self._which = np.array(which)[kept]
-        self.names = tuple(dict.fromkeys(name for names in self._named for name in names))
+
+        # A dict keeps the order in which slots appeared; a set would not.
+        seen: dict[str, None] = {}
+        for names in self._named:
+            seen |= dict.fromkeys(names)
+        self.names = tuple(seen)
 
     def _names_in(self, file: Any, frame: Frame) -> tuple[str, ...]:
         """A list of names; the same object as an equal list before it. Raises ValueError if it is no list of names."""
@@ -211,11 +219,13 @@ class SlotSteps:
         places = range(int(np.searchsorted(self.steps, first)), len(self.steps))
         with self._path.open("rb") as file:
             for place in reversed(places) if back else places:
-                step, names = int(self.steps[place]), self._named[self._which[place]]
+                step = int(self.steps[place])
+                names = self._named[self._which[place]]
                 size = 4 * len(FIGURES) * len(names)
                 payload = _payload(file, int(self._at[place]), int(self._sizes[place]), size)
                 if payload is None:
                     continue
+                # The planes of bytes back into floats; see `SlotFile.add`.
                 if names and len(payload) == size:
                     planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
                     numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
@@ -228,25 +238,32 @@ class SlotSteps:
             if len(found) == len(self.names):
                 break
             amaxes = values[0]
-            found |= {names[place] for place in np.flatnonzero(amaxes > 0)}
+            for place in np.flatnonzero(amaxes > 0):
+                found.add(names[place])
         return [name for name in self.names if name in found]
 
     def newest(
         self, slots: Sequence[str], count: int
     ) -> tuple[dict[str, dict[int, float]], dict[str, list[float]]]:
         """({`fp8_<figure>/<slot>`: {step: its last measured value}}, {slot: its last `count` amaxes})."""
-        # From the last step back, until every slot has both: figures that are sampled may be many steps old.
         keys = [metric.key for metric in SLOT_ROWS.values()]
-        last: dict[str, dict[int, float]] = {f"{key}/{slot}": {} for key in keys for slot in slots}
-        amaxes: dict[str, list[float]] = {slot: [] for slot in slots}
+        last: dict[str, dict[int, float]] = {}
+        amaxes: dict[str, list[float]] = {}
+        for slot in slots:
+            amaxes[slot] = []
+            for key in keys:
+                last[f"{key}/{slot}"] = {}
+
+        # From the last step back, until every slot has both: figures that are sampled may be many steps old.
         for step, names, values in self.read(back=True):
             for place, name in enumerate(names):
                 if name in amaxes and len(amaxes[name]) < count:
                     amaxes[name].insert(0, float(values[0, place]))
                 for row, key in enumerate(keys):
                     value = float(values[row, place])
-                    if not math.isnan(value) and last.get(f"{key}/{name}") == {}:
-                        last[f"{key}/{name}"] = {step: value}
+                    series = f"{key}/{name}"
+                    if not math.isnan(value) and last.get(series) == {}:
+                        last[series] = {step: value}
             if all(last.values()) and all(len(each) == count for each in amaxes.values()):
                 break
         return last, amaxes
@@ -306,9 +323,10 @@ def rewritten(begins: Mapping[int, int]) -> Callable[[int], float]:
     begins: the first step of each attempt.
     """
     attempts = sorted(begins)
-    # firsts[i]: the smallest first step of attempts[i] and all later ones.
-    backwards = accumulate((begins[attempt] for attempt in reversed(attempts)), min)
-    firsts = [*reversed([*backwards]), math.inf]
+    # firsts[i]: the smallest first step of attempts[i] and all later ones; nothing comes after the last.
+    firsts = [math.inf] * (len(attempts) + 1)
+    for place in reversed(range(len(attempts))):
+        firsts[place] = min(begins[attempts[place]], firsts[place + 1])
     return lambda attempt: firsts[bisect_right(attempts, attempt)]
 
 
@@ -334,10 +352,14 @@ def write_parquet(run_dir: Path) -> Path | None:
     found = SlotSteps.of(run_dir)
     if found is None:
         return None
-    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    arrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
     text = arrow.dictionary(arrow.int32(), arrow.string())
     kinds = {"step": arrow.int64(), "layer": text, "role": text}
     schema = arrow.schema([(name, kinds.get(name, arrow.float32())) for name in COLUMNS])
+
+    # A slot keeps its scale for many steps, so a dictionary of scales is small. All else compresses better in planes.
+    in_planes = {name: "BYTE_STREAM_SPLIT" for name in FIGURES if name != "scale"}
     path = run_dir / PARQUET
     with (
         atomic_file(path) as stream,
@@ -346,7 +368,7 @@ def write_parquet(run_dir: Path) -> Path | None:
             schema,
             compression="zstd",
             use_dictionary=["step", "layer", "role", "scale"],
-            column_encoding={name: "BYTE_STREAM_SPLIT" for name in FIGURES if name != "scale"},
+            column_encoding=in_planes,
         ) as writer,
     ):
         for names, block in _blocks(found):
@@ -382,11 +404,12 @@ def _table(arrow: Any, schema: Any, names: Sequence[str], block: Block) -> Any:
     layers = [name.rpartition(".")[0] for name in names]
     roles = [name.rpartition(".")[2] for name in names]
     for column, words in (("layer", layers), ("role", roles)):
-        distinct = list(dict.fromkeys(words))
-        places = {word: place for place, word in enumerate(distinct)}
-        indices = np.tile(np.array([places[word] for word in words], np.int32), len(block))
-        arrays[column] = arrow.DictionaryArray.from_arrays(indices, distinct)
+        places: dict[str, int] = {}
+        indices = [places.setdefault(word, len(places)) for word in words]
+        of_block = np.tile(np.array(indices, np.int32), len(block))
+        arrays[column] = arrow.DictionaryArray.from_arrays(of_block, list(places))
 
+    # NaN in a figure that is sampled means that it was not measured: null in the table.
     for place, name in enumerate(FIGURES):
         figures = values[:, place, :].reshape(-1)
         missing = None if name in _ALWAYS_MEASURED else np.isnan(figures)

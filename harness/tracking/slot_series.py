@@ -64,6 +64,7 @@ class SlotLimits:
 
     def beyond(self, slots: SlotStats) -> list[int]:
         """Places of the slots beyond a limit in this step, the worst by saturation first."""
+        # One limit for each slot, by its role.
         roles = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
         limits = np.array(self.saturation)[roles]
         underflow = np.array(self.underflow)[roles]
@@ -113,13 +114,17 @@ def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -
         ordered = np.sort(now[:, columns], axis=1)  # NaN last
         measured = (~np.isnan(ordered)).sum(axis=1)
         for row, figure in enumerate(SLOT_ROWS):
+            # Ranks among the layers, in this step.
             values: dict[str, float] = {}
             if measured[row]:
                 last = int(measured[row]) - 1
                 for name, rank in _RANKS.items():
                     values[name] = float(ordered[row, round(rank * last)])
+
+            # Extremes of all steps since the last row: a spike between two rows must not be missed.
             lows, highs = low[row, columns], high[row, columns]
-            lows, highs = lows[~np.isnan(lows)], highs[~np.isnan(highs)]
+            lows = lows[~np.isnan(lows)]
+            highs = highs[~np.isnan(highs)]
             if lows.size:
                 values["min"] = float(lows.min())
             if highs.size:
@@ -217,8 +222,10 @@ class SlotSeries:
         low, high, newest = self._low, self._high, self._newest
         self._forget()
         chosen = None if self._all else {*self._asked, *self._picked}
+        # Figures that are sampled may be some steps old: they have been waiting for this row.
         slots = replace(slots, **dict(zip(SLOT_ROWS, newest, strict=True)))
-        figures = slot_figures(slots, chosen) | role_figures(self._names, newest, low, high)
+        figures = slot_figures(slots, chosen)
+        figures |= role_figures(self._names, newest, low, high)
         return Kept(step, figures, events, self._worst_now(step, low, high))
 
     def _note(self, now: Floats) -> None:
@@ -301,8 +308,10 @@ class SlotSeries:
             return []
         fresh: list[str] = []
         for why, wanted in self._wanted(facts, slots):
-            new = [name for name in wanted if name not in self._picked and name not in self._asked]
-            room = max(0, MAX_PICKED - sum(reason == why for reason in self._picked.values()))
+            with_series = {*self._picked, *self._asked}
+            new = [name for name in wanted if name not in with_series]
+            used = list(self._picked.values()).count(why)
+            room = max(0, MAX_PICKED - used)
             taken, left_out = new[:room], new[room:]
             self._picked |= dict.fromkeys(taken, why)
             fresh += taken
@@ -330,10 +339,11 @@ class SlotSeries:
             who = ", ".join(worst[key][0] for key in sorted(worst))
             if worst and self._worst.get(role) != who:
                 self._worst[role] = who
-                text = "; ".join(
-                    f"{figure} {value:.3g}: {name}" for figure, (name, value) in worst.items()
-                )
-                changed[f"fp8.worst.{role}"] = f"{text} (step {step})"
+                texts: list[str] = []
+                for figure, (name, value) in worst.items():
+                    text = f"{figure} {value:.3g}: {name}"
+                    texts.append(text)
+                changed[f"fp8.worst.{role}"] = f"{'; '.join(texts)} (step {step})"
         return changed
 
     def _worst_of(
@@ -342,13 +352,14 @@ class SlotSeries:
         """(figure, (layer, value)) of the worst layer by each figure that was measured."""
         for figure, least in _WORST:
             values: Floats = (low if least else high)[FIGURES.index(figure), columns]
-            if not np.isnan(values).all():
-                at = int(np.nanargmin(values) if least else np.nanargmax(values))
-                yield figure, (self._names[columns[at]].removesuffix(f".{role}"), float(values[at]))
+            if np.isnan(values).all():
+                continue
+            at = int(np.nanargmin(values) if least else np.nanargmax(values))
+            layer = self._names[columns[at]].removesuffix(f".{role}")
+            yield figure, (layer, float(values[at]))
 
 
 def _not_picked(names: Sequence[str], why: str, bound: str) -> Event:
-    text = (
-        f"{len(names)} FP8 slots get no series of their own ({bound}; {why}): {some(names, _NAMED)}"
-    )
+    count = f"{len(names)} FP8 slots get no series of their own"
+    text = f"{count} ({bound}; {why}): {some(names, _NAMED)}"
     return {"code": "fp8.not_picked", "slots": list(names), "why": why, "text": text}

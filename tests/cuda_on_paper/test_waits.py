@@ -43,7 +43,7 @@ def test_every_rung_was_looked_at(scene: Scene) -> None:
 def test_whatever_goes_to_the_card_comes_from_pinned_memory(scene: Scene, name: str) -> None:
     found = scene("waits")[name]
     assert found["pageable"] == []
-    # Inputs and targets of two micro-batches, and what a rank tells the others.
+    # Inputs and targets of two micro-batches, and what a rank sends to the others.
     assert found["pinned"] == 5 * len(found["kernels"])
 
 

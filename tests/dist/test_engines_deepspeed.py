@@ -184,7 +184,7 @@ def ranks(
 def test_limits_on_the_gradient_norm(ranks: list[Mapping[str, Any]], stage: int) -> None:
     for result in (rank["limited"][stage] for rank in ranks):
         assert result["spike"]["norm"] > 20 * result["usual"], (
-            "the fault fired, and its norm is told"
+            "the fault fired, and its norm is reported"
         )
         assert result["spike"]["skipped"] == 1.0
         assert result["untouched"]

@@ -84,7 +84,7 @@ def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
             rf"! step {skip['step']}: nonfinite.skip: .*window {skip['window']}\b", done.stdout
         ), "where"
     assert done.stdout.count("[harness explain nonfinite.skip]") == 1, (
-        "told with the first, not with each"
+        "the hint comes with the first event, not with each"
     )
     end = done.stdout.partition("Post-mortem")[2]
     assert "guard.max_skips (5)" in end

@@ -185,7 +185,9 @@ def test_another_loss_than_the_journals_is_not_reproducible(
         "here": loss,
     }, "one bit"
     assert "from step 7 on" in shown
-    assert answer["finding"]["module"] == "marks", "and what was seen here is told all the same"
+    assert answer["finding"]["module"] == "marks", (
+        "and the finding of the replay is reported all the same"
+    )
 
 
 def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

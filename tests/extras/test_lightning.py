@@ -138,7 +138,7 @@ def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None
 
 
 def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:
-    """A NaN is skipped, three in a row are rolled back, a layer leaves FP8, and the run folder tells."""
+    """A NaN is skipped, three in a row are rolled back, a layer leaves FP8, and the run folder records it."""
     folder = tmp_path / "run"
     callback = HarnessCallback(folder, guard=GUARD, mlflow=False, fp8_every=1)
     module = Module()

@@ -345,7 +345,7 @@ def other_command(folder: Path, change: str) -> tuple[list[str], str, Any]:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """Every file, but the lock, which tells who asked last, and what was not there."""
+    """Every file but the lock, which names the process that asked for it last, and files that did not exist."""
     found = {}
     for path in sorted(run.rglob("*")):
         if path.is_file() and path.name != "lock":

@@ -19,7 +19,7 @@ from tests.support.runs import ROOT
 TRACEBACK = "Traceback (most recent call last)"
 Row = tuple[int, int, str, str]
 _OF_PROCESSES = ("run.", "checkpoint.", "flight.", "report.", "journal.")
-# Told of what was done to files, not of a step: no undisturbed run has them. `_Sequence` asks for who touched what.
+# Events about damaged files, not about a step: no undisturbed run has them. `_Sequence` checks which fault caused them.
 CAUSED = ("data.source", "fp8.no_table", "fp8.dropped", "resume.mismatch")
 # Counts every skip of the run; one that a rollback to an older checkpoint repeats is counted again.
 _IN_ALL = ("guard/skipped",)
@@ -161,7 +161,7 @@ def _not_altered(ours: Counter[Row], theirs: Counter[Row], altered: Rows) -> str
 
 
 def figures(run: Path, without: Sequence[str] = ()) -> list[Row]:
-    """The rows of figures in order, then the events: what a step is switched to is told before the step before it is
+    """The rows of figures in order, then the events: a switch may be logged before the step before it is
     judged, or after it where the run stops there. without: figures that are left out.
     """
     metrics_rows: list[Row] = []

@@ -161,7 +161,7 @@ def signals(scene: Scene) -> Episode:
     """One or more requests to stop, at a step or while the run starts or saves."""
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
-    # Before they know of each other only what all ranks are told ends all of them.
+    # Before the ranks have met, only a signal to all of them ends all of them.
     ranks = (
         range(scene.ranks)
         if isinstance(at, str) and at not in ("save",)

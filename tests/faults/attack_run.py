@@ -250,7 +250,7 @@ class _Sequence:
 
     def _restart_server(self, up: Path) -> None:
         """MLflow's server is killed while the run delivers to it, and started again; for a while it denies access, as
-        one with other credentials does. Each lasts until it was met. `up` tells that it is over.
+        one with other credentials does. Each lasts until the run has met it. The file `up` says that it is over.
         """
         assert self.proxy is not None
         proxy, server = self.proxy, self.server

@@ -83,7 +83,7 @@ SCENARIOS: dict[str, Callable[[Path], object]] = {
 
 
 def in_fork(work: Callable[[], object]) -> int:
-    """How a forked process that does `work` ends, as waitpid tells: REFUSED if by CheckpointError."""
+    """How a forked process that does `work` ends, by waitpid's status: REFUSED if by CheckpointError."""
     child = os.fork()
     if child == 0:
         try:

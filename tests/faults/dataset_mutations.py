@@ -15,8 +15,8 @@ DATASET = (
     Mutation(
         8,
         "labels are held against the number of classes",
-        "return classes if labels and classes is not None else vocab_size",
-        "return vocab_size",
+        "if labels and classes is not None:",
+        "if False:",
         "tests/unit/data/test_dataset.py -k bad_sample",
     ),
     Mutation(

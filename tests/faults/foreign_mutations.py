@@ -21,8 +21,8 @@ FOREIGN: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a terminal obeys nothing that a run folder says",
-        "segment if segment.control else Segment(shown(segment.text), segment.style)",
-        "segment",
+        "yield Segment(shown(segment.text), segment.style)",
+        "yield segment",
         f"{_TESTS} -k obeys",
     ),
     Mutation(
@@ -55,7 +55,7 @@ FOREIGN: tuple[Mutation, ...] = (
     ),
     Mutation(
         24,
-        "an event without a time is told",
+        "an event without a time is reported",
         '    if seconds is None:\n        return "-"\n',
         "",
         f"{_TESTS} -k without_a_time",

@@ -182,7 +182,7 @@ GUARD = (
     ),
     Mutation(
         11,
-        "a small rise that lasts is told",
+        "a small rise that lasts is reported",
         "if self._higher == ACT_AFTER:",
         "if False:",
         "tests/unit/monitors/test_guard_families.py -k 15_percent",

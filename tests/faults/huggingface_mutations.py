@@ -73,8 +73,8 @@ HUGGING_FACE = (
     Mutation(
         23,
         "a packed sample is never computed with a cache",
-        "position_ids=positions_of(segments), use_cache=False",
-        "position_ids=positions_of(segments), use_cache=True",
+        "position_ids=positions, use_cache=False",
+        "position_ids=positions, use_cache=True",
         f"{_MODELS} -k packed_documents",
     ),
 )

@@ -63,7 +63,7 @@ def torn(library: ctypes.CDLL, journal: Journal) -> int:
 
 
 def in_fork(library: ctypes.CDLL, folder: Path, work: Callable[[Journal], int]) -> dict[str, Any]:
-    """What a forked writer counted, and the status that waitpid tells."""
+    """What a forked writer counted, and the status that waitpid returns."""
     folder.mkdir()
     child = os.fork()
     if child == 0:

@@ -147,7 +147,7 @@ LOOP = (
     ),
     Mutation(
         8,
-        "a loss of two prepared models is told whose it is",
+        "a loss of two prepared models is refused with their names",
         "if len(reached) > 1:",
         "if False:",
         "tests/unit/precision/test_standard_refusals.py -k whose_it_is",
@@ -190,14 +190,8 @@ LOOP = (
     Mutation(
         8,
         "parts that are called from outside run as planned",
-        (
-            "own = [\n"
-            "            module\n"
-            "            for module in ready.model.modules()\n"
-            "            if next(module.parameters(), None) is not None\n"
-            "        ]"
-        ),
-        "own = [module for module in [ready.model] if next(module.parameters(), None) is not None]",
+        "modules = ready.model.modules()",
+        "modules = [ready.model]",
         "tests/unit/precision/test_standard_loop.py -k parts_that",
     ),
     Mutation(

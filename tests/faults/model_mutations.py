@@ -50,7 +50,7 @@ MODELS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "attention stays within a document",
-        "(document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)",
+        "same & (place[:, None] >= place)",
         "(place[:, None] >= place).expand(len(document), -1, -1)",
         "tests/unit/models/test_gpt_options.py -k documents",
     ),

@@ -77,7 +77,7 @@ NATIVE = (
     ),
     Mutation(
         16,
-        "a compiled layer's own cast tells its amax",
+        "a compiled layer's own cast records its amax",
         "return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)",
         "return amax, *buffers.cast(x.contiguous(), scale, None, fmt, False, transpose)",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",

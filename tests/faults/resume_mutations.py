@@ -56,7 +56,7 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         1,
-        "a last step validated again is told once",
+        "a last step validated again is reported once",
         'if row.get("step", -1) < resume_step - 1:',
         'if row.get("step", -1) < resume_step:',
         "tests/faults/test_resume_sweep.py -k only_its_outcome",
@@ -217,7 +217,7 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         25,
-        "a jump of the learning rate is told",
+        "a jump of the learning rate is reported",
         "if jump := lr_jump(",
         "if False and lr_jump(",
         "tests/e2e/test_resume.py -k jump_of_the_rate",
@@ -231,7 +231,7 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
-        "a first loss that cannot be one is told",
+        "an impossible first loss is reported",
         "if facts.step != 1 or not math.isfinite(facts.loss) or plausible:",
         "if True or LOW_FIRST * blind <= facts.loss <= HIGH_FIRST * blind:",
         "tests/unit/monitors/test_first_loss.py -k blind",

@@ -77,7 +77,7 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         3,
-        "a save that fails is told on the screen at once",
+        "a save that fails is printed at once",
         'self.tracker.tell(saved.step, "checkpoint.failed", text, failures=count)',
         'self.tracker.event(saved.step, "checkpoint.failed", text=text)',
         "tests/faults/test_full_disk.py -k told_waited",

@@ -100,8 +100,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         17,
         "a deep copy records nothing under TE",
-        "[_unrecorded(q) for q in own] for",
-        "[q for q in own] for",
+        "silent[key] = list(map(_unrecorded, own))",
+        "silent[key] = list(own)",
         "tests/te_cpu/conftest.py -k deep_copy_follows",
     ),
     Mutation(
@@ -128,7 +128,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "which layers are demoted is restored under TE",
-        '        self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])\n',
+        '        self.switch(meta["demoted"], others)\n',
         "",
         "tests/te_cpu/test_te_refusals.py -k continues_bit_for_bit",
     ),
@@ -275,12 +275,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes first is recorded",
-        (
-            "return torch.is_grad_enabled() or (\n"
-            "            shared.watch.with_gradients and shared.library.checkpointing()\n"
-            "        )"
-        ),
-        "return torch.is_grad_enabled()",
+        "return shared.watch.with_gradients and shared.library.checkpointing()",
+        "return False",
         "tests/te_cpu/test_te_scenarios.py -k te_checkpoint",
     ),
     Mutation(

@@ -155,7 +155,7 @@ def test_bad_batches_are_named_and_skipped_and_leave_no_trace(
     assert [step - 1 for step, value in applied.items() if value == 0.0] == list(FAULTS)
     assert all(math.isfinite(loss) for _, loss in metrics(folder))
     assert metrics(folder, "guard/skipped")[-1][1] == len(FAULTS)
-    assert events(folder, "nonfinite.skip") == [], "told once, by its own code"
+    assert events(folder, "nonfinite.skip") == [], "reported once, by its own code"
     for window, (_, code, what) in FAULTS.items():
         (event,) = [event for event in events(folder, code) if event["window"] == window]
         samples = second_micro_batch(folder, window)

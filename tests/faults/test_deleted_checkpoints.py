@@ -91,7 +91,7 @@ def test_a_run_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Pa
 
 
 def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> None:
-    """Told as a save that failed; the next one finds the folder, and what is asked to stop is saved."""
+    """One save fails and is reported. The folder is made again, and the save at the stop succeeds."""
     run = tmp_path / "runs" / "r"
     command = (*RUN, "checkpoint.on_failure=continue", "train.steps=100000")
     process = start(tmp_path, *command)

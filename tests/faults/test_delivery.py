@@ -456,7 +456,10 @@ def files_with(folder: Path, *words: str) -> list[str]:
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str
 ) -> None:
-    """In an outage, which exceptions tell of, and delivered: run folder, both streams, MLflow's store and files."""
+    """Neither in an outage, whose exceptions are logged, nor after delivery.
+
+    Read are the run folder, both streams, MLflow's store and its files.
+    """
     folder, proxy = server
     secret = "sEcr3t/Wörd" if form == "encoded" else SECRET
     encoded = "sEcr3t%2FW%C3%B6rd"

@@ -130,7 +130,10 @@ def assert_lost(run: Path) -> None:
 
 
 def holds_and_goes_on(disk: Disk, kind: str, ranks: int, seconds: float) -> str:
-    """A run that is told of, waits `seconds` for room, goes on by itself and ends as if nothing had been; its words."""
+    """The run reports the full disk, waits `seconds` for room, goes on by itself and ends as an undisturbed one.
+
+    Returns its output.
+    """
     job = disk.start(*HOLDING, "engine.timeout_seconds=10", kind=kind, ranks=ranks)
     holds(job)
     assert disk.refused()

@@ -239,7 +239,9 @@ def test_a_run_copied_to_another_place_resumes_there_without_its_text(
     assert (consumed(run, STEPS) == consumed(run_of("fp8_hybrid"), STEPS)).all()
     assert figures(run) == figures(run_of("fp8_hybrid"))
     told = [row for row in read_rows(run / "journal.jsonl") if str(here) in str(row)]
-    assert {row["kind"] for row in told} <= {"run", "checkpoint"}, "paths are told, never followed"
+    assert {row["kind"] for row in told} <= {"run", "checkpoint"}, (
+        "paths are recorded, never followed"
+    )
 
 
 def windows(lines: list[str], ranks: int) -> list[list[int]]:

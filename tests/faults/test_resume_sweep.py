@@ -1,4 +1,4 @@
-"""Kill a run at any of its steps, or at any moment, and resume: nothing tells it from one that was left alone.
+"""Kill a run at any of its steps, or at any moment, and resume: it equals one that was left alone.
 
 Each kill has a run of its own: SIGKILL as soon as step k is in the weights, then the same command again, to the end.
 (One run killed at every step would show less: with a save before each kill it is resumed from a step, never replays

@@ -168,7 +168,7 @@ def test_a_read_that_hangs_is_named(tmp_path: Path) -> None:
         told.append(text)
         release.set()
 
-    source.tell, source.first_report = tell, 0.2
+    source.report, source.first_report = tell, 0.2
     plain = TokenBatches(data, 0, 16, 8, 4, 8)
     for index in range(6):
         made = source.micro_batches(source.window(index), 0, 1)

@@ -141,7 +141,7 @@ def test_a_file_that_nobody_holds_means_nothing(tmp_path: Path, left: str) -> No
 
 
 def refused(job: Launch, owner: int) -> None:
-    """The start ended with 2 and told who the owner is."""
+    """The start ended with 2 and named the owner."""
     assert job.process.wait(timeout=120) == 2, job.output()
     assert f"process {owner} on {socket.gethostname()} since 20" in job.output(), job.output()
     assert "another --name" in job.output()

@@ -50,7 +50,7 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "ids of two bytes are not read as bytes",
-        "if _is_upper(lower, upper):",
+        "if _is_upper(first, second):",
         "if False:",
         "tests/unit/data/test_token_files.py -k uint16-uint8",
     ),
@@ -119,7 +119,7 @@ TOKENS: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
-        "a read that hangs is told",
+        "a read that hangs is reported",
         "while not job.done.wait(patience):",
         "while not job.done.wait():",
         "tests/faults/test_token_data.py -k hangs",
@@ -133,7 +133,7 @@ TOKENS: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
-        "a source that changed since its copy was made is told",
+        "a source that changed since its copy was made is reported",
         (
             "if touched and (\n"
             "            written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)\n"
@@ -260,14 +260,14 @@ TOKENS: tuple[Mutation, ...] = (
     ),
     Mutation(
         23,
-        "a cache that does not say what it lacks is told",
+        "a cache that does not say what it lacks is reported",
         "    if unlisted:\n        left_out.append(_UNLISTED)\n",
         "",
         "tests/unit/data/test_hub.py -k does_not_say",
     ),
     Mutation(
         23,
-        "a worker that dies is told",
+        "a worker that dies is reported",
         "except BrokenProcessPool as error:",
         "except ZeroDivisionError as error:",
         "tests/extras/test_tokenized.py -k dies",

@@ -128,7 +128,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "secrets are found percent-encoded too",
-        'found |= {quote(each, safe=safe) for each in found for safe in ("", "/")}',
+        'found |= {quote(each, safe="") for each in found} | {quote(each) for each in found}',
         "found |= set()",
         "tests/faults/test_delivery.py -k whatever_a_library_says",
     ),
@@ -190,7 +190,7 @@ TRACKING: tuple[Mutation, ...] = (
     ),
     Mutation(
         19,
-        "rows lost are counted and told",
+        "lost rows are counted and reported",
         "self._lost += 1",
         "pass",
         "tests/faults/test_journal_disk.py -k any_call_costs",
@@ -260,7 +260,7 @@ TRACKING: tuple[Mutation, ...] = (
     ),
     Mutation(
         18,
-        "an extreme of a step before a kill is told after the resume",
+        "an extreme of a step before a kill is reported after the resume",
         "                self._note(values)\n",
         "                pass\n",
         "tests/unit/tracking/test_slot_series.py -k goes_on",

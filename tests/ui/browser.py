@@ -134,4 +134,4 @@ def _endpoint(told: Path, process: subprocess.Popen[bytes]) -> str:
         if told.exists() and (lines := told.read_text().split()):
             return f"http://127.0.0.1:{lines[0]}"
         time.sleep(0.05)
-    raise AssertionError("Chromium did not tell its port")
+    raise AssertionError("Chromium did not write its port")

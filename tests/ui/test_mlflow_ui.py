@@ -99,7 +99,7 @@ def _wait_until_healthy(address: str, process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def page(server: str) -> Iterator[browser.Browser]:
-    """A browser that has loaded MLflow once, and is told nothing else of it."""
+    """A browser that has loaded MLflow once, and knows nothing else of it."""
     with browser.browser() as opened:
         opened.open(f"{server}/#/")
         opened.wait("document.body && document.body.innerText.includes('Experiments')", 300)

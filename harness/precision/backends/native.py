@@ -68,7 +68,7 @@ from harness.precision.backends.native_gemm import (
 )
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_linear, swap_linears, twin
+from harness.precision.layers import pickled_as_linear, shallow_copy, swap_linears
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan, pad_numbers
 from harness.precision.products import planned_autocast
@@ -298,18 +298,20 @@ class _Matmul(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1])
             out, left, right = layer.multiply(rows, weight, bias, record, ctx.needs_input_grad[:3])
 
-        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient. Of a gathered
-        # weight only the Parameter is kept, whose memory the engine frees and fills again.
+        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient. A tensor that is
+        # not kept leaves a None. Of a gathered weight only the Parameter is kept, whose memory the engine frees and
+        # fills again.
         kept_left, ctx.left = left.kept()
         kept_right, ctx.right = right.kept()
         if layer.slot_buffers.gathered:
             kept_right, ctx.right = (weight,), None
         ctx.of_left = len(kept_left)
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            *(part if wants_weight else None for part in kept_left),
-            *(part if wants_rows else None for part in kept_right),
-        )
+        if not wants_weight:
+            kept_left = (None,) * len(kept_left)
+        if not wants_rows:
+            kept_right = (None,) * len(kept_right)
+        ctx.save_for_backward(*kept_left, *kept_right)
         # Not a view: the code that follows may work on it in place.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], weight.shape[0]])
 
@@ -481,9 +483,10 @@ class NativeBackend:
         self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
 
         # Each planned layer is replaced by one of ours with the same Parameters.
-        self.modules = swap_linears(
-            model, self.layers, lambda linear: twin(linear, _in_place_of(type(linear)))
-        )
+        def native(linear: nn.Linear) -> NativeLayer:
+            return shallow_copy(linear, _in_place_of(type(linear)))
+
+        self.modules = swap_linears(model, self.layers, native)
         self._blocks = Blocks(model, NativeLayer)
         for index, module in enumerate(self.modules.values()):
             module.attach(self.slot_buffers, 3 * index, self._blocks.of(module))
@@ -512,13 +515,8 @@ class NativeBackend:
     @contextmanager
     def _active(self) -> Iterator[None]:
         if self.slot_buffers.active:
-            raise MisuseError(
-                Problem(
-                    "precision contexts do not nest",
-                    "context()",
-                    fix="leave the first context before the next",
-                )
-            )
+            fix = "leave the first context before the next"
+            raise MisuseError(Problem("precision contexts do not nest", "context()", fix=fix))
         self.slot_buffers.active = True
         try:
             yield
@@ -565,10 +563,8 @@ class NativeBackend:
         self._mark_blocks()
 
     def _mark_blocks(self) -> None:
-        self._blocks.mark(
-            self.slot_buffers.sampling,
-            [module for module in self.modules.values() if module.demoted],
-        )
+        demoted = [module for module in self.modules.values() if module.demoted]
+        self._blocks.mark(self.slot_buffers.sampling, demoted)
 
     def fall_back(self, precision: str) -> None:
         """Every layer to BF16 for good: FP8 layers have no other precision below them, whatever `precision` names."""

@@ -51,9 +51,9 @@ def load() -> tuple[Kernel | None, str]:
     stats: address of eight float64 sums to add to (`scaling.quantization_stats`, `scaling.channel_stats`), or None.
     by_rows: sum up as `scaling.summed` does for a gradient.
     """
-    compiler = (
-        shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
-    )
+    compiler: str | None = None
+    for name in (os.environ.get("CXX", "g++"), "c++", "clang++"):
+        compiler = compiler or shutil.which(name)
     if compiler is None:
         return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
 
@@ -67,10 +67,8 @@ def load() -> tuple[Kernel | None, str]:
     # A kernel that rounds differently would change losses from machine to machine.
     kernel = _bind(library)
     if not _agrees(kernel):
-        return (
-            None,
-            "the fused kernel disagrees with the reference on this CPU: FP8 casts run in PyTorch",
-        )
+        note = "the fused kernel disagrees with the reference on this CPU"
+        return None, f"{note}: FP8 casts run in PyTorch"
     return kernel, f"fused kernel built by {Path(compiler).name}"
 
 

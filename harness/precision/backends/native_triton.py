@@ -437,6 +437,12 @@ def _unusable(device: torch.device, check_kernel: Callable[[], list[str]]) -> st
     return f"the fused kernel differs: {differences[0]}" if differences else ""
 
 
+def _every_bf16() -> Tensor:
+    """Every bfloat16 value once, bfloat16 [65536]."""
+    bits = torch.arange(65536, dtype=torch.int32, device="cpu")
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
 def check(device: torch.device, thorough: bool = True) -> list[str]:
     """Each difference in a bit between the kernel on `device` and `quantize_pair` on the CPU. NaN equals NaN.
 
@@ -448,9 +454,7 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
     Raises what Triton raises if the kernel does not compile or launch.
     """
     found: list[str] = []
-    every = (
-        torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    )
+    every = _every_bf16()
     odd = torch.cat([every[:5123], every[-5120:]]).float() * 1.1
     inputs = (
         every.view(256, 256),
@@ -475,10 +479,9 @@ def check_stats(device: torch.device) -> list[str]:
     Tried with every bfloat16 value (but subnormal ones, of which Triton's interpreter loses some), float32 values
     between them, both formats, and scales of the tensor and of each row. Raises as `check`.
     """
-    every = (
-        torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
-    )
-    every = torch.where(every.float().abs() < torch.finfo(torch.bfloat16).tiny, 0.0, every)
+    every = _every_bf16()
+    subnormal = every.float().abs() < torch.finfo(torch.bfloat16).tiny
+    every = torch.where(subnormal, 0.0, every)
     wide = (every.float() * 1.1)[: 40 * 1600].view(40, 1600)
     found: list[str] = []
     for x in (every.view(256, 256), wide, wide[::3]):
@@ -508,9 +511,8 @@ def _channel_differences(device: torch.device) -> list[str]:
     """
     found: list[str] = []
     for rows, columns in ((1, 7), (40, 100), (1100, 48)):
-        x = 3 + torch.sin(torch.arange(rows * columns, dtype=torch.float32, device="cpu")).view(
-            rows, columns
-        )
+        places = torch.arange(rows * columns, dtype=torch.float32, device="cpu")
+        x = 3 + torch.sin(places).view(rows, columns)
         x[:, 1], x[0, 2], x[-1, 3] = 1.7, torch.nan, torch.inf
         for fmt in scaling.FORMATS:
             for scale in (torch.tensor(100.0), torch.linspace(10, 1000, rows)[:, None]):

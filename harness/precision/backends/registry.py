@@ -76,7 +76,8 @@ def can_run(
     pairs: list[str] = []
     for name, declared in BACKENDS.items():
         pairs += [f"{name} {each}" for each in declared.computes]
-    return False, f"{backend} does not compute in {precision} (known: {', '.join(sorted(pairs))})"
+    known = ", ".join(sorted(pairs))
+    return False, f"{backend} does not compute in {precision} (known: {known})"
 
 
 def _te_fp8(facts: MachineFacts, tier: Tier, scaling: str) -> Answer:
@@ -85,9 +86,10 @@ def _te_fp8(facts: MachineFacts, tier: Tier, scaling: str) -> Answer:
         return False, f"{needs}, {_here(facts, tier)}"
 
     library = facts.libraries.get("transformer_engine")
-    if library is None or not library.ok:
-        reason = library.reason if library else "not installed"
-        return False, f"Transformer Engine: {reason} (make setup builds it)"
+    if library is None:
+        return False, "Transformer Engine: not installed (make setup builds it)"
+    if not library.ok:
+        return False, f"Transformer Engine: {library.reason} (make setup builds it)"
 
     lacking = _te_lacks(scaling, facts)
     if lacking:
@@ -129,8 +131,10 @@ def _torchao_fp8(facts: MachineFacts, tier: Tier, _: str) -> Answer:
     if tier is not Tier.CPU and tier not in _FP8_TIERS:
         return False, f"torchao's FP8 needs compute capability 8.9 or more, {_here(facts, tier)}"
     library = facts.libraries.get("torchao")
-    if library is None or not library.ok:
-        return False, f"torchao: {library.reason if library else 'not installed'}"
+    if library is None:
+        return False, "torchao: not installed"
+    if not library.ok:
+        return False, f"torchao: {library.reason}"
     version = f"torchao {library.version}" if library.version else "torchao"
     emulated = ", emulated on the CPU" if tier is Tier.CPU else ""
     return True, f"{version}, dynamic scaling{emulated}"

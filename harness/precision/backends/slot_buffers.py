@@ -87,8 +87,10 @@ class ScalingState:
 
     def _roll(self, amax: Tensor) -> None:
         """Take in `amax`: the window's figures under the old scale, then history and scale by the delayed rule."""
+        # The casts of this window were under the scale that the roll is about to replace.
         torch.maximum(self.peak, amax, out=self.peak)
-        torch.maximum(self.saturation, amax * self.scale / self.fp8_max, out=self.saturation)
+        saturation = amax * self.scale / self.fp8_max
+        torch.maximum(self.saturation, saturation, out=self.saturation)
 
         self.history[0] = amax
         config = self.config
@@ -100,6 +102,7 @@ class ScalingState:
             config.amax_compute_algo,
             config.scrub_inf,
         )
+        # In place: casts hold views of both.
         self.history.copy_(history)
         self.scale.copy_(scale)
         self.scrubbed += dropped
@@ -178,8 +181,12 @@ class SlotBuffers(ScalingState):
         # On a CPU one pass of the fused kernel casts, finds the amax and sums up the statistics.
         if self.kernel is not None and x.dtype in (torch.bfloat16, torch.float32):
             # The kernel raises the float32 at this address, which is history[0, slot]: row 0 comes first in memory.
-            amax = self.history.data_ptr() + 4 * slot if record else self._scratch.data_ptr()
-            stats = self.sums[slot].data_ptr() if record and self.sampling else None
+            amax = self._scratch.data_ptr()
+            stats: int | None = None
+            if record:
+                amax = self.history.data_ptr() + 4 * slot
+                if self.sampling:
+                    stats = self.sums[slot].data_ptr()
             return self.kernel(x, self.scales[slot], fmt, amax, stats, scaling.by_rows(slot))
 
         quantized = scaling.quantize(x, self.scale[slot], fmt)
@@ -263,17 +270,15 @@ class SlotBuffers(ScalingState):
             self.scale.fill_(1.0)
             self._scales_changed()
             return
-        mine = (list(self.names), list(self.formats), list(self.history.shape))
-        saved = (meta["slots"], meta["formats"], list(tensors["history"].shape))
-        if mine != saved:
-            raise CheckpointError(
-                Problem(
-                    f"the saved FP8 state has {len(saved[0])} slots, history length {saved[2][0]}; this run has "
-                    f"{len(mine[0])} slots, history length {mine[2][0]}",
-                    "fp8 state",
-                    fix="resume with the recipe and model that wrote the checkpoint",
-                )
+        history = tensors["history"]
+        same_slots = meta["slots"] == list(self.names) and meta["formats"] == list(self.formats)
+        if not same_slots or history.shape != self.history.shape:
+            what = (
+                f"the saved FP8 state has {len(meta['slots'])} slots, history length {len(history)}; this run has "
+                f"{len(self.names)} slots, history length {len(self.history)}"
             )
+            fix = "resume with the recipe and model that wrote the checkpoint"
+            raise CheckpointError(Problem(what, "fp8 state", fix=fix))
         self.history.copy_(tensors["history"])
         self.scale.copy_(tensors["scale"])
         self._scales_changed()

@@ -102,10 +102,9 @@ class TransformerEngineBackend:
         # Replace the planned layers, each with its three slots.
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
         swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
-        self.modules: dict[str, Any] = {
-            pad_numbers(name): module for name, module in swapped.items()
-        }
+        self.modules: dict[str, Any] = {}
         for index, (name, module) in enumerate(swapped.items()):
+            self.modules[pad_numbers(name)] = module
             module.slot = 3 * index
             module.name_in_model = name
 
@@ -119,7 +118,8 @@ class TransformerEngineBackend:
 
         # TE allocates its state before ours takes its place.
         self._start()
-        fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in self.formats], device=device)
+        largest = [scaling.FORMATS[fmt].max for fmt in self.formats]
+        fp8_max = torch.tensor(largest, device=device)
         self._scales: Scales
         if fp8.scaling == "delayed":
             self._scales = DelayedScales(list(self.modules.values()), fp8, fp8_max, library.version)
@@ -137,9 +137,8 @@ class TransformerEngineBackend:
                     module.init_fp8_metadata()
                     te_library.keep_out_of_global_state(self._library, module.fp8_meta)
         except (RuntimeError, AssertionError) as error:
-            what = (
-                f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here: {error}"
-            )
+            cannot = f"Transformer Engine cannot compute FP8 with {self.scaling} scaling here"
+            what = f"{cannot}: {error}"
             fix = "take a recipe with another fp8.scaling or without it, such as bf16"
             raise MachineError(Problem(what, te_library.WHERE, fix=fix)) from error
 
@@ -271,7 +270,8 @@ class TransformerEngineBackend:
         self._check_same(tensors, meta)
         self._scales.load(tensors)
         self.fell_back_to = meta["lowered"]
-        self.switch(meta["demoted"], [name for name in self.modules if name not in meta["demoted"]])
+        others = [name for name in self.modules if name not in meta["demoted"]]
+        self.switch(meta["demoted"], others)
 
     def _check_same(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the saved FP8 state is not that of this run's slots, formats and scaling."""
@@ -279,13 +279,16 @@ class TransformerEngineBackend:
         differences: list[str] = []
         if saved != mine:
             only = [*sorted(set(saved) - set(mine)), *sorted(set(mine) - set(saved))]
-            which = f"{only[0]} is in one of them only" if only else "in another order"
+            which = "in another order"
+            if only:
+                which = f"{only[0]} is in one of them only"
             differences.append(f"{len(saved)} slots, this run has {len(mine)} ({which})")
         elif list(meta["formats"]) != self.formats:
-            # Name the first slot that differs.
-            pairs = zip(saved, meta["formats"], self.formats, strict=True)
-            name, theirs, ours = next(each for each in pairs if each[1] != each[2])
-            differences.append(f"{name} in {theirs}, this run has {ours}")
+            # The first slot that differs is enough: a recipe's format is that of all layers.
+            for name, theirs, ours in zip(saved, meta["formats"], self.formats, strict=True):
+                if theirs != ours:
+                    differences.append(f"{name} in {theirs}, this run has {ours}")
+                    break
 
         # The native backend saves no scaling: it has delayed scaling only.
         kind = meta.get("scaling", "delayed")
@@ -298,11 +301,8 @@ class TransformerEngineBackend:
 
         if differences:
             fix = "resume with the recipe and model that wrote the checkpoint"
-            problems = [
-                Problem(f"the saved FP8 state has {what}", "fp8 state", fix=fix)
-                for what in differences
-            ]
-            raise CheckpointError(problems)
+            texts = [f"the saved FP8 state has {what}" for what in differences]
+            raise CheckpointError([Problem(text, "fp8 state", fix=fix) for text in texts])
 
 
 def _between(model: nn.Module, one: str, other: str) -> list[nn.Module]:

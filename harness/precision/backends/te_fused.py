@@ -42,6 +42,17 @@ _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 _CHUNKS = {Tensor.chunk, torch.chunk}
 _SPLITS = {Tensor.split, torch.split}
 _PRODUCTS = {Tensor.mul, torch.mul}
+# Results of functions that hold no tensor.
+_HARMLESS = (
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    type(None),
+)
 
 
 class Deferred(Tensor):
@@ -101,11 +112,8 @@ class Deferred(Tensor):
         # If the function wrote to a value, or its result may do so later, the Linear must take that value.
         for each in found:
             value = values[id(each)]
-            if (
-                func in _HOOKS
-                or value._version
-                or any(_holds(leaf, value) for leaf in tree_leaves(result))
-            ):
+            may_change = func in _HOOKS or value._version > 0
+            if may_change or any(_holds(leaf, value) for leaf in tree_leaves(result)):
                 each.settled = value
         return result
 
@@ -257,12 +265,10 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """
     first = args[0] if args else None
     whole = first.whole if isinstance(first, Deferred) else None
-    if (
-        whole is None
-        or whole.settled is not None
-        or whole.taken
-        or whole.gradients != torch.is_grad_enabled()
-    ):
+    if whole is None or whole.settled is not None or whole.taken:
+        return None
+    # The block would compute with gradients on or off, as they are where it runs.
+    if whole.gradients != torch.is_grad_enabled():
         return None
     # The Hidden itself is at no step yet.
     step = getattr(first, "step", "")
@@ -289,11 +295,10 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _holds(leaf: Any, value: Tensor) -> bool:
     """Whether `leaf`, a part of a function's result, may give its holder a way to write to `value`."""
     if isinstance(leaf, Tensor):
-        strided = leaf.layout == torch.strided
-        return strided and leaf.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-    return not isinstance(
-        leaf, int | float | complex | str | torch.dtype | torch.device | torch.layout | None
-    )
+        if leaf.layout != torch.strided:
+            return False
+        return leaf.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return not isinstance(leaf, _HARMLESS)
 
 
 def _stand_in(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
@@ -364,8 +369,11 @@ class _Deferring(nn.Module):
     feeds: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if hooked(self) or kwargs or len(args) != 1 or not self.feeds.takes_over(self, args[0]):
+        # A hook, or a call in another form, wants the norm's own output.
+        if hooked(self) or kwargs or len(args) != 1:
             return self.separately(*args, **kwargs)
+        if not self.feeds.takes_over(self, args[0]):
+            return self.separately(args[0])
         return deferred(self, self.feeds, args[0])
 
     def separately(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -379,7 +387,8 @@ class _Deferring(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name != "feeds"}
-        return object.__new__, (nn.RMSNorm if is_rms(self) else nn.LayerNorm,), state
+        plain = nn.RMSNorm if is_rms(self) else nn.LayerNorm
+        return object.__new__, (plain,), state
 
 
 class RMSNorm(_Deferring, nn.RMSNorm):
@@ -403,10 +412,9 @@ def is_rms(norm: nn.Module) -> bool:
 
 def hooked(*modules: nn.Module) -> bool:
     """Whether one of them has a backward hook. PyTorch wraps inputs and outputs for it, which hides a Deferred."""
-    own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
-    return bool(
-        own or module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks
-    )
+    if module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks:
+        return True
+    return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
 
 
 def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
@@ -489,9 +497,8 @@ def quantised(norm: Any, x: Tensor) -> Tensor:
     weight = norm.weight.to(x.dtype).float()
     if is_rms(norm):
         return F.rms_norm(x.float(), norm.normalized_shape, weight, norm.eps)
-    return F.layer_norm(
-        x.float(), norm.normalized_shape, weight, norm.bias.to(x.dtype).float(), norm.eps
-    )
+    bias = norm.bias.to(x.dtype).float()
+    return F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _misuse(linear: Any, what: str, why: str) -> MisuseError:

@@ -77,12 +77,11 @@ def load() -> Library:
     overridden = [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]
     if overridden:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
-        raise MachineError(
-            [
-                Problem(f"{name} is set in the environment", WHERE, why, f"unset {name}")
-                for name in overridden
-            ]
-        )
+        problems: list[Problem] = []
+        for name in overridden:
+            what = f"{name} is set in the environment"
+            problems.append(Problem(what, WHERE, why, f"unset {name}"))
+        raise MachineError(problems)
     try:
         package = import_module("transformer_engine")
         recipes = import_module("transformer_engine.common.recipe")
@@ -90,10 +89,9 @@ def load() -> Library:
         distributed = import_module("transformer_engine.pytorch.distributed")
         quantization = import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        what = f"Transformer Engine does not import: {error}"
         fix = "make setup builds it; or take a recipe without it, such as bf16"
-        raise MachineError(
-            Problem(f"Transformer Engine does not import: {error}", WHERE, fix=fix)
-        ) from error
+        raise MachineError(Problem(what, WHERE, fix=fix)) from error
 
     # Another version may have renamed or moved any of these. Better an error now than one in the middle of a step.
     version = str(getattr(package, "__version__", "of unknown version"))
@@ -135,9 +133,8 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
     TE's recipe classes drop arguments that they do not know, without an error.
     """
     formats = library.recipes.Format
-    wanted: dict[str, Any] = {
-        "fp8_format": formats.HYBRID if fp8.format == "hybrid" else formats.E4M3
-    }
+    fp8_format = formats.HYBRID if fp8.format == "hybrid" else formats.E4M3
+    wanted: dict[str, Any] = {"fp8_format": fp8_format}
     if fp8.scaling == "delayed":
         wanted |= {
             "margin": fp8.margin,
@@ -161,9 +158,8 @@ def keep_out_of_global_state(library: Library, fp8_meta: dict[str, Any]) -> None
     held = _held_by_te(manager)
     manager.add_fp8_tensors_to_global_buffer(fp8_meta)
     if _held_by_te(manager) != held:
-        raise unexpected(
-            library.version, "rolls amax histories of modules that it was told to leave alone"
-        )
+        what = "rolls amax histories of modules that it was told to leave alone"
+        raise unexpected(library.version, what)
 
 
 def _held_by_te(manager: Any) -> int:
@@ -364,7 +360,9 @@ class DelayedScales(ScalingState):
 
     def finish(self, amax: Tensor, skip: Tensor) -> Tensor:
         """Roll unless micro-batches did; after a skipped step history and scale are as before the window."""
-        self.end_window(torch.zeros_like(self.scale).index_copy_(0, self._columns, amax), skip)
+        # 0 in the columns without a slot: an amax of 0 changes neither history nor scale.
+        of_columns = torch.zeros_like(self.scale).index_copy_(0, self._columns, amax)
+        self.end_window(of_columns, skip)
         return self.window_stats()[:, self._columns]
 
     def tensors(self) -> TensorDict:

@@ -393,9 +393,9 @@ class PlannedLinear(nn.Module):
     def _records(self) -> bool:
         """Whether this forward is to have gradients. te.checkpoint may run it for the first time with gradients off."""
         shared = self.shared
-        return torch.is_grad_enabled() or (
-            shared.watch.with_gradients and shared.library.checkpointing()
-        )
+        if torch.is_grad_enabled():
+            return True
+        return shared.watch.with_gradients and shared.library.checkpointing()
 
     def _silently(
         self, run: Callable[[Tensor], Tensor], input: Tensor, before: Sequence[Any]
@@ -405,9 +405,7 @@ class PlannedLinear(nn.Module):
         own = [layer.quantizers for layer in layers]
         for layer in layers:
             if layer.silent is None:
-                layer.silent = [
-                    _unrecorded(quantizer) for quantizer in layer.quantizers["scaling_fwd"]
-                ]
+                layer.silent = list(map(_unrecorded, layer.quantizers["scaling_fwd"]))
             layer.quantizers = {**layer.quantizers, "scaling_fwd": layer.silent}
         try:
             return filled_up(run, input, self.shared.multiple)
@@ -439,9 +437,10 @@ class PlannedLinear(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # The copy shares the scales, in `fp8_meta`. Its quantizers record their amaxes elsewhere.
         memo[id(self.fp8_meta)] = self.fp8_meta
-        memo[id(self.quantizers)] = {
-            key: [_unrecorded(q) for q in own] for key, own in self.quantizers.items()
-        }
+        silent: dict[str, list[Any]] = {}
+        for key, own in self.quantizers.items():
+            silent[key] = list(map(_unrecorded, own))
+        memo[id(self.quantizers)] = silent
         made = memo[id(self)] = object.__new__(type(self))
         state = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         made.__dict__.update(copy.deepcopy(state, memo))

@@ -220,11 +220,11 @@ def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Te
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
 
-    rows = cast(
-        grad.reshape(-1, grad.shape[-1]), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT
-    )
+    # The two casts and the one product of torchao's backward that the input gradient is made of.
+    rows = grad.reshape(-1, grad.shape[-1])
+    left = cast(rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
     right = cast(weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
-    return torch.mm(rows, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
+    return torch.mm(left, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -407,22 +407,23 @@ class TorchaoBackend:
         self.note = f"torchao {recipe.fp8.dynamic}"
 
         # torchao replaces the planned layers by its own.
-        config = replace(
-            Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic), emulate=device.type == "cpu"
-        )
+        config = Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic)
+        config = replace(config, emulate=device.type == "cpu")
         wanted = set(self.layers)
         convert_to_float8_training(
             model, module_filter_fn=lambda _, name: name in wanted, config=config
         )
-        modules = dict(model.named_modules())
-        self.modules = {
-            pad_numbers(name): cast("WatchedLinear", modules[name]) for name in self.layers
-        }
+        self.modules: dict[str, WatchedLinear] = {}
+        for name in self.layers:
+            module = model.get_submodule(name)
+            self.modules[pad_numbers(name)] = cast("WatchedLinear", module)
 
-        # Ours are these layers under another class, with three slots each.
+        # Ours are these layers under another class, with three slots each. By rows, torchao casts gradients to e4m3.
         tensorwise = recipe.fp8.dynamic == "tensorwise"
-        formats = ["e4m3", "e4m3", "e5m2" if tensorwise else "e4m3"] * len(self.layers)
-        self._fp8_max = torch.tensor([scaling.FORMATS[fmt].max for fmt in formats], device=device)
+        gradient = "e5m2" if tensorwise else "e4m3"
+        formats = ["e4m3", "e4m3", gradient] * len(self.layers)
+        largest = [scaling.FORMATS[fmt].max for fmt in formats]
+        self._fp8_max = torch.tensor(largest, device=device)
         sampled = SampledStats(formats, device, by_row=not tensorwise, measure=load_stats(device))
         self._watch = Watch(sampled, device)
         for module in self.modules.values():

@@ -1,6 +1,6 @@
 """Run one row of a proof as on a card, on fake CUDA tensors: python proof_on_paper.py CARD MODULE:FUNCTION FOLDER.
 
-Prints the row's answer as one line of JSON. What only a card can tell is made up: free memory, clocks, a step's facts.
+Prints the row's answer as one line of JSON. Measurements of a card are made up: free memory, clocks, a step's facts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ H100 = MachineFacts(
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A nvidia-smi that a test may write, the only program on PATH; torch tells a card's identity."""
+    """A nvidia-smi that a test may write, the only program on PATH; torch reports a card's identity."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
     return tmp_path / "nvidia-smi"

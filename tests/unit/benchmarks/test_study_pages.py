@@ -170,7 +170,7 @@ def test_healthy_runs() -> None:
     assert (half, one) == (
         {"saturation": len(healthy), "even_db": 1},
         {"saturation": len(healthy), "clipped": 1, "even_db": 1},
-    ), "which the page tells"
+    ), "as the page says"
     lowest = [row["lowest even_db of a gradient"] for row in runs]
     assert f"gradient in a run is {min(lowest):.1f} to {max(lowest):.1f} dB" in FALLBACK
     assert min(lowest) > record["policy"]["even_db_grad_output"]

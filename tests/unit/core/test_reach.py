@@ -1,4 +1,4 @@
-"""Settings that a run is too short for, or its data too small, are told before the first step, with what to do."""
+"""Settings that the run is too short for, or its data too small, are reported before the first step, with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What data were made of, and has changed since, is told by file at the next start; what was only touched is not."""
+"""Sources that changed since the data were made are reported by file at the next start; touched ones are not."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_source_that_changes_while_it_is_prepared_is_refused(
         (path / "3.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
 
     with pytest.raises(DataError, match=r"3\.jsonl: changed while it was prepared"):
-        prepare_dataset(wanted, tmp_path / "ready", tell=tell)
+        prepare_dataset(wanted, tmp_path / "ready", report=tell)
     assert not (tmp_path / "ready" / "dataset.json").exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
-from harness.data.corpus import Tokens, padded
+from harness.data.corpus import Tokens, padded_vocabulary
 from harness.data.shards import read_shard, write_index
 from harness.data.splits import is_validation, validation_beside
 from harness.data.tokens import TokenData, prepare
@@ -51,7 +51,10 @@ def test_every_format_gives_its_ids(tmp_path: Path, kind: str) -> None:
     expected = IDS + 70_000 if kind == "uint32" else IDS
     data = prepare(config(path, dtype="uint32" if kind == "uint32" else "uint16"), tmp_path / "run")
     assert np.array_equal(both(data), expected)
-    assert (data.ids, data.vocab) == (expected.max() + 1, padded(int(expected.max()) + 1))
+    assert (data.ids, data.vocab) == (
+        expected.max() + 1,
+        padded_vocabulary(int(expected.max()) + 1),
+    )
     assert data.vocab % 16 == 0
     assert len(data.val) == pytest.approx(500, abs=60 if "Megatron" in kind else 0)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.core.facts import Continue, StepFacts, Verdict
-from harness.monitors.gradients import ClippingMonitor
+from harness.monitors.clipping import ClippingMonitor
 
 MakeFacts = Callable[..., StepFacts]
 

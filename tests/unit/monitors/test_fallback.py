@@ -306,7 +306,7 @@ def test_evidence_names_slot_figures_and_layer() -> None:
     assert [verdict.code for verdict in verdicts] == ["precision.ok"] * 5 + ["precision.demote"]
     last = verdicts[-1]
     assert (last.step, last.healthy) == (5, True)
-    # An infinite amax is clipping too; strict JSON has no infinity, so it is told as the largest float32.
+    # An infinite amax is clipping too; strict JSON has no infinity, so it is reported as the largest float32.
     found = last.evidence["demote"][LAYERS[3]]["slots"]
     # The amaxes show the trend; here they are the ratios, as the scale is 1.
     assert found == {

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from harness.core.facts import Continue, SlotStats, StepFacts, Verdict
-from harness.monitors.scales import Fp8FrozenMonitor, Fp8Monitor, Fp8StormMonitor
+from harness.monitors.fp8 import Fp8Monitor
+from harness.monitors.fp8_frozen import Fp8FrozenMonitor
+from harness.monitors.fp8_storm import Fp8StormMonitor
 from harness.precision import scaling
 
 MakeFacts = Callable[..., StepFacts]

@@ -131,8 +131,8 @@ def test_two_lasting_steps_are_no_rise() -> None:
     assert len(course.rollbacks) <= 1
 
 
-def test_a_small_rise_is_told_once_until_the_loss_was_back() -> None:
-    """Between half of what makes a rise and all of it nothing is told again."""
+def test_a_small_rise_is_reported_once_until_the_loss_was_back() -> None:
+    """Between half of the limit for a rise and the limit itself, nothing is reported again."""
 
     def formula(applied: int, window: int) -> tuple[float, float]:
         up = 0.0 if window < 300 or 800 <= window < 900 else (0.3 if window % 100 < 80 else 0.14)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from harness.core.facts import Continue, Rollback, StepFacts, Verdict
-from harness.monitors.gradients import ParameterMonitor
+from harness.monitors.parameters import ParameterMonitor
 
 MakeFacts = Callable[..., StepFacts]
 

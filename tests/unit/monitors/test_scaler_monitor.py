@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.core.facts import BAD_LABEL, Continue, Halt, Limits, StepFacts, Verdict
-from harness.monitors.scales import ScalerMonitor
+from harness.monitors.scaler import ScalerMonitor
 
 MakeFacts = Callable[..., StepFacts]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.core.facts import Continue, StepFacts, Verdict
-from harness.monitors.gradients import BASELINE, UnderflowMonitor
+from harness.monitors.underflow import BASELINE, UnderflowMonitor
 
 MakeFacts = Callable[..., StepFacts]
 

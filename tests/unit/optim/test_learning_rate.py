@@ -1,4 +1,4 @@
-"""A learning rate that would replace the weights is told before the first step; the shipped ones are not."""
+"""A learning rate that would replace the weights is reported before the first step; the shipped ones are not."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from harness.estimate.trace import facts_of
 from harness.precision.backends.autocast import AutocastBackend
 from harness.precision.backends.registry import BACKENDS, Backend
 from harness.precision.compiling import check_compile
-from harness.precision.layers import swap_linears, twin
+from harness.precision.layers import shallow_copy, swap_linears
 from harness.precision.plan import Plan, make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tracking.history import RunHistory
@@ -49,7 +49,7 @@ class CoarseBackend(AutocastBackend):
 
     def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         super().__init__("fp32", device)
-        swap_linears(model, plan.fp8_layers(), lambda linear: twin(linear, CoarseLinear))
+        swap_linears(model, plan.fp8_layers(), lambda linear: shallow_copy(linear, CoarseLinear))
 
 
 def by_cores(facts: MachineFacts, tier: Tier, scaling: str) -> tuple[bool, str]:

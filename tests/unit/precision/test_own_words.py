@@ -219,7 +219,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 def test_every_code_of_a_monitor_is_provoked(everything: dict[str, set[str]]) -> None:
-    """So that the next test reads what a loop of one's own can be told."""
+    """So that the next test reads every text that a loop of one's own can get."""
     assert monitored() - everything.keys() == set()
 
 

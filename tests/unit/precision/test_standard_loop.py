@@ -283,8 +283,10 @@ def test_hooks_of_the_users_own_come_after_ours(name: str, before: bool) -> None
     assert largest == [pytest.approx(limit)] * 4
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("hide", ["clip value", "hook"])
-def test_clipping_does_not_hide_an_overflow(hide: str) -> None:
+def test_clipping_does_not_hide_an_overflow(hide: str, create_graph: bool) -> None:
     precision, model = scaled()
     wrapped = precision.wrap(adamw(model))
     standard_step(model, wrapped, 0)
@@ -292,11 +294,12 @@ def test_clipping_does_not_hide_an_overflow(hide: str) -> None:
     if hide == "hook":
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad.nan_to_num(0.0, 1.0, -1.0))
-    (nn.functional.mse_loss(model(batch(1)[0]), batch(1)[1]) * 1e4).backward()
+    loss = nn.functional.mse_loss(model(batch(1)[0]), batch(1)[1]) * 1e4
+    loss.backward(create_graph=create_graph)
     if hide == "clip value":
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.nan_to_num_(0.0, 1.0, -1.0)
+            parameter.grad.detach().nan_to_num_(0.0, 1.0, -1.0)
     assert all(
         parameter.grad is not None and parameter.grad.isfinite().all()
         for parameter in model.parameters()

@@ -144,7 +144,7 @@ def test_a_window_whose_parts_run_in_different_threads() -> None:
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_one_model_in_two_threads_at_once_is_refused(part: str, wrap: bool) -> None:
-    """The second is told, and the first goes on as if it had been alone."""
+    """The second gets the error, and the first goes on as if it had been alone."""
 
     def run(call: Callable[[Precision, nn.Module], Any] | None) -> tuple[dict[str, Any], list[Any]]:
         precision, model = prepared(recipe())

@@ -182,7 +182,7 @@ def test_infinite_amaxes_are_dropped_and_counted_unless_told_otherwise(scrub: bo
     scales, layers = make(scrub_inf=scrub)
     window(scales, layers, [[1.0, 1.0, 1.0]] * LAYERS)
     stats = window(scales, layers, [[math.inf, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, math.inf]])
-    assert stats[0, 0].item() == math.inf, "it is still told"
+    assert stats[0, 0].item() == math.inf, "it is still reported"
     assert scales.scrubbed.item() == (2 if scrub else 0)
     assert bool(scales.tensors()["history"].isfinite().all()) is scrub
     window(scales, layers, [[4.0, 1.0, 1.0]] * LAYERS)

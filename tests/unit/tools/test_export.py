@@ -168,7 +168,9 @@ def test_the_card_tells_what_ran_and_which_layers_left(folder: Path, tmp_path: P
         torch.__version__,
     ):
         assert fact in card, fact
-    assert str(tmp_path.parent) not in card, "nobody else is told where things lie on this machine"
+    assert str(tmp_path.parent) not in card, (
+        "the card does not show where files lie on this machine"
+    )
 
 
 def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from harness.core.errors import ConfigError
 from harness.core.screen import Screen
-from harness.report.inspect import inspect, sparkline
+from harness.report.inspect import fp8_proof, inspect, sparkline
+from harness.tracking.history import RunHistory
 from harness.tracking.journal import Journal
 
 REPO = Path(__file__).resolve().parents[3]
@@ -102,6 +103,35 @@ def test_a_run_without_fp8_says_so(tmp_path: Path) -> None:
     with Journal(tmp_path / "r" / "journal.jsonl") as journal:
         journal.metrics(1, {"train/loss": 1.0})
     assert shown(tmp_path / "r")[0].startswith("No FP8 slots")
+
+
+def test_a_silent_gradient_is_right_only_for_a_frozen_layer(tmp_path: Path) -> None:
+    """The field says so, not the word: a layer called "frozen" may be one that is trained."""
+    silent = [f"{layer}.grad_output" for layer in ("a.frozen", "b")]
+    layers: list[dict[str, object]] = []
+    for name, frozen in (("a.frozen", False), ("b", True)):
+        layers.append(
+            {
+                "module": name,
+                "precision": "fp8",
+                "backend": "native",
+                "reason": f"converted, also known as {name}",
+                "frozen": frozen,
+            }
+        )
+    with Journal(tmp_path / "r" / "journal.jsonl") as journal:
+        row: dict[str, float] = {}
+        for layer in ("a.frozen", "b"):
+            for role in ("input", "weight", "grad_output"):
+                slot = f"{layer}.{role}"
+                row[f"fp8_amax/{slot}"] = 0.0 if slot in silent else 1.0
+        journal.metrics(1, row)
+    plan = {"requested": "r", "resolved": "native:fp8", "keeps_amax": True, "layers": layers}
+    (tmp_path / "r" / "plan.json").write_text(json.dumps(plan))
+
+    proof = fp8_proof(RunHistory.read(tmp_path / "r"))
+    assert "4 of 6 FP8 slots saw a nonzero amax; none seen by: a.frozen.grad_output;" in proof
+    assert "no gradient goes back to b.grad_output: frozen" in proof
 
 
 def test_no_run_names_the_near_match(run_dir: Path) -> None:

@@ -132,7 +132,7 @@ def test_in_a_large_model_slots_are_picked_for_what_they_do() -> None:
     kept = figures(policy, 20, change=put(13, 7, "weight", saturation=1.3))
     assert slots_in(kept[10]) == ["blocks.00.up.input", "blocks.01.up.input"]
     assert slots_in(kept[13]) == ["blocks.07.up.weight"], (
-        "what it was picked for is told in its own step"
+        "the figure that it was picked for is logged in its own step"
     )
     assert not of_roles(kept[13])
     (told,) = kept[13].events

@@ -1,0 +1,112 @@
+"""FP8 tensors that carry nothing: infinite amaxes that were dropped, and dead slots, whose amax stays 0.
+
+`fp8_storm` judges many slots at once, `fp8_frozen` scales that stand still, `fallback` single layers, which it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.errors import some
+from harness.core.facts import SlotStats, StepFacts, Verdict
+from harness.monitors.base import KeptWindow, MonitorContext
+
+NAMED_IN_TEXT = 5
+
+
+class Fp8Monitor(KeptWindow):
+    """Reports infinite amaxes that were dropped, and dead slots.
+
+    dead_after: applied steps in a row with amax 0 that make a slot dead.
+
+    Each dead slot is reported once. A layer whose weight was trained in the first step although the layer was never
+    called is reported at once: something uses the weight without FP8.
+
+    Verdicts, all healthy: `fp8.scrubbed` (once per streak), `fp8.dead`, else `fp8.ok`. When both are due, `fp8.dead`
+    follows one step later.
+    """
+
+    key = "fp8"
+    kept = ("names", "zeros", "reported", "scrubbing")
+
+    def __init__(self, dead_after: int = 50) -> None:
+        self.dead_after = dead_after
+        self._names: tuple[str, ...] = ()
+        self._zeros: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._reported: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._scrubbing = False
+
+    @classmethod
+    def build(cls, context: MonitorContext) -> Fp8Monitor | None:
+        """For runs with FP8 layers."""
+        return cls() if context.layers else None
+
+    def observe(self, facts: StepFacts) -> Verdict:
+        """The verdict on one step. Deterministic."""
+        slots = facts.slots
+        if slots is None:
+            return Verdict("fp8.ok", facts.step)
+        if slots.names is not self._names and slots.names != self._names:
+            self._align(slots.names)
+        if facts.applied:
+            self._zeros = np.where(slots.amax == 0, self._zeros + 1, 0)
+
+        uncalled = self._uncalled(facts.trained, slots) if facts.trained else []
+        if uncalled:
+            return Verdict(
+                "fp8.dead",
+                facts.step,
+                f"{len(uncalled)} FP8 layers were not called, though their weights got gradients: something reads the "
+                f"weight (F.linear(x, layer.weight)), which runs without FP8: {some(uncalled, NAMED_IN_TEXT)}",
+                evidence={"layers": uncalled, "steps": 1},
+            )
+
+        was_scrubbing = self._scrubbing
+        self._scrubbing = slots.scrubbed > 0
+        if self._scrubbing and not was_scrubbing:
+            return _scrubbed(facts.step, slots)
+
+        dead = (self._zeros >= self.dead_after) & ~self._reported
+        if not dead.any():
+            return Verdict("fp8.ok", facts.step)
+        self._reported |= dead
+        names = [slots.names[index] for index in np.flatnonzero(dead)]
+        return Verdict(
+            "fp8.dead",
+            facts.step,
+            f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {some(names, NAMED_IN_TEXT)}",
+            evidence={"slots": names, "steps": self.dead_after},
+        )
+
+    def _uncalled(self, trained: Sequence[str], slots: SlotStats) -> list[str]:
+        """The layers among `trained` that cast no tensor to FP8. Their slots count as reported."""
+        called: set[str] = set()
+        for name, amax in zip(slots.names, slots.amax.tolist(), strict=True):
+            if amax:
+                called.add(name.rpartition(".")[0])
+        uncalled = [layer for layer in trained if layer not in called]
+        for place, name in enumerate(slots.names):
+            self._reported[place] |= name.rpartition(".")[0] in uncalled
+        return uncalled
+
+    def _align(self, names: tuple[str, ...]) -> None:
+        """Carry the counts over to the present slots by name (first step, or first after a resume)."""
+        zeros = dict(zip(self._names, self._zeros.tolist(), strict=True))
+        reported = dict(zip(self._names, self._reported.tolist(), strict=True))
+        self._names = names
+        self._zeros = np.array([zeros.get(name, 0) for name in names], dtype=np.int64)
+        self._reported = np.array([reported.get(name, False) for name in names], dtype=np.bool_)
+
+
+def _scrubbed(step: int, slots: SlotStats) -> Verdict:
+    infinite = [slots.names[index] for index in np.flatnonzero(~np.isfinite(slots.amax))]
+    where = f": {some(infinite, NAMED_IN_TEXT)}" if infinite else ""
+    return Verdict(
+        "fp8.scrubbed",
+        step,
+        f"{slots.scrubbed} infinite amax values were taken out of the histories, scales kept{where}",
+        evidence={"scrubbed": slots.scrubbed, "slots": infinite},
+    )
