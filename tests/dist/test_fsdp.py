@@ -61,7 +61,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.outward = nn.Linear(32, 32)
         self.outward.weight = self.inward.weight
-        self.blocks[2].back.weight = self.blocks[1].back.weight
+        second, third = self.blocks[1], self.blocks[2]
+        assert isinstance(second, Block)
+        assert isinstance(third, Block)
+        third.back.weight = second.back.weight
         self.head = nn.Linear(32, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
@@ -209,6 +212,7 @@ def bytes_held(engine: Any, gradients: Callable[[], list[Tensor]]) -> list[float
     """Bytes of weights, gradients and moments on this rank, for each trained parameter of the whole model."""
     parameters = sum(each.numel() for each in nn.Linear(64, 64).parameters())
     inputs = torch.randn(4, 64)
+    held = 0
     # Two micro-batches. The gradients are looked at before the last exchange, where most of them are there.
     for last in (False, True):
         with engine.micro_batch(last):
@@ -231,15 +235,15 @@ def bytes_of_engines() -> dict[str, list[float]]:
         groups = model._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
 
         def gradients() -> list[Tensor]:
-            found = [
-                param.grad.to_local() for param in model.parameters() if param.grad is not None
-            ]
+            found: list[Any] = []
+            for param in model.parameters():
+                grad: Any = param.grad
+                found.append(None if grad is None else grad.to_local())
             for each in groups[0].fsdp_params:
-                whole = [each.unsharded_accumulated_grad]
+                found.append(each.unsharded_accumulated_grad)
                 if hasattr(each, "_unsharded_param"):
-                    whole.append(each._unsharded_param.grad)
-                found += [grad for grad in whole if grad is not None]
-            return found
+                    found.append(each._unsharded_param.grad)
+            return [grad for grad in found if grad is not None]
 
         return bytes_held(engine, gradients)
 
@@ -247,7 +251,7 @@ def bytes_of_engines() -> dict[str, list[float]]:
     model = nn.Linear(64, 64)
     ddp = make_ddp(model)
     return {
-        "ddp": bytes_held(ddp, lambda: [each.grad for each in model.parameters()]),
+        "ddp": bytes_held(ddp, lambda: [p.grad for p in model.parameters() if p.grad is not None]),
         "window": of_fsdp(every_micro_batch=False),
         "micro_batch": of_fsdp(every_micro_batch=True),
     }

@@ -375,7 +375,7 @@ GUARD = (
     Mutation(
         22,
         "DeepSpeed's ranks take rank 0's buffers",
-        "            model.register_forward_pre_hook(_take_buffers)",
+        "            follow_rank_0(model)",
         "            pass",
         "tests/dist/test_rank_buffers.py::test_every_rank_evaluates_with_rank_0s_statistics[zero0]",
     ),
