@@ -275,7 +275,7 @@ def _load_source(run: Run, source: Path) -> None:
     """Begin with the state in a checkpoint of another run."""
     telemetry = run.telemetry
     step = int(source.name.removeprefix("step-"))
-    run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
+    run.state.load_state_dict(*run.recovery.read(step, Store(source.parent, readonly=True)))
 
     # Windows that were bad for the other run are bad for this one, if it reads the same data in the same order.
     theirs = source.parent.parent
