@@ -299,6 +299,7 @@ class Store:
             if set(theirs) != set(shards.names_of(rank)):
                 raise ValueError(f"rank {rank} wrote other files than its pieces: {sorted(theirs)}")
             files |= theirs
+        files = dict(sorted(files.items()))  # not in the order in which ranks were done
         meeting.clear(folder)
 
         # The other ranks begin to read when they see the manifest, so it must appear at once.
