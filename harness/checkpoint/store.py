@@ -94,6 +94,8 @@ from harness.core.shards import Rows, ShardedRows
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
 _UNFINISHED = ".tmp"
+# How often a folder is deleted into which another rank may be writing, and the seconds in between.
+_DELETIONS, _PAUSE = 10, 0.02
 # Seconds: the coarsest resolution of modification times (FAT). A newer file can change again without a new time.
 _COARSEST_MTIME = 2.0
 
@@ -356,7 +358,12 @@ class Store:
         with suppress(OSError):
             folder.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        # It could not be renamed: a file may come while it is emptied.
+        for _ in range(_DELETIONS):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(_PAUSE)
 
     def verify(self, step: int) -> list[Problem]:
         """Read every byte of the checkpoint of `step`; returns everything that is wrong with it."""
