@@ -4,7 +4,7 @@ Rank 0 decides and writes. Every rank calls the same methods in the same order, 
 collective. No rank waits long inside one collective: where training must wait for a disk, the ranks look again and
 again, in rounds that are shorter than any timeout.
 
-Where ranks share the state (`engine.sharded`), every rank has a saver and writes its own rows. The save is that of
+Where ranks share the state (`engine.sharded`), every rank has a saver and writes its own rows as well. The save is that of
 rank 0: it counts if rank 0 has committed it, and a rank that failed is named in its log. All ranks read a checkpoint
 together: each verifies its share of the files, and then loads its own rows.
 

@@ -323,6 +323,41 @@ def test_a_file_that_nobody_named_stops_the_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_rank_that_fails_after_its_last_word_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rename reports an error and has happened, as on a network: rank 0 may have committed by then."""
+    leave = Meeting.leave
+    seen = threading.Event()
+
+    def reported_late(meeting: Meeting, folder: Path, kind: str, content: Any) -> None:
+        leave(meeting, folder, kind, content)
+        if meeting.rank == 1 and kind == "checked":
+            assert seen.wait(20)
+            raise OSError(5, "Input/output error")
+
+    gather = Meeting.gather
+
+    def slow(meeting: Meeting, folder: Path, kind: str) -> Any:
+        found = gather(meeting, folder, kind)
+        if kind == "checked":
+            seen.set()
+            assert failures.wait(20)  # rank 1 is done with what it does about the error
+        return found
+
+    failures, leave_failure = threading.Event(), Meeting.leave_failure
+
+    def left(meeting: Meeting, *rest: Any) -> None:
+        leave_failure(meeting, *rest)
+        failures.set()
+
+    monkeypatch.setattr(Meeting, "leave", reported_late)
+    monkeypatch.setattr(Meeting, "gather", slow)
+    monkeypatch.setattr(Meeting, "leave_failure", left)
+    assert save(tmp_path, 2)[0] == tmp_path / "step-00000003"
+    assert Store(tmp_path).verify(3) == []
+
+
 def test_the_next_start_removes_what_dead_ranks_left(tmp_path: Path) -> None:
     save(tmp_path, 2)
     for name in (".tmp-step-00000006-abc-1", ".tmp-trash-step-00000006-abc-2"):
