@@ -4,9 +4,9 @@ Rank 0 decides and writes. Every rank calls the same methods in the same order, 
 collective. No rank waits long inside one collective: where training must wait for a disk, the ranks look again and
 again, in rounds that are shorter than any timeout.
 
-Where ranks share the state (`engine.sharded`), every rank has a saver and writes its own rows as well. The save is that of
-rank 0: it counts if rank 0 has committed it, and a rank that failed is named in its log. All ranks read a checkpoint
-together: each verifies its share of the files, and then loads its own rows.
+Where ranks share the state (`engine.sharded`), every rank has a saver and writes its own rows as well. The save
+is that of rank 0: it counts if rank 0 has committed it, and a rank that failed is named in its log. All ranks read a
+checkpoint together: each verifies its share of the files, and then loads its own rows.
 
 When saves keep failing, `checkpoint.on_failure` decides: train on, wait on all ranks until there is free space, or end.
 A run that ends and cannot save in its own folder saves in a fallback folder, if checkpoint.emergency_path names a place
@@ -19,28 +19,29 @@ import hashlib
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import Any, Literal
 
 from harness.checkpoint.meeting import Meeting, Writers
 from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saved, Saver
 from harness.checkpoint.store import Store
+from harness.checkpoint.together import (
+    ROUND,
+    different_copies,
+    in_rounds,
+    on_any_ranks,
+    verify_together,
+)
 from harness.core.config import CheckpointConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, clock
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.schema import read_yaml
 from harness.core.state import RunLedger, TrainState
 
-# Seconds between two looks at a save that training waits for. A rank that waited longer in a collective would time out.
-_ROUND = 0.5
-_Result = TypeVar("_Result")
 # Failures in a row that are all logged. After them only those whose number is a power of two are.
 _LOGGED_SINGLY = 3
 
@@ -211,12 +212,12 @@ class Recovery:
         Ranks that save together learn here that one of them has ended without the others.
         """
         if not self._together:
-            while self._on_any_rank(saver is not None and saver.busy(_ROUND)):
+            while self._on_any_rank(saver is not None and saver.busy(ROUND)):
                 pass
             return
 
         while True:
-            busy = saver is not None and saver.busy(_ROUND)
+            busy = saver is not None and saver.busy(ROUND)
             rank, ranks = self.engine.rank, self.engine.world_size
             failed = saver is not None and saver.failed()
             failures = [failed and each == rank for each in range(ranks)]
@@ -259,7 +260,7 @@ class Recovery:
                     return False
                 if not waits:
                     break
-                time.sleep(min(_ROUND, config.retry_seconds))
+                time.sleep(min(ROUND, config.retry_seconds))
 
             if attempt():
                 if self.engine.rank == 0:
@@ -336,10 +337,7 @@ class Recovery:
 
     def _on_any_ranks(self, *mine: bool) -> list[bool]:
         """For each of `mine`, whether it is true on any rank. Collective."""
-        if self.engine.world_size == 1:
-            return list(mine)
-        flags = torch.tensor([float(each) for each in mine], device=self.engine.device)
-        return [bool(each) for each in self.engine.max(flags).tolist()]
+        return on_any_ranks(self.engine, *mine)
 
     def settle(self) -> None:
         """Wait until this rank writes nothing, and log the result of the save on rank 0. Not collective."""
@@ -372,7 +370,7 @@ class Recovery:
     def _newest_good_together(self) -> int | None:
         """As `newest_good`: all ranks verify each candidate together."""
         for step in self.engine.broadcast(self.good.marked() if self.engine.rank == 0 else []):
-            problems = self._verify_together(self.store, step)
+            problems = verify_together(self.engine, self.store, step)
             if not problems:
                 return step
             if self.engine.rank == 0:
@@ -467,7 +465,7 @@ class Recovery:
             differs = mine != self.engine.broadcast(mine)
             differ, unread = self._on_any_ranks(differs, bool(problems))
             if differ and not problems:
-                problems = [self._different_copies(step, unread)]
+                problems = [different_copies(self.engine, step, unread)]
 
         if problems:
             raise CheckpointError(problems)
@@ -475,85 +473,21 @@ class Recovery:
 
     def _read_together(self, store: Store, step: int) -> tuple[Tensors, Meta]:
         """As `read`: all ranks verify the files together, and each loads its own rows."""
-        if problems := self._verify_together(store, step):
+        if problems := verify_together(self.engine, store, step):
             raise CheckpointError(problems)
 
         tensors: Tensors = {}
         meta: Meta = {}
         rows = self.state.rows()
         try:
-            tensors, meta = self._in_rounds(lambda: store.load(step, rows=rows, verified=True))
+            tensors, meta = in_rounds(
+                self.engine, lambda: store.load(step, rows=rows, verified=True)
+            )
         except CheckpointError as error:
             problems = list(error.problems)
         if self._on_any_rank(bool(problems)):
-            raise CheckpointError(problems or [self._different_copies(step, unread=True)])
+            raise CheckpointError(problems or [different_copies(self.engine, step, unread=True)])
         return tensors, meta
-
-    def _verify_together(self, store: Store, step: int) -> list[Problem]:
-        """What is wrong with the checkpoint of `step`, on every rank; empty on all or on none. Collective.
-
-        The ranks must see the same manifest. It has the hash of every file, so what a rank holds need not be compared,
-        which differs from rank to rank. Each rank then reads its share of the files.
-        """
-        mine = ""
-        files: list[str] = []
-        problems: list[Problem] = []
-        try:
-            mine, files = store.manifest_sha256(step), store.file_names(step)
-        except CheckpointError as error:
-            problems = list(error.problems)
-        differs = mine != self.engine.broadcast(mine)
-        differ, unread = self._on_any_ranks(differs, bool(problems))
-        if differ or unread:
-            return problems or [self._different_copies(step, unread)]
-
-        # Which files are damaged, every rank learns from whoever has read them.
-        rank, ranks = self.engine.rank, self.engine.world_size
-        problems = self._in_rounds(lambda: store.verify_share(step, rank, ranks))
-        found = {Path(problem.where).name for problem in problems}
-        wrong, *damaged = self._on_any_ranks(bool(problems), *(name in found for name in files))
-        if not wrong:
-            store.verified_together(step)
-            return []
-        for name, damage in zip(files, damaged, strict=True):
-            if damage and name not in found:
-                what = "another rank has read it, and it is not as it was written"
-                problems.append(Problem(what, str(store.path(step) / name)))
-        return problems or [self._different_copies(step, unread=True)]
-
-    def _in_rounds(self, work: Callable[[], _Result]) -> _Result:
-        """Do `work`, which may take long, while all ranks wait for each other in rounds. Collective.
-
-        Returns its result, or raises its exception, when no rank is at work any more.
-        """
-        results: list[_Result] = []
-        failures: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        thread.start()
-        while True:
-            thread.join(_ROUND)
-            if not self._on_any_rank(thread.is_alive()):
-                break
-        if failures:
-            raise failures[0]
-        return results[0]
-
-    def _different_copies(self, step: int, unread: bool) -> Problem:
-        """Why this rank cannot go on with its own copy of the checkpoint of `step`. unread: some rank has none."""
-        what = f"the ranks read different checkpoints of step {step}"
-        why = "each of them verifies, so the run folder is not the same folder on every machine"
-        if unread:
-            what = f"another rank cannot read the checkpoint of step {step}"
-            why = "its copy is damaged or missing: its own message names the file"
-        fix = "put the run folder on a disk that all machines share"
-        return Problem(what, f"rank {self.engine.rank}", why=why, fix=fix)
 
     def _update_marks(self, step: int, update: Callable[[], list[int]]) -> None:
         """Call `update`, and log finished saves and the checkpoints that it marked good. Rank 0 only.

@@ -295,7 +295,9 @@ class Store:
         # What the other ranks wrote must be what this one knows of them.
         layout = _layout(tensors, rows)
         for rank, entry in meeting.gather(folder, ENTRY).items():
-            if entry.get("layout") != layout:
+            if "layout" not in entry:
+                raise ValueError(f"rank {rank} left an entry that cannot be read")
+            if entry["layout"] != layout:
                 raise ValueError(f"rank {rank} holds other tensors than rank 0")
             theirs: dict[str, Any] = entry.get("files", {})
             if set(theirs) != set(shards.names_of(rank)):
@@ -402,6 +404,11 @@ class Store:
         settled: read it again also if its files were so new at that time that a change may not show in their times.
         """
         return not self._problems(step, settled)
+
+    def is_verified(self, step: int) -> bool:
+        """Whether the checkpoint of `step` has verified, and a change since then would show. Reads no file."""
+        earlier = self._verified.get(step)
+        return earlier is not None and earlier.settled and earlier.files == self._files(step)
 
     def _problems(self, step: int, settled: bool) -> list[Problem]:
         earlier = self._verified.get(step)
@@ -511,13 +518,17 @@ class Store:
                 return step
             damaged[step] = problems
         if damaged:
-            what = "not one of its checkpoints is whole, so there is nothing to go on from"
-            fix = "restore one from a copy of this run, or start a new run with another --name"
-            everything = [Problem(what, str(self.root), fix=fix)]
-            for problems in damaged.values():
-                everything += problems
-            raise CheckpointError(everything)
+            raise self.nothing_valid(damaged)
         return None
+
+    def nothing_valid(self, damaged: Mapping[int, list[Problem]]) -> CheckpointError:
+        """The error of a run all of whose checkpoints are `damaged`."""
+        what = "not one of its checkpoints is whole, so there is nothing to go on from"
+        fix = "restore one from a copy of this run, or start a new run with another --name"
+        everything = [Problem(what, str(self.root), fix=fix)]
+        for problems in damaged.values():
+            everything += problems
+        return CheckpointError(everything)
 
     def set_aside(self) -> None:
         """Rename the checkpoints in `damaged` to `quarantine-*`. Raises CheckpointError."""

@@ -109,22 +109,22 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         4,
         "a file that one rank found damaged is damaged for all",
-        "        if not wrong:\n            store.verified_together(step)",
-        "        if not problems:\n            store.verified_together(step)",
+        "    if not wrong:\n        store.verified_together(step)",
+        "    if not problems:\n        store.verified_together(step)",
         f"{_RECOVERY} -k named_on_every_rank",
     ),
     Mutation(
         25,
         "hashes of the manifest are compared, not of the rows that each rank holds",
         "mine, files = store.manifest_sha256(step), store.file_names(step)",
-        "mine, files = str(self.state.rows()), store.file_names(step)",
+        "mine, files = str(ranks.rank), store.file_names(step)",
         f"{_RECOVERY} -k goes_on_with_its_rows",
     ),
     Mutation(
         25,
         "ranks that read different manifests do not go on",
-        "        if differ or unread:\n",
-        "        if unread:\n",
+        "    if differ or unread:\n",
+        "    if unread:\n",
         f"{_RECOVERY} -k another_folder",
     ),
     Mutation(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checkpoint import store
+from harness.checkpoint import manifest, store
 from harness.checkpoint.manifest import add_mark
 from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.policy import Retention, RollbackTargets
@@ -25,6 +25,7 @@ from harness.checkpoint.saver import Saver
 from harness.checkpoint.shared_folder import check_shared_folder
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
+from harness.checkpoint.together import newest_valid_together
 from harness.core.config import CheckpointConfig
 from harness.core.errors import CheckpointError
 from harness.core.protocols import Meta, TensorDict
@@ -363,6 +364,47 @@ def test_a_rank_with_another_folder_or_none_is_found_by_the_manifest(tmp_path: P
     assert all("different checkpoints of step 1" in each or not each for each in told)
     assert "different checkpoints of step 1" in told[2]
     assert not any(each == "" for each in told), "no rank goes on"
+
+
+def test_a_resume_reads_every_byte_once_by_one_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, steps=(1, 2))
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    for path in folder.iterdir():
+        os.utime(path, times=(path.stat().st_mtime - 60, path.stat().st_mtime - 60))
+    read: list[str] = []
+    whole = manifest.file_entry
+    monkeypatch.setattr(
+        manifest, "file_entry", lambda path: (read.append(path.name), whole(path))[1]
+    )
+
+    def resumes(rank: Rank) -> tuple[int | None, bool]:
+        newest = newest_valid_together(rank.recovery.engine, rank.store)
+        assert newest is not None
+        rank.recovery.load(newest)
+        return newest, rank.holds(newest)
+
+    assert run(tmp_path, 2, resumes) == [(2, True)] * 2
+    assert sorted(read) == sorted(set(os.listdir(folder)) - {"manifest.json"})
+
+
+def test_ranks_choose_the_newest_checkpoint_that_verifies_together(tmp_path: Path) -> None:
+    def chooses(rank: Rank) -> int | None:
+        newest = newest_valid_together(rank.recovery.engine, rank.store)
+        if rank.rank == 0:
+            rank.store.set_aside()
+        return newest
+
+    assert run(tmp_path, 3, chooses) == [None, None, None]
+    saved(tmp_path, steps=(1, 2, 3))
+    damage(tmp_path, 3, "model-00002-of-00003.safetensors")
+    assert run(tmp_path, 3, chooses) == [2, 2, 2]
+    assert "quarantine-step-00000003-1" in os.listdir(tmp_path / "checkpoints")
+    for step in (1, 2):
+        damage(tmp_path, step, "model-00001-of-00003.safetensors")
+    told = run(tmp_path, 3, lambda rank: refused(lambda: chooses(rank)))
+    assert all("not one of its checkpoints is whole" in each for each in told)
 
 
 def test_a_rollback_skips_good_checkpoints_of_which_any_piece_is_damaged(tmp_path: Path) -> None:
