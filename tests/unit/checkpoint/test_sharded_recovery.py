@@ -401,8 +401,7 @@ def test_ranks_choose_the_newest_checkpoint_that_verifies_together(tmp_path: Pat
     damage(tmp_path, 3, "model-00002-of-00003.safetensors")
     assert run(tmp_path, 3, chooses) == [2, 2, 2]
     assert "quarantine-step-00000003-1" in os.listdir(tmp_path / "checkpoints")
-    for step in (1, 2):
-        damage(tmp_path, step, "model-00001-of-00003.safetensors")
+    damage(tmp_path, 2, "model-00001-of-00003.safetensors")
     told = run(tmp_path, 3, lambda rank: refused(lambda: chooses(rank)))
     assert all("not one of its checkpoints is whole" in each for each in told)
 
