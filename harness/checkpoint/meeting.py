@@ -11,10 +11,10 @@ rank 0 waits for:
 Each is written under another name and renamed, so that it is there completely or not at all. Making an empty file needs
 no room.
 
-**Nobody waits for ever.** Rank 0 waits `seconds` for the others in each of the two rounds, and then fails naming those
-that left nothing. The others wait twice as long for rank 0, since its own files come before its wait. Who waits is told
-sooner in two ways: the folder is gone, so rank 0 has ended the save; or `give_up` was called, by a caller whose ranks
-learned of it in a collective.
+**Nobody waits for ever.** In each of the two rounds rank 0 does its own part, then waits `seconds` for the others, and
+then fails naming those that left nothing. The others wait twice as long for rank 0, since its own part comes before its
+wait. A rank that waits learns sooner in two ways that it need not: the folder is gone, so rank 0 has ended the save; or
+its caller, whose ranks learned it in a collective, called `give_up`.
 
 **No try gets files of another one.** Every try of every save has a folder of its own. Its name has the start of the
 run, which is random, and the number of the try, which all ranks count alike. Only rank 0 makes the folder. A rank that
@@ -55,8 +55,8 @@ class Writers:
 
     rank, ranks: of this process.
     start: of a file name; the same on every rank, and not that of another start of the run.
-    seconds: how long rank 0 waits for the others in a round. Less than the ranks' own timeout: rank 0 may wait for a
-        save while the others wait for it in a collective.
+    seconds: how long rank 0 waits for the others in a round, after its own part. Less than the ranks' own timeout: rank 0
+        may wait for a save while the others wait for it in a collective.
     """
 
     rank: int

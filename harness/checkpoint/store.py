@@ -383,6 +383,7 @@ class Store:
         If all ranks found nothing, call `verified_together`.
         """
         self._looked[step] = self._files(step)
+        self._verified.pop(step, None)
         return check_folder(self.path(step), step, rank, ranks)
 
     def verified_together(self, step: int) -> None:
