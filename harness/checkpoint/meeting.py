@@ -55,8 +55,8 @@ class Writers:
 
     rank, ranks: of this process.
     start: of a file name; the same on every rank, and not that of another start of the run.
-    seconds: how long rank 0 waits for the others in a round, after its own part. Less than the ranks' own timeout: rank 0
-        may wait for a save while the others wait for it in a collective.
+    seconds: how long rank 0 waits for the others in a round, after its own part. Less than the ranks' own timeout:
+        rank 0 may wait for a save while the others wait for it in a collective.
     """
 
     rank: int
