@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.faults(25)]
 class Sharing(TorchEngine):
     """Has the ranks and collectives of the real one."""
 
-    sharded = True
+    sharded: ClassVar = True
 
 
 class Part:
