@@ -18,6 +18,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -192,7 +193,12 @@ def save_together(
         code = 1
         try:
             meeting = Writers(rank, 2, "start", 60.0).next_try()
-            signal.signal(signal.SIGUSR1, lambda *_, meeting=meeting: meeting.give_up("is told"))
+
+            def told(*ignored: object, meeting: Meeting = meeting) -> None:
+                # On a thread, as in training: this one may hold the lock of the very event that is set.
+                threading.Thread(target=meeting.give_up, args=("is told",)).start()
+
+            signal.signal(signal.SIGUSR1, told)
             arm(rank)
             save_piece(root, step, rank, meeting)
             code = 0
