@@ -35,6 +35,13 @@ class Rows:
         """The shape of what is here."""
         return (self.end - self.begin, *self.shape[1:])
 
+    def holders(self, ranks: int) -> range:
+        """Which of `ranks` ranks that share the tensor hold some of these rows; empty if there are no rows."""
+        if self.begin >= self.end:
+            return range(0)
+        each = -(-self.shape[0] // ranks)
+        return range(self.begin // each, (self.end - 1) // each + 1)
+
 
 ShardedRows = Mapping[str, Mapping[str, Rows]]
 """By part of the state and name of the tensor: those that are sharded. All others are whole on every rank."""

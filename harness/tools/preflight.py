@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.build import ENGINES, Worker
 from harness.capability.cards import GIB
+from harness.checkpoint.shared_folder import check_shared_folder
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, MachineError, Problem
@@ -46,6 +47,23 @@ def check_first_rung(plan: Plan, recipe: str) -> None:
             fix="run on another machine, or drop --strict to take the next rung",
         )
     )
+
+
+def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
+    """Raises CheckpointError unless all ranks see the same run folder, where each writes its own rows. Collective.
+
+    The folder for a last save, checkpoint.emergency_path, is looked at too if it is there.
+    """
+    if not ENGINES[worker.engine].sharded or worker.group.world_size == 1:
+        return
+    seconds = config.engine.timeout_seconds / 2
+    places = [folder]
+    if config.checkpoint.emergency_path is not None:
+        elsewhere = Path(config.checkpoint.emergency_path)
+        if worker.group.broadcast(elsewhere.is_dir()):
+            places.append(elsewhere)
+    for place in places:
+        check_shared_folder(place, worker.group.rank, worker.group.broadcast, seconds)
 
 
 def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
