@@ -370,6 +370,8 @@ def build_run(
         config=config.checkpoint,
         asked=stop.requested,
         fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
+        # A save that gives up on a rank must end before the collectives do.
+        wait_seconds=config.engine.timeout_seconds / 2,
     )
     # Ranks that hold different rows have nothing to compare.
     comparison = None

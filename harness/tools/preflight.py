@@ -69,13 +69,14 @@ def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
 def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
     size = state_bytes(model, optimizer_bytes(model, config.train))
-    problems = _room(folder, size) if worker.is_lead else []
+    ranks = worker.group.world_size if ENGINES[worker.engine].sharded else 1
+    problems = _room(folder, size, ranks) if worker.is_lead else []
     if problems := _on_every_rank(worker, problems):
         raise CheckpointError(problems)
 
 
-def _room(folder: Path, bytes_each: int) -> list[Problem]:
-    """Why checkpoints of `bytes_each` do not fit; empty if nothing is wrong."""
+def _room(folder: Path, bytes_each: int, ranks: int) -> list[Problem]:
+    """Why checkpoints of `bytes_each` that `ranks` ranks write together do not fit; empty if nothing is wrong."""
     checkpoints = folder / "checkpoints"
     try:
         steps = Store(checkpoints, readonly=True).steps()
@@ -86,7 +87,7 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
 
     # A new run has no such folder yet; the one above it is on the same disk. A link may lead to another disk.
     place = checkpoints if checkpoints.is_dir() else folder
-    return lacks_room(place, bytes_each, len(steps))
+    return lacks_room(place, bytes_each, len(steps), ranks)
 
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:

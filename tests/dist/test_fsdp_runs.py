@@ -110,9 +110,11 @@ def test_a_run_has_the_bits_of_ddp(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_engine(tmp_path: Path) -> None:
-    straight = ran(tmp_path / "straight", "ddp", "r")
+    constant = "train.schedule=constant"  # whatever the number of steps
+    straight = ran(tmp_path / "straight", "ddp", "r", constant)
     hopping = tmp_path / "hopping"
-    ran(hopping, "fsdp", "r", steps=4)
-    ran(hopping, "ddp", "r", "--accept-changed", "engine.name", steps=8)
-    last = ran(hopping, "fsdp", "r", "--accept-changed", "engine.name", steps=12)
+    accept = ("--accept-changed", "engine.name")
+    ran(hopping, "fsdp", "r", constant, steps=4)
+    ran(hopping, "ddp", "r", constant, *accept, steps=8)
+    last = ran(hopping, "fsdp", "r", constant, *accept, steps=12)
     assert_same_state(state(last, 12), state(straight, 12))
