@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from harness import Precision
 from harness.core.config import TrainConfig
-from harness.core.errors import ConfigError
+from harness.core.errors import ConfigError, MisuseError
 from harness.core.shards import Rows
 from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import join, read_launch
@@ -265,6 +267,30 @@ def refused(build: Callable[[], object]) -> str:
     return ""
 
 
+def in_a_loop_of_ones_own() -> list[str]:
+    """What `harness.Precision` says of models that are sharded before, and after, `prepare`."""
+    sharded = net()
+    make_fsdp(sharded)
+    said = [said_of(lambda: Precision.from_recipe("fp32").prepare(sharded))]
+    precision = Precision.from_recipe("fp32")
+    model = precision.prepare(net())
+    for param in model.parameters():
+        if param.ndim == 0:
+            param.requires_grad_(False)
+    fully_shard(model, ignored_params={param for param in model.parameters() if param.ndim == 0})
+    weights = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    return [*said, said_of(lambda: precision.wrap(optimizer))]
+
+
+def said_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except MisuseError as error:
+        return str(error)
+    return ""
+
+
 def mixed() -> nn.Module:
     model = net()
     model.blocks[0].linear.to(torch.float64)
@@ -281,6 +307,7 @@ def rank_main(folder: Path) -> None:
         "stale": stale_after_validation(),
         "collectives": counted_collectives(),
         "different": refused(lambda: make_fsdp(net(seed=rank))),
+        "loops": in_a_loop_of_ones_own(),
         "dtypes": refused(lambda: make_fsdp(mixed())),
     }
     result["bytes"] = bytes_of_engines()
@@ -360,6 +387,14 @@ def test_a_block_of_two_dtypes_is_refused_by_name(two_ranks: list[dict[str, Any]
     for result in two_ranks:
         assert "blocks.0.linear.weight is float64" in result["dtypes"]
         assert "engine ddp" in result["dtypes"]
+
+
+def test_a_sharded_model_is_refused_in_a_loop_of_ones_own(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        before, after = result["loops"]
+        assert "prepare(): the model is sharded by fully_shard (FSDP2)" in before
+        assert "wrap(): the model is sharded by fully_shard (FSDP2)" in after
+        assert "engine.name=fsdp" in after
 
 
 def test_parameters_that_only_some_ranks_use(two_ranks: list[dict[str, Any]]) -> None:

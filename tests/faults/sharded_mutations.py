@@ -1,4 +1,4 @@
-"""The protections of checkpoints that several ranks write together: rows 1, 3, 4 and 25."""
+"""The protections of a state that several ranks share, and of the checkpoints that they write together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from mutation import Mutation
 
 _SAVES = "tests/unit/checkpoint/test_sharded.py"
 _RECOVERY = "tests/unit/checkpoint/test_sharded_recovery.py"
+
+_ENGINE = "tests/dist/test_fsdp.py"
 
 SHARDED: tuple[Mutation, ...] = (
     Mutation(
@@ -133,5 +135,54 @@ SHARDED: tuple[Mutation, ...] = (
         "found = rank == 0 or _finds(folder, token, min(seconds, _CACHED))",
         "found = True",
         f"{_RECOVERY} -k do_not_share",
+    ),
+    Mutation(
+        25,
+        "a load after a validation is seen by the next forward",
+        "            self._shards.loaded()\n",
+        "            pass\n",
+        f"{_ENGINE} -k load_after_a_validation",
+    ),
+    Mutation(
+        22,
+        "ranks that were built with different weights are refused",
+        "        _require_same_weights(model, device)\n",
+        "",
+        f"{_ENGINE} -k other_weights",
+    ),
+    Mutation(
+        22,
+        "norms of rows are summed over ranks",
+        "        return gather_over_ranks(values).sum(dim=0)\n",
+        "        return values\n",
+        f"{_ENGINE} -k every_bit",
+    ),
+    Mutation(
+        22,
+        "what every rank holds whole is counted once",
+        "if name in rows or self.rank == 0]",
+        "]",
+        f"{_ENGINE} -k every_bit",
+    ),
+    Mutation(
+        22,
+        "gradients of 0-d parameters are averaged over ranks",
+        "        self._average_scalars()\n",
+        "",
+        f"{_ENGINE} -k every_bit",
+    ),
+    Mutation(
+        22,
+        "parameters that only some ranks use do not stop the exchange of gradients",
+        "        sharded.set_reduce_scatter_unused_params(True, recurse=False)\n",
+        "        pass\n",
+        f"{_ENGINE} -k only_some_ranks_use",
+    ),
+    Mutation(
+        22,
+        "a loop of one's own does not train a sharded model",
+        '    problems = sharded_problems("prepare()", model.parameters())\n',
+        "    problems: list[Problem] = []\n",
+        "tests/dist/test_fsdp.py -k refused_in_a_loop",
     ),
 )
