@@ -43,7 +43,7 @@ test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in the old
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.20.2 python -m pytest -q --timeout 1200 -n 2 --dist loadfile tests/te_cpu $(ARGS)
 
 test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and T4; no card is needed
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 tests/cuda_on_paper $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist loadfile -m "not nightly" tests/cuda_on_paper $(ARGS)
 
 test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to make test-faults
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
@@ -54,6 +54,7 @@ test-nightly: $(TEST_READY) ## what CI has no time for: studies, rehearsals, the
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.19.0 python -m pytest -q --timeout 1200 -n 2 --dist loadfile tests/te_cpu $(ARGS)
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "nightly and not gpu" $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -m nightly tests/cuda_on_paper $(ARGS)
 
 test-extras: $(EXTRAS_READY) ## with the libraries that people bring: Hugging Face, Lightning, accelerate, peft
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default tests/extras $(ARGS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from conftest import Scene
 
-pytestmark = pytest.mark.slow
+# Real runs of nine models: six minutes where the CPU has no bf16 instructions.
+pytestmark = pytest.mark.nightly
 RUNS = (
     "bf16, weights",
     "bf16, activations",

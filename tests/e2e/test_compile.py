@@ -51,7 +51,7 @@ def test_the_torchao_rung_trains_alike_eager_and_compiled(tmp_path: Path, recipe
     assert found["compiled"] == pytest.approx(found["eager"], rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_trains_alike_eager_compiled_and_on_two_ranks(tmp_path: Path) -> None:
     launchers = {
         "torchrun": [

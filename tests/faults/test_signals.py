@@ -272,9 +272,14 @@ def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
+    ("kind", "ranks"),
+    [
+        pytest.param("torchrun", 2, marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, marks=pytest.mark.nightly),
+        pytest.param("deepspeed", 1, marks=pytest.mark.nightly),
+        pytest.param("deepspeed", 2, marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 def test_signals_to_the_launcher_or_one_rank_stop_all(
     tmp_path: Path, kind: str, ranks: int, figure: Callable[..., None]
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     assert str(tmp_path) not in text, "the folder was on the command line"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_rehearsal(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--minutes", "60", "--out", str(tmp_path))
     assert code == 0, output

@@ -56,7 +56,7 @@ def test_the_interpreted_statistics_are_those_of_torch() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_check_finds_statistics_that_are_wrong() -> None:
     """With each number of the kernel's replaced: the largest value, the smallest exponent, the rounding, the scale."""
     assert interpreted(OTHER_STATS).splitlines() == [f"{place} True" for place in (5, 6, 7, 8)]
@@ -105,7 +105,7 @@ for changes in (dict(LIMIT=1e30), dict(SMALLEST=2.0**-13), dict(MAGIC=1.5 * 2.0*
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_check_finds_a_kernel_that_is_wrong() -> None:
     assert interpreted(ALTERED).splitlines() == [
         f"{name} True" for name in ("LIMIT", "SMALLEST", "MAGIC", "NAN", "THROUGH_BF16", "RECORD")
