@@ -20,13 +20,18 @@ Traps that this file takes care of:
 - Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
   rank 0's weights; here the ranks' weights are compared before they are cut.
 - Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
+- Ranks that call blocks in another order, or other blocks, gather halves of different weights, and nothing fails if the
+  sizes agree. So the order of calls travels with the norms: where ranks differ the update is skipped, and in the first
+  step the run ends with an error.
 - 0-d parameters cannot be cut. Every rank holds them, and their gradients are averaged here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -53,12 +58,43 @@ _WHERE = "engine.name=fsdp"
 _NAMED = 3
 
 
+class CallOrder:
+    """The order in which this rank called the blocks of a model in a window, as one number under 2^40."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self.value = 0
+        for number, block in enumerate(blocks, start=1):
+            # Compiled code must not take the number for a constant.
+            note: Any = torch.compiler.disable(partial(self._note, number))
+            block.register_forward_pre_hook(note)
+
+    def _note(self, number: int, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self.value = (self.value * 1_000_003 + number) % 2**40
+
+
 class ShardGradients(TorchGradients):
-    """Gradients of which each rank holds its rows, already averaged over ranks."""
+    """Gradients of which each rank holds its rows, already averaged over ranks.
+
+    order: this rank's `CallOrder` of the window; set before `measure`.
+    same_order: 0-d bool, whether all ranks had the same one.
+    """
+
+    order = 0
+    same_order: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """As `TorchGradients.sum`; one collective, added in rank order."""
-        return gather_over_ranks(values).sum(dim=0)
+        """As `TorchGradients.sum`; one collective, added in rank order.
+
+        The first value, the squares of the gradients, is infinite if ranks called different blocks.
+        """
+        # A whole number under 2^40 is exact in fp64.
+        order = values.new_full((1,), float(self.order))
+        gathered = gather_over_ranks(torch.cat([values, order]))
+        total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]
+        self.same_order = (orders == orders[0]).all()
+        total[0] = torch.where(self.same_order, total[0], math.inf)
+        return total
 
 
 class FsdpEngine(ProcessGroup):
@@ -133,7 +169,9 @@ class FsdpEngine(ProcessGroup):
         _require_same_weights(model, device)
         frozen = kept_state(model)[1].get("frozen")
         scalars = {name: param for name, param in model.named_parameters() if param.ndim == 0}
-        _shard(model, device, set(scalars.values()))
+        blocks = _shard(model, device, set(scalars.values()))
+        self._calls = CallOrder(blocks)
+        self._checked = False
 
         self.lr_factor = 1.0
         self.module = model
@@ -201,7 +239,18 @@ class FsdpEngine(ProcessGroup):
             grad = param.grad
             self._shards.weights[name].grad = grad.to_local() if isinstance(grad, DTensor) else None
         self._average_scalars()
-        return self._gradients.measure(thorough)
+        self._gradients.order = self._calls.value
+        self._calls.value = 0
+        figures = self._gradients.measure(thorough)
+
+        # The host reads this once. In later steps the gate skips such an update.
+        if not self._checked and not self._gradients.same_order.item():
+            what = "the ranks called different blocks of the model, or in another order"
+            why = "each would gather halves of other weights"
+            fix = "call every block on every rank, or start with torchrun alone (engine ddp)"
+            raise ConfigError(Problem(what, _WHERE, why, fix))
+        self._checked = True
+        return figures
 
     def _average_scalars(self) -> None:
         """Average the gradients of 0-d parameters over ranks; a rank without one counts as zero. Collective."""
@@ -258,10 +307,11 @@ def _require_same_weights(model: nn.Module, device: torch.device) -> None:
         raise ConfigError(Problem(what, _WHERE, why, fix))
 
 
-def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Shard the blocks of `model` one by one, and with the model itself what no block holds."""
+def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Shard the blocks of `model` one by one, and with the model itself what no block holds; returns the blocks."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    groups = [*_blocks_without_ties(model), model]
+    blocks = _blocks_without_ties(model)
+    groups = [*blocks, model]
     problems: list[Problem] = []
     names = {id(param): name for name, param in model.named_parameters()}
     taken: set[nn.Parameter] = set(ignored)
@@ -276,6 +326,7 @@ def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -
         sharded = fully_shard(module, mesh=mesh, ignored_params=ignored)
         # A parameter that some rank's samples do not use gets a gradient of zero: the ranks' exchanges stay alike.
         sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    return blocks
 
 
 def _mixed_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[Problem]:

@@ -10,7 +10,9 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.precision.loss_scale import LossScale
 from harness.precision.recipe import LossScaleConfig
-from tests.support.ranks import SCHEDULE, run_ranks, train
+from tests.support.ranks import SCHEDULE, backward_of_a_step, run_ranks, train
 
 CPU = torch.device("cpu")
 
@@ -80,15 +82,27 @@ class Net(nn.Module):
 
 
 class Parted(nn.Module):
-    """Each rank uses another of two blocks."""
+    """Each rank uses another of two Linears: of two blocks, or of one block that holds both."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_one_block: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        both = [nn.Linear(6, 6), nn.Linear(6, 6)]
+        self.blocks = nn.ModuleList([Either(*both)] if in_one_block else both)
         self.head = nn.Linear(6, 3)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return (self.head(self.blocks[dist.get_rank()](inputs)) - targets).square().mean()
+        chosen = self.blocks[0] if len(self.blocks) == 1 else self.blocks[dist.get_rank()]
+        return (self.head(chosen(inputs)) - targets).square().mean()
+
+
+class Either(nn.Module):
+    def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if dist.get_rank() == 0 else self.second(x)
 
 
 def make_fsdp(model: nn.Module, **settings: Any) -> FsdpEngine:
@@ -283,6 +297,28 @@ def in_a_loop_of_ones_own() -> list[str]:
     return [*said, said_of(lambda: precision.wrap(optimizer))]
 
 
+def unused_on_some_ranks() -> list[float]:
+    """The norm of a step whose ranks use different parameters of one block; and what it is with whole models."""
+    torch.manual_seed(0)
+    engine = make_fsdp(Parted(in_one_block=True))
+    torch.manual_seed(0)
+    model = Parted(in_one_block=True)
+    alone = SimpleNamespace(
+        rank=dist.get_rank(),
+        world_size=2,
+        module=model,
+        micro_batch=lambda last: nullcontext(),
+        backward=lambda loss: loss.backward(),
+    )
+    backward_of_a_step(alone, 0)
+    squares = 0.0
+    for param in model.parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        dist.all_reduce(grad)
+        squares += (grad / 2).square().sum().item()
+    return [train(engine, 0)["norm"], math.sqrt(squares)]
+
+
 def said_of(call: Callable[[], object]) -> str:
     try:
         call()
@@ -311,9 +347,8 @@ def rank_main(folder: Path) -> None:
         "dtypes": refused(lambda: make_fsdp(mixed())),
     }
     result["bytes"] = bytes_of_engines()
-    torch.manual_seed(0)
-    parted = make_fsdp(Parted())
-    result["parted"] = [train(parted, step)["norm"] for step in range(3)]
+    result["unused"] = unused_on_some_ranks()
+    result["blocks"] = refused(lambda: train(make_fsdp(Parted(in_one_block=False)), 0))
     engine = make_fsdp(net())
     held = {name: list(t.shape) for name, t in engine.parts()["model"].state_dict()[0].items()}
     result["held"] = held
@@ -398,8 +433,14 @@ def test_a_sharded_model_is_refused_in_a_loop_of_ones_own(two_ranks: list[dict[s
 
 
 def test_parameters_that_only_some_ranks_use(two_ranks: list[dict[str, Any]]) -> None:
-    assert two_ranks[0]["parted"] == two_ranks[1]["parted"]
-    assert all(norm > 0 for norm in two_ranks[0]["parted"])
+    for result in two_ranks:
+        found, expected = result["unused"]
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_that_call_different_blocks_are_refused(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert "the ranks called different blocks of the model" in result["blocks"]
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "norms of rows are summed over ranks",
-        "        return gather_over_ranks(values).sum(dim=0)\n",
-        "        return values\n",
+        "total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]",
+        "total, orders = values, gathered[:, -1]",
         f"{_ENGINE} -k every_bit",
     ),
     Mutation(
@@ -177,6 +177,13 @@ SHARDED: tuple[Mutation, ...] = (
         "        sharded.set_reduce_scatter_unused_params(True, recurse=False)\n",
         "        pass\n",
         f"{_ENGINE} -k only_some_ranks_use",
+    ),
+    Mutation(
+        22,
+        "ranks that call different blocks do not train on",
+        "if not self._checked and not self._gradients.same_order.item():",
+        "if False:",
+        f"{_ENGINE} -k call_different_blocks",
     ),
     Mutation(
         22,
