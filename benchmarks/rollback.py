@@ -23,7 +23,7 @@ from benchmarks.results_file import write_results
 from harness.checkpoint.snapshots import Snapshots
 from harness.core.state import TrainState
 from harness.core.update import init_optimizer_state
-from harness.engines.torch_engine import ModelPart, OptimizerPart
+from harness.engines.parts import ModelPart, OptimizerPart
 
 
 def build_state(millions: int) -> TrainState:
@@ -36,7 +36,10 @@ def build_state(millions: int) -> TrainState:
     init_optimizer_state(optimizer)
     applied = torch.zeros(())
     return TrainState(
-        {"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied)}
+        {
+            "model": ModelPart(model),
+            "optimizer": OptimizerPart(dict(model.named_parameters()), optimizer, applied),
+        }
     )
 
 

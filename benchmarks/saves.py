@@ -40,7 +40,7 @@ from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
 from harness.core.state import TrainState, state_bytes
-from harness.engines.torch_engine import ModelPart, OptimizerPart
+from harness.engines.parts import ModelPart, OptimizerPart
 from harness.optim.optimizers import optimizer_bytes
 
 

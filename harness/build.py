@@ -43,6 +43,7 @@ from harness.data.mixture import Mixture, prepare_mixture
 from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
@@ -74,6 +75,7 @@ from harness.tracking.journal import JOURNAL, Journal
 ENGINES: dict[str, type[Engine]] = {
     "single": TorchEngine,
     "ddp": TorchEngine,
+    "fsdp": FsdpEngine,
     "deepspeed": DeepSpeedEngine,
 }
 """Engines by their names in `engine.name`. Each class declares what the engine needs and can do."""
@@ -330,6 +332,8 @@ def build_run(
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
+    if engine.sharded:
+        backend.gather_weights()
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
@@ -366,13 +370,19 @@ def build_run(
         config=config.checkpoint,
         asked=stop.requested,
         fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
+        # A save that gives up on a rank must end before the collectives do.
+        wait_seconds=config.engine.timeout_seconds / 2,
     )
+    # Ranks that hold different rows have nothing to compare.
+    comparison = None
+    if not engine.sharded:
+        comparison = RankComparison.of(config.guard, model, engine.device)
     judge = Judge(
         config.guard,
         state,
         backend,
         monitors,
-        comparison=RankComparison.of(config.guard, model, engine.device),
+        comparison=comparison,
         seed=config.train.seed,
     )
     recorder = (
@@ -519,14 +529,21 @@ def read_ledger(folder: Path, worker: Worker, store: Store) -> RunLedger:
     return ledger
 
 
+def _state_size(config: RunConfig, engine: Engine, model: nn.Module) -> int:
+    """About how many bytes of the state this rank holds."""
+    whole = state_bytes(model, optimizer_bytes(model, config.train))
+    return -(-whole // engine.world_size) if engine.sharded else whole
+
+
 def _staging(
     config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
 ) -> Staging | None:
     """Memory that background saves copy the state to. None on ranks that do not save, and if the copy would take more
     than a quarter of the free memory."""
-    if engine.rank != 0 or not config.checkpoint.background:
+    saves = engine.rank == 0 or engine.sharded
+    if not saves or not config.checkpoint.background:
         return None
-    size = state_bytes(model, optimizer_bytes(model, config.train))
+    size = _state_size(config, engine, model)
     if size > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
         telemetry.event(0, "checkpoint.waits", text=text)
@@ -542,7 +559,7 @@ def _snapshots(
     """Snapshots in memory; None if the guard takes none, or a rank has no room for them. Collective."""
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
-    size = state_bytes(model, optimizer_bytes(model, config.train))
+    size = _state_size(config, engine, model)
     return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
 
 
@@ -555,13 +572,17 @@ def _build_engine(
     telemetry: Telemetry,
 ) -> Engine:
     train = config.train
-    optimizer = build_optimizer(model, train, worker.device)
-    if text := waits_for(optimizer):
-        telemetry.tell(0, "train.optimizer_waits", text)
+
+    def make_optimizer(weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model, train, worker.device, weights)
+        if text := waits_for(optimizer):
+            telemetry.tell(0, "train.optimizer_waits", text)
+        return optimizer
+
     return ENGINES[worker.engine].build(
         config,
         model,
-        optimizer,
+        make_optimizer,
         Schedule.of(train),
         loss_scale,
         autocast_dtype(plan),

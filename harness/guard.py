@@ -22,7 +22,7 @@ from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
 from harness.core.schema import validate
 from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight
-from harness.engines.torch_engine import ModelPart
+from harness.engines.parts import ModelPart
 from harness.monitors.registry import build_monitors
 from harness.monitors.responder import Judge, Judgement
 from harness.precision.standard import unwrapped

@@ -174,7 +174,6 @@ def train_step(
     _, in_flight = finish_step(
         engine,
         precision,
-        engine.module.parameters(),
         own,
         terms,
         judge.comparison,

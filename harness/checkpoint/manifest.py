@@ -2,7 +2,7 @@
 
 `manifest.json` lists every file of a checkpoint with its size and SHA-256. Neither safetensors nor JSON notices a
 flipped bit; the manifest does. It also holds the SHA-256 of its own content, and it must be byte for byte what that
-content serialises to.
+content serialises to. Pieces that several ranks wrote (`pieces.py`) are also compared with what state.json says.
 
 `good.json` lists the steps of checkpoints that a rollback may return to. It lies beside the checkpoints, because a
 checkpoint never changes once it is committed. A list that cannot be read counts as empty: the marks are earned again
@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoint.pieces import (
+    MAX_DIMENSIONS,
+    MAX_LENGTH,
+    PLAIN_NAME,
+    SHARDS,
+    TENSORS,
+    Shards,
+    is_piece,
+    piece_file,
+    piece_problems,
+    set_problems,
+    whole_problems,
+)
 from harness.core.errors import CheckpointError, Problem
 from harness.core.files import (
     MAX_LARGE,
@@ -42,25 +54,13 @@ def failed(what: str, path: Path, error: Exception) -> CheckpointError:
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-TENSORS = ".safetensors"
 
 _FORMAT = 1
-_MAX_MANIFEST = 1 << 20
+MAX_MANIFEST = 8 << 20
+"""Bytes of a manifest. A file takes some 150: room for 10 files of each of 4,096 ranks."""
 # Bytes of a safetensors header. An entry takes about a hundred bytes and the tensor's name: room for some 200 000.
 _MAX_HEADER = 32 << 20
-# What torch allows: dimensions of a tensor, and the length of one.
-_MAX_RANK = 64
-_MAX_LENGTH = 1 << 63
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9]+)?")
 _FIX = "use another checkpoint of this run: a plain resume picks the newest whole one by itself"
-
-
-def part_file(part: str) -> str:
-    """The name of the file for a part's tensors. Raises ValueError for a part that makes no plain file name."""
-    name = part + TENSORS
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"part name {part!r} is not of the form a-z, 0-9, _ and -")
-    return name
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -80,6 +80,8 @@ def manifest_bytes(
     files: `file_entry` by file name.
     versions: of the software that writes it.
     metrics: finite numbers.
+
+    Raises ValueError if there are more files than can be read again.
     """
     content = {
         "format": _FORMAT,
@@ -88,14 +90,19 @@ def manifest_bytes(
         "versions": versions,
         "metrics": metrics or {},
     }
-    return _with_sha256(content)
+    data = _with_sha256(content)
+    if len(data) > MAX_MANIFEST:
+        raise ValueError(
+            f"{MANIFEST} would have {len(data)} bytes; at most {MAX_MANIFEST} can be read again"
+        )
+    return data
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest in `folder`. Raises ValueError or OSError saying why it cannot be trusted."""
     path = folder / MANIFEST
     _check_regular(path)
-    raw = read_bounded(path, _MAX_MANIFEST)
+    raw = read_bounded(path, MAX_MANIFEST)
 
     # Its content is serialised again: every byte must be the same, white space and hash included.
     try:
@@ -113,13 +120,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     files = content.get("files")
     if not isinstance(files, dict) or STATE not in files:
         raise ValueError("lists no state")
-    if outside := [name for name in files if not _NAME.fullmatch(name)]:
+    if outside := [name for name in files if not PLAIN_NAME.fullmatch(name)]:
         raise ValueError(f"lists names that are not plain files: {outside}")
     return content
 
 
-def check_folder(folder: Path, step: int) -> list[Problem]:
-    """Everything that is wrong with the checkpoint of `step` in `folder`; empty if every byte is as it was written."""
+def check_folder(folder: Path, step: int, rank: int = 0, ranks: int = 1) -> list[Problem]:
+    """Everything that is wrong with the checkpoint of `step` in `folder`; empty if every byte is as it was written.
+
+    rank, ranks: `ranks` ranks share the reading. Each reads every `ranks`-th file from its own on, and all of them look
+        at the manifest, at the names of the files, and at what state.json says of them.
+    """
     # Without a manifest that can be trusted there is nothing to compare the files with.
     try:
         if folder.is_symlink():
@@ -132,11 +143,68 @@ def check_folder(folder: Path, step: int) -> list[Problem]:
         return [_problem(folder / MANIFEST, error)]
 
     # Files that nobody wrote, and files that are not what was written.
-    unknown = sorted(present - {*manifest["files"], MANIFEST})
+    files: dict[str, Any] = manifest["files"]
+    unknown = sorted(present - {*files, MANIFEST})
     problems = [Problem("is not in the manifest", str(folder / name), fix=_FIX) for name in unknown]
-    for name, entry in sorted(manifest["files"].items()):
+    return problems + check_files(folder, files, rank, ranks)
+
+
+def check_files(folder: Path, files: Mapping[str, Any], rank: int, ranks: int) -> list[Problem]:
+    """Everything that is wrong with `files`, a manifest's, in `folder`. rank, ranks: as for `check_folder`."""
+    mine = sorted(files)[rank::ranks]
+    whole: list[str] = []
+    problems: list[Problem] = []
+    for name in mine:
         try:
-            _check_file(folder / name, entry)
+            _check_file(folder / name, files[name])
+            whole.append(name)
+        except (OSError, ValueError) as error:
+            problems.append(_problem(folder / name, error))
+
+    # The pieces of several ranks, if state.json itself can be trusted.
+    if STATE in mine and STATE not in whole:
+        return problems
+    return problems + _check_pieces(folder, files, whole)
+
+
+def read_shards(folder: Path) -> Shards | None:
+    """What the pieces in `folder` are of, as state.json has it; None if there are none. Raises OSError, ValueError."""
+    _check_regular(folder / STATE)
+    state = read_json(folder / STATE, MAX_LARGE)
+    if not isinstance(state, dict):
+        raise ValueError("holds no state")
+    return Shards.from_json(state[SHARDS]) if SHARDS in state else None
+
+
+def _check_pieces(folder: Path, files: Mapping[str, Any], whole: Sequence[str]) -> list[Problem]:
+    """Compare the pieces of a checkpoint with what state.json says of them.
+
+    files: of the manifest. Its names must be those that the ranks write.
+    whole: files whose bytes are as they were written; their headers are compared.
+    """
+    try:
+        shards = read_shards(folder)
+    except (OSError, ValueError) as error:
+        return [_problem(folder / STATE, error)]
+    if wrong := set_problems(shards, files):
+        return [Problem(text, str(folder / MANIFEST), fix=_FIX) for text in wrong]
+    if shards is None:
+        return []
+
+    # Dtypes are compared with those of the first rank's piece.
+    problems: list[Problem] = []
+    first: dict[str, Mapping[str, Any]] = {}
+    for name in whole:
+        try:
+            if is_piece(name):
+                part, _ = shards.piece_of(name) or ("", 0)
+                if part not in first:
+                    first[part] = check_header(folder / piece_file(part, 0, shards.ranks))
+                wrong = piece_problems(shards, name, check_header(folder / name), first[part])
+            elif name.endswith(TENSORS):
+                sharded = shards.tensors.get(name.removesuffix(TENSORS), {})
+                wrong = whole_problems(sharded, check_header(folder / name))
+            problems += [Problem(text, str(folder / name), fix=_FIX) for text in wrong]
         except (OSError, ValueError) as error:
             problems.append(_problem(folder / name, error))
     return problems
@@ -158,8 +226,10 @@ def _check_file(path: Path, entry: Any) -> None:
         raise ValueError("holds no state")
 
 
-def check_header(path: Path) -> None:
-    """Check what safetensors itself accepts in the header of the file at `path`. Raises ValueError or OSError.
+def check_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Check what safetensors itself accepts in the header of the file at `path`; returns its entries by tensor.
+
+    Raises ValueError or OSError.
 
     These are: a header of any length, a name that occurs twice (the last one wins), and shapes beyond torch's limits.
     Offsets, data types and sizes are left to safetensors, which checks them when it loads the file.
@@ -179,10 +249,12 @@ def check_header(path: Path) -> None:
         if name == "__metadata__":
             continue
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or len(shape) > _MAX_RANK:
+        if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"has no shape for {name[:80]!r}")
-        if not all(type(length) is int and 0 <= length < _MAX_LENGTH for length in shape):
+        if not all(type(length) is int and 0 <= length < MAX_LENGTH for length in shape):
             raise ValueError(f"has an impossible shape for {name[:80]!r}")
+    header.pop("__metadata__", None)
+    return header
 
 
 def _check_regular(path: Path) -> None:

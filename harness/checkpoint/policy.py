@@ -98,10 +98,13 @@ class RollbackTargets:
         """Step of the newest good checkpoint that exists and verifies; None if there is none."""
         return newest_good(self._store)
 
+    def marked(self) -> list[int]:
+        """Steps of the good checkpoints that exist, newest first; not verified."""
+        return sorted(_marked(self._store), reverse=True)
+
     def damaged_good(self, newest: int | None) -> list[int]:
         """Steps of good checkpoints that exist and do not verify: those after `newest`, or all if it is None."""
-        marked = set(manifest.read_marks(self._store.root)).intersection(self._store.steps())
-        return sorted(step for step in marked if newest is None or step > newest)
+        return sorted(step for step in _marked(self._store) if newest is None or step > newest)
 
     def rolled_back(self, step: int) -> None:
         """The run went back to `step`: checkpoints after it are gone and no longer wait."""
@@ -129,6 +132,10 @@ class RollbackTargets:
                 raise failed(what, self._store.root, error) from error
             del self._waiting[step]
         return earned
+
+
+def _marked(store: Store) -> set[int]:
+    return set(manifest.read_marks(store.root)).intersection(store.steps())
 
 
 class Retention:

@@ -4,6 +4,10 @@ Rank 0 decides and writes. Every rank calls the same methods in the same order, 
 collective. No rank waits long inside one collective: where training must wait for a disk, the ranks look again and
 again, in rounds that are shorter than any timeout.
 
+Where ranks share the state (`engine.sharded`), every rank has a saver and writes its own rows as well. The save
+is that of rank 0: it counts if rank 0 has committed it, and a rank that failed is named in its log. All ranks read a
+checkpoint together: each verifies its share of the files, and then loads its own rows.
+
 When saves keep failing, `checkpoint.on_failure` decides: train on, wait on all ranks until there is free space, or end.
 A run that ends and cannot save in its own folder saves in a fallback folder, if checkpoint.emergency_path names a place
 for one. The next start moves that checkpoint back.
@@ -13,26 +17,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from harness.checkpoint.meeting import Meeting, Writers
 from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saved, Saver
 from harness.checkpoint.store import Store
+from harness.checkpoint.together import (
+    ROUND,
+    different_copies,
+    in_rounds,
+    on_any_ranks,
+    verify_together,
+)
 from harness.core.config import CheckpointConfig
 from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, clock
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.schema import read_yaml
-from harness.core.state import RunLedger, TrainState, state_hash
+from harness.core.state import RunLedger, TrainState
 
-# Seconds between two looks at a save that training waits for. A rank that waited longer in a collective would time out.
-_ROUND = 0.5
 # Failures in a row that are all logged. After them only those whose number is a power of two are.
 _LOGGED_SINGLY = 3
 
@@ -68,6 +77,7 @@ class Recovery:
     asked: whether this rank was asked to stop.
     fallback_folder: for the last save of a run whose own folder has no space; None: no such save.
     bound: settings that must stay the same during a run; recorded in each checkpoint.
+    wait_seconds: how long rank 0 waits for the parts of other ranks in a save. Less than the ranks' own timeout.
     """
 
     state: TrainState
@@ -81,6 +91,8 @@ class Recovery:
     asked: Callable[[], bool] = lambda: False
     fallback_folder: Path | None = None
     bound: Mapping[str, Any] = field(default_factory=dict)
+    wait_seconds: float = 300.0
+    _writers: Writers | None = None
     _failures: int = 0
     _since: float = 0.0
     _newest_saved: int | None = None
@@ -117,7 +129,7 @@ class Recovery:
             config.on_failure == "continue" or not failures or failures + 1 < config.max_failures
         )
         if harmless and not last:
-            self._write(self.saver if self.engine.rank == 0 else None, metrics, blocking=False)
+            self._write(self._own_saver, metrics, blocking=False)
             return Kept()
 
         # A save that matters. A last one is tried twice, before anything is given up.
@@ -141,32 +153,84 @@ class Recovery:
     def save_and_verify(self, metrics: Mapping[str, float]) -> bool:
         """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded."""
         self._wait_for_saver()
-        saved = self._write(self.saver if self.engine.rank == 0 else None, metrics, blocking=True)
+        saved = self._write(self._own_saver, metrics, blocking=True)
         self._wait_for_saver()
         return saved
+
+    @property
+    def _together(self) -> bool:
+        """Whether every rank writes and reads its own rows of a checkpoint."""
+        return self.engine.sharded and self.engine.world_size > 1
+
+    @property
+    def _own_saver(self) -> Saver | None:
+        """The saver of this rank; None on a rank that writes nothing."""
+        return self.saver if self.engine.rank == 0 or self._together else None
 
     def _write(self, saver: Saver | None, metrics: Mapping[str, float], *, blocking: bool) -> bool:
         """Let `saver` write the state. Collective; returns whether it succeeded, or True if it is not waited for.
 
-        saver: None on ranks other than 0, and where the store could not be opened.
+        saver: None on ranks that write nothing, and where the store could not be opened.
         blocking: wait for the end, and verify what was written.
         """
         # Gathering the state is collective under ZeRO: every rank takes part.
         tensors, meta = self.state.state_dict()
-        step = self.state.step
+        step, lead = self.state.step, self.engine.rank == 0
+        meeting = self._next_try() if self._together else None
         if saver is not None:
             # The journal must not be behind a checkpoint, or a resume would miss rows.
             self.tracker.flush()
             complete = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
-            saver.begin(step, tensors, complete, metrics, blocking=blocking)
-            if saver is self.saver:
+            rows = self.state.rows() if meeting is not None else None
+            saver.begin(
+                step, tensors, complete, metrics, blocking=blocking, rows=rows, meeting=meeting
+            )
+            if saver is self.saver and lead:
                 self._update_marks(step, lambda: self.good.saved(step))
+
         if not blocking:
+            # A rank without memory for a copy writes the state itself, which must not change meanwhile.
+            if meeting is not None and self._on_any_rank(saver is not None and not saver.copied):
+                self._until_idle(saver)
             return True
 
-        while self._on_any_rank(saver is not None and saver.busy(_ROUND)):
-            pass
-        return self._on_any_rank(saver is not None and saver.committed(step) is True)
+        self._until_idle(saver)
+        return self._on_any_rank(lead and saver is not None and saver.committed(step) is True)
+
+    def _next_try(self) -> Meeting:
+        """The next try of a save by all ranks. Collective, and in the same order on every rank."""
+        if self._writers is None:
+            # A random name: a rank that is left of an earlier start must not get into the saves of this one.
+            start = self.engine.broadcast(secrets.token_hex(4))
+            rank, ranks = self.engine.rank, self.engine.world_size
+            self._writers = Writers(rank, ranks, start, self.wait_seconds)
+        return self._writers.next_try()
+
+    def _until_idle(self, saver: Saver | None) -> None:
+        """Wait on every rank until no rank's `saver` is at work. Collective.
+
+        Ranks that save together learn here that one of them has ended without the others.
+        """
+        if not self._together:
+            while self._on_any_rank(saver is not None and saver.busy(ROUND)):
+                pass
+            return
+
+        while True:
+            busy = saver is not None and saver.busy(ROUND)
+            rank, ranks = self.engine.rank, self.engine.world_size
+            failed = saver is not None and saver.failed()
+            failures = [failed and each == rank for each in range(ranks)]
+            any_busy, lead_busy, *lost = self._on_any_ranks(busy, busy and rank == 0, *failures)
+            if not any_busy:
+                return
+            if saver is None:
+                continue
+            if not lead_busy:
+                saver.give_up("rank 0 has ended this save")
+            elif any(lost):
+                named = ", ".join(str(each) for each in range(ranks) if lost[each])
+                saver.give_up(f"rank {named} could not write its part, nor say why")
 
     def _wait_for_space(self, attempt: Callable[[], bool]) -> bool:
         """Wait on every rank and try again, until `attempt` succeeds. Collective.
@@ -196,7 +260,7 @@ class Recovery:
                     return False
                 if not waits:
                     break
-                time.sleep(min(_ROUND, config.retry_seconds))
+                time.sleep(min(ROUND, config.retry_seconds))
 
             if attempt():
                 if self.engine.rank == 0:
@@ -220,6 +284,8 @@ class Recovery:
                 saver = Saver(Store(self.fallback_folder), lambda good: []) if lead else None
             except CheckpointError as failure:
                 error = str(failure)
+            if self._together and self.engine.broadcast(saver is not None) and not lead:
+                saver = Saver(Store(self.fallback_folder, readonly=True), lambda good: [])
             if self._write(saver, metrics, blocking=True):
                 place = self.fallback_folder / self.store.path(step).name
                 note = f"saved in {place}, as the run's own folder has no space; the same command moves it back"
@@ -259,10 +325,11 @@ class Recovery:
 
     def _wait_for_saver(self) -> None:
         """Wait on every rank until no save is under way, and log its result. Collective."""
-        while self._on_any_rank(self.engine.rank == 0 and self.saver.busy(_ROUND)):
-            pass
+        self._until_idle(self._own_saver)
         if self.engine.rank == 0:
             self._update_marks(self.state.step, self.good.settled)
+        elif self._together:
+            self.saver.finished()  # rank 0 logs the result
 
     def _on_any_rank(self, mine: bool) -> bool:
         """Whether it is true on any rank. Collective."""
@@ -270,15 +337,13 @@ class Recovery:
 
     def _on_any_ranks(self, *mine: bool) -> list[bool]:
         """For each of `mine`, whether it is true on any rank. Collective."""
-        if self.engine.world_size == 1:
-            return list(mine)
-        flags = torch.tensor([float(each) for each in mine], device=self.engine.device)
-        return [bool(each) for each in self.engine.max(flags).tolist()]
+        return on_any_ranks(self.engine, *mine)
 
     def settle(self) -> None:
-        """Wait until no save is under way, and log its result. Other ranks than 0 have nothing to wait for."""
-        if self.engine.rank == 0:
+        """Wait until this rank writes nothing, and log the result of the save on rank 0. Not collective."""
+        if self._own_saver is not None:
             self.saver.wait()
+        if self.engine.rank == 0:
             self._update_marks(self.state.step, self.good.settled)
 
     def observe(self, step: int, healthy: bool) -> None:
@@ -291,15 +356,33 @@ class Recovery:
 
         Newer good checkpoints that do not verify are logged by name.
         """
+        if self._together:
+            self._wait_for_saver()
+            return self._newest_good_together()
         self.settle()
         newest: int | None = None
         if self.engine.rank == 0:
             newest = self.good.newest_good()
             for step in self.good.damaged_good(newest):
-                problems = "; ".join(map(str, self.store.verify(step)))
-                text = f"a rollback skips the good checkpoint of step {step}, which does not verify: {problems}"
-                self.tracker.tell(self.state.step, "checkpoint.quarantined", text)
+                self._log_skipped(step, self.store.verify(step))
         return self.engine.broadcast(newest)
+
+    def _newest_good_together(self) -> int | None:
+        """As `newest_good`: all ranks verify each candidate together."""
+        for step in self.engine.broadcast(self.good.marked() if self.engine.rank == 0 else []):
+            problems = verify_together(self.engine, self.store, step)
+            if not problems:
+                return step
+            if self.engine.rank == 0:
+                self._log_skipped(step, problems)
+        return None
+
+    def _log_skipped(self, step: int, problems: Sequence[Problem]) -> None:
+        listed = "; ".join(map(str, problems))
+        text = (
+            f"a rollback skips the good checkpoint of step {step}, which does not verify: {listed}"
+        )
+        self.tracker.tell(self.state.step, "checkpoint.quarantined", text)
 
     def commit(self, target: int) -> None:
         """Write that the run goes back to `target`, and rename the checkpoints after it. Collective.
@@ -355,41 +438,56 @@ class Recovery:
                 self.tracker.tell(self.state.step, "checkpoint.failed", text)
         return self.engine.broadcast(error)
 
-    def read(self, step: int) -> tuple[Tensors, Meta]:
-        """Tensors and meta data of the checkpoint of `step`, the same on every rank. Collective.
+    def read(self, step: int, source: Store | None = None) -> tuple[Tensors, Meta]:
+        """Tensors and meta data of the checkpoint of `step`: whole ones, or this rank's own rows. Collective.
 
         Raises CheckpointError on every rank if any rank cannot read it, or if ranks read different ones.
+
+        source: another run's store; None: this run's.
         """
+        store = self.store if source is None else source
+        if self._together:
+            return self._read_together(store, step)
+
         # A rank that cannot read it goes on to the comparison, which the others wait in.
         tensors: Tensors = {}
         meta: Meta = {}
+        mine = ""
         problems: list[Problem] = []
         try:
-            tensors, meta = self.store.load(step)
+            tensors, meta = store.load(step)
+            mine = store.manifest_sha256(step)
         except CheckpointError as error:
             problems = list(error.problems)
 
         # Machines may have different folders of the same name. Each copy verifies, and still they differ.
         if self.engine.world_size > 1:
-            mine = state_hash(tensors, meta)
             differs = mine != self.engine.broadcast(mine)
             differ, unread = self._on_any_ranks(differs, bool(problems))
             if differ and not problems:
-                problems = [self._different_copies(step, unread)]
+                problems = [different_copies(self.engine, step, unread)]
 
         if problems:
             raise CheckpointError(problems)
         return tensors, meta
 
-    def _different_copies(self, step: int, unread: bool) -> Problem:
-        """Why this rank cannot go on with its own copy of the checkpoint of `step`. unread: some rank has none."""
-        what = f"the ranks read different checkpoints of step {step}"
-        why = "each of them verifies, so the run folder is not the same folder on every machine"
-        if unread:
-            what = f"another rank cannot read the checkpoint of step {step}"
-            why = "its copy is damaged or missing: its own message names the file"
-        fix = "put the run folder on a disk that all machines share"
-        return Problem(what, f"rank {self.engine.rank}", why=why, fix=fix)
+    def _read_together(self, store: Store, step: int) -> tuple[Tensors, Meta]:
+        """As `read`: all ranks verify the files together, and each loads its own rows."""
+        if problems := verify_together(self.engine, store, step):
+            raise CheckpointError(problems)
+
+        tensors: Tensors = {}
+        meta: Meta = {}
+        rows = self.state.rows()
+        try:
+            tensors, meta = in_rounds(
+                self.engine, lambda: store.load(step, rows=rows, verified=True)
+            )
+        except CheckpointError as error:
+            problems = list(error.problems)
+        if self._on_any_rank(bool(problems)):
+            raise CheckpointError(problems or [different_copies(self.engine, step, unread=True)])
+        return tensors, meta
 
     def _update_marks(self, step: int, update: Callable[[], list[int]]) -> None:
         """Call `update`, and log finished saves and the checkpoints that it marked good. Rank 0 only.
@@ -511,9 +609,7 @@ def move_from_fallback(store: Store, fallback: Path) -> int | None:
 
         moved = step is not None and step > newest
         if step is not None and moved:
-            store.save(step, *source.load(step), source.metrics(step))
-            if problems := store.verify(step):
-                raise CheckpointError(problems)
+            store.take_over(step, source)
     except CheckpointError as error:
         what = (
             "the last save of this run, which its own folder had no space for, cannot be moved back"

@@ -1,5 +1,8 @@
 """Saves in the background: training waits while the state is copied in memory, and a thread writes the copy.
 
+Where ranks share the state, each has a saver for its own rows, and they meet in files (`Store.save_piece`). The result
+of the save is that of rank 0. The savers of other ranks only say whether their own part was done.
+
 No decision of training may depend on how fast the disk is, or a resume would not repeat the run. So a save begins with
 everything that it needs, such as the list of good steps, and its result is read only after waiting for it.
 """
@@ -16,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.checkpoint import manifest
+from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
 from harness.core.protocols import Meta, Tensors
+from harness.core.shards import ShardedRows
 
 # Added to the nice level of the writing thread. Each level divides its CPU share by about 1.25. Three let training go
 # first. Many more would starve the save, and the next save waits for it.
@@ -32,7 +37,7 @@ class Saved:
 
     step: of the state that was saved.
     metrics: as given to `Saver.begin`.
-    path: the checkpoint's folder; None if the save failed.
+    path: the checkpoint's folder; None if the save failed. On other ranks than 0: their part of it.
     error: why it failed; with a path, why older checkpoints could not be deleted. Empty: no error.
     deleted: steps of older checkpoints that retention deleted.
     seconds: how long it took, without the copy.
@@ -53,7 +58,9 @@ class Saver:
 
     store: where checkpoints are written.
     prune: deletes older checkpoints after each save, given the good steps as of its beginning; returns their steps.
-    staging: memory for the copy, which a thread of low priority then writes. None: `begin` returns when all is written.
+    staging: memory for the copy, which a thread of low priority then writes. None: `begin` returns when all is written;
+        where ranks save together the caller waits for that.
+    copied: whether the newest save writes a copy, so that the state may change meanwhile.
     """
 
     def __init__(
@@ -66,7 +73,11 @@ class Saver:
         self._prune = prune
         self._staging = staging
         self._thread: threading.Thread | None = None
+        self.copied = False
+        self._meeting: Meeting | None = None
+        self._rows: ShardedRows = {}
         self._now: Saved | None = None
+        self._last_failed = False
         self._done: list[Saved] = []
         self._failed: set[int] = set()
         self._crash: BaseException | None = None
@@ -79,6 +90,8 @@ class Saver:
         metrics: Mapping[str, float],
         *,
         blocking: bool = False,
+        rows: ShardedRows | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Begin to save the state of `step`, after waiting for the save before it.
 
@@ -87,19 +100,25 @@ class Saver:
         metrics: recorded in the manifest.
         blocking: the caller waits for the end before it changes the state. So no copy is made, and the thread has full
           priority. The checkpoint is verified before the save counts as done.
+        rows: which tensors are sharded, and the rows that are here; with `meeting`.
+        meeting: this try of a save that every rank writes its own rows of; None: this process writes all.
         """
         self.wait()
         self._now = Saved(step, dict(metrics))
+        self._meeting, self._rows = meeting, rows or {}
         good = manifest.read_marks(self._store.root)
         copies = tensors if blocking else self._copied(tensors)
 
         # No memory for a copy: training waits for the disk.
-        if copies is None:
+        self.copied = copies is not None and not blocking
+        if copies is None and meeting is None:
             self._work(self._now, tensors, meta, good)
             self.wait()
             return
 
-        arguments = (self._now, copies, copy.deepcopy(meta), good, blocking)
+        # Where ranks save together, their callers wait in rounds: a rank may fail before the others have begun.
+        source = tensors if copies is None else copies
+        arguments = (self._now, source, copy.deepcopy(meta), good, not self.copied)
         self._thread = threading.Thread(
             target=self._in_background, args=arguments, name="checkpoint", daemon=True
         )
@@ -110,6 +129,17 @@ class Saver:
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is not None and self._thread.is_alive()
+
+    def failed(self) -> bool:
+        """Whether the newest save has ended, and failed. On other ranks than 0: their part of it. Never waits."""
+        if self._now is None:
+            return self._last_failed
+        return not self.busy(0.0) and self._now.path is None
+
+    def give_up(self, why: str) -> None:
+        """End this rank's wait for other ranks in the save under way, which fails. why: for people."""
+        if self._meeting is not None:
+            self._meeting.give_up(why)
 
     def finished(self) -> list[Saved]:
         """Results of the saves that have ended since the last call. Never waits."""
@@ -130,11 +160,13 @@ class Saver:
             crash = self._crash
             self._crash = None
             self._now = None
+            self._last_failed = True
             raise crash
 
         # File the result. A step that failed before may have been saved at another try.
         if self._now is not None:
-            if self._now.path is None:
+            self._last_failed = self._now.path is None
+            if self._last_failed:
                 self._failed.add(self._now.step)
             else:
                 self._failed.discard(self._now.step)
@@ -188,11 +220,18 @@ class Saver:
             # Copies from a GPU may still be under way.
             if self._staging is not None:
                 self._staging.wait()
-            path = self._store.save(saved.step, tensors, meta, saved.metrics)
-            if blocking and (problems := self._store.verify(saved.step)):
-                raise CheckpointError(problems)
+            if self._meeting is None:
+                path = self._store.save(saved.step, tensors, meta, saved.metrics)
+                if blocking and (problems := self._store.verify(saved.step)):
+                    raise CheckpointError(problems)
+            else:
+                # All ranks together verify it before it is committed, whether they wait for it or not.
+                path = self._store.save_piece(
+                    saved.step, tensors, self._rows, self._meeting, meta, saved.metrics
+                )
             saved.path = path
-            saved.deleted = self._prune(good)
+            if self._meeting is None or self._meeting.rank == 0:
+                saved.deleted = self._prune(good)
         except (CheckpointError, OSError, MemoryError) as error:
             saved.error = str(error) or type(error).__name__
         saved.seconds = time.monotonic() - began

@@ -20,6 +20,31 @@ What a kill leaves behind:
 | during a deletion  | `.tmp-trash-step-N/`          | the deletion is completed                              |
 | during a rollback  | some checkpoints renamed      | incidents.json names the target; the rest is renamed   |
 
+**Several ranks that share the state** each write their own rows. They meet in the temporary folder, through files and
+without collectives (`meeting.py`), so that each can do its part on a thread:
+
+1. Rank 0 makes `.tmp-step-N-<start>-<try>/`, at once, as the others wait for it. Only rank 0 makes folders. The name
+   is that of this one try, so that nothing of another try gets in.
+2. Every rank writes its pieces (`pieces.py`), calls fsync, reads them back, and leaves their sizes and SHA-256 in an
+   entry. Rank 0 also writes what is whole, and state.json.
+3. Rank 0 waits for all entries, compares them with what it expects of every rank, removes them, and writes the
+   manifest, which appears completely or not at all.
+4. Every rank that sees the manifest reads its share of all files again and says so. Rank 0 waits for all of them,
+   removes what they left, and looks whether the folder holds exactly the manifest's files.
+5. fsync the folder, rename it, fsync the parent: the commit, by rank 0 alone. What the other ranks did before counts
+   only if it comes to that.
+
+| fails or is lost             | what happens                                                                        |
+|------------------------------|-------------------------------------------------------------------------------------|
+| another rank, with a reason  | it leaves the reason; rank 0 gives up, naming the rank, and removes the folder      |
+| another rank, in silence     | rank 0 gives up after its wait, naming the rank, and removes the folder             |
+| rank 0, which goes on        | it removes the folder; the others find it gone, or are told, and end their part     |
+| rank 0, killed               | the others end after their wait; the folder is deleted at the next start            |
+| a rank that comes late       | the folder is gone, and it cannot make one: nothing is written                      |
+
+A folder that a rank was writing into while rank 0 removed it may leave something behind. The next try removes it first,
+and so does the next start.
+
 No file points to the latest checkpoint: such a pointer could be older than the folder, or damaged. Readers list the
 folder and verify the newest checkpoint against its manifest. A damaged checkpoint, or one that a rollback discards, is
 renamed. It is never overwritten or deleted.
@@ -28,6 +53,7 @@ renamed. It is never overwritten or deleted.
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import re
@@ -36,32 +62,40 @@ import shutil
 import stat
 import time
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.checkpoint import manifest
 from harness.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    TENSORS,
+    check_files,
     check_folder,
     failed,
     file_entry,
     manifest_bytes,
-    part_file,
     read_manifest,
+    read_shards,
 )
+from harness.checkpoint.meeting import CHECKED, ENTRY, Meeting
+from harness.checkpoint.pieces import SHARDS, Shards, part_file, piece_file
+from harness.checkpoint.slices import read_tensors
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.files import MAX_LARGE, dump_json, read_json, step_name, sync_folder
 from harness.core.protocols import Meta, TensorDict, Tensors
+from harness.core.shards import Rows, ShardedRows
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TMP = ".tmp-"
+_UNFINISHED = ".tmp"
+# How often a folder is deleted into which another rank may be writing, and the seconds in between.
+_DELETIONS, _PAUSE = 10, 0.02
 # Seconds: the coarsest resolution of modification times (FAT). A newer file can change again without a new time.
 _COARSEST_MTIME = 2.0
 
@@ -103,6 +137,7 @@ class Store:
         self._versions = dict(versions or {})
         self._readonly = readonly
         self._verified: dict[int, _Verified] = {}
+        self._looked: dict[int, _Files] = {}
         if readonly:
             return
 
@@ -166,11 +201,171 @@ class Store:
             temporary.rename(final)
             sync_folder(self.root)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            cause = self._recreate_deleted_root() or error
-            raise failed("the checkpoint was not written", final, cause) from error
+            raise self._not_written(final, error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
+
+    def save_piece(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        rows: ShardedRows,
+        meeting: Meeting,
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write this rank's part of the checkpoint of `step`, together with all other ranks; returns its folder.
+
+        Every rank calls it, on any thread: no collective is used. On rank 0 it commits when all ranks have done their
+        part, and returns after that. On other ranks a return says that this rank's part was done, not that the
+        checkpoint is there. Raises CheckpointError as `save`; on rank 0 it names the rank that failed.
+
+        tensors: what this rank holds; of sharded ones its rows.
+        rows: which tensors are sharded, and which rows of them are here: those of `Rows.of_rank`.
+        meeting: this try of the save.
+        meta, metrics: as for `save`; those of rank 0 count.
+        """
+        final = self.path(step)
+        folder = self.root / f"{_TMP}{final.name}-{meeting.name}"
+        if meeting.rank:
+            self._write_for_rank_0(folder, tensors, rows, meeting)
+            return final
+
+        self._check_writer()
+        try:
+            folder.mkdir()
+            self._remove_leftovers(but=folder)
+            # As in `save`: this step may be there already.
+            problems = self.verify(step) if os.path.lexists(final) else []
+            if final.exists() and not problems:
+                sync_folder(self.root)
+                return final
+            looks = self._write_with_others(
+                folder, step, tensors, rows, meeting, meta, metrics or {}
+            )
+            if problems:
+                self._quarantine(step, problems)
+            folder.rename(final)
+            sync_folder(self.root)
+        except CheckpointError as error:
+            # Of another rank, which it names.
+            first, *others = error.problems
+            why = f"{first.what}; {first.why}" if first.why else first.what
+            named = Problem("the checkpoint was not written", str(final), why, first.fix)
+            raise CheckpointError([named, *others]) from error
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise self._not_written(final, error) from error
+        finally:
+            self._discard(folder)
+
+        # All ranks together have read every byte of it.
+        self._register(step, looks)
+        return final
+
+    def _write_with_others(
+        self,
+        folder: Path,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        rows: ShardedRows,
+        meeting: Meeting,
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> _Files:
+        """Rank 0's part: the protocol up to the rename. Raises CheckpointError naming a rank that failed.
+
+        Returns what the files looked like before all ranks read them.
+        """
+        # What is whole, state.json, and this rank's own rows.
+        shards = Shards.of_rows(rows, meeting.ranks)
+        if not shards.tensors:
+            raise ValueError("no tensor is sharded, so other ranks have nothing to write")
+        state = _state_bytes(meta, shards)
+        contents: dict[str, TensorDict] = {}
+        for part, named in tensors.items():
+            whole = {name: each for name, each in named.items() if name not in rows.get(part, {})}
+            if whole:
+                contents[part_file(part)] = _plain(whole)
+        contents |= _own_pieces(tensors, rows, meeting)
+        _write_synced(folder / STATE, state)
+        _write_tensors(folder, contents, _file_mode(folder))
+        files = {name: file_entry(folder / name) for name in (*contents, STATE)}
+
+        # What the other ranks wrote must be what this one knows of them.
+        layout = _layout(tensors, rows)
+        for rank, entry in meeting.gather(folder, ENTRY).items():
+            if "layout" not in entry:
+                raise ValueError(f"rank {rank} left an entry that cannot be read")
+            if entry["layout"] != layout:
+                raise ValueError(f"rank {rank} holds other tensors than rank 0")
+            theirs: dict[str, Any] = entry.get("files", {})
+            if set(theirs) != set(shards.names_of(rank)):
+                raise ValueError(f"rank {rank} wrote other files than its pieces: {sorted(theirs)}")
+            files |= theirs
+        files = dict(sorted(files.items()))  # not in the order in which ranks were done
+        meeting.clear(folder)
+
+        # The other ranks begin to read when they see the manifest, so it must appear at once.
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        unfinished = folder / f"{MANIFEST}{_UNFINISHED}"
+        _write_synced(unfinished, manifest_bytes(step, files, self._versions, finite))
+        looks = [look for look in _look(folder) if look[0] in files]
+        unfinished.rename(folder / MANIFEST)
+        looks = sorted([*looks, *(look for look in _look(folder) if look[0] == MANIFEST)])
+        problems = check_files(folder, files, meeting.rank, meeting.ranks)
+        if problems:
+            raise CheckpointError(problems)
+        meeting.gather(folder, CHECKED)
+        meeting.clear(folder)
+
+        if differ := set(os.listdir(folder)) ^ {*files, MANIFEST}:
+            raise ValueError(f"files came or went meanwhile: {sorted(differ)}")
+        sync_folder(folder)
+        return looks
+
+    def _write_for_rank_0(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        rows: ShardedRows,
+        meeting: Meeting,
+    ) -> None:
+        """The part of a rank other than 0. Raises CheckpointError; rank 0 then finds the reason in `folder`."""
+        written: list[str] = []
+        try:
+            meeting.await_folder(folder)
+            _leave_pieces(folder, tensors, rows, meeting, written)
+            meeting.await_file(folder, MANIFEST)
+            # From here on rank 0 may commit: the files are no longer this rank's to remove.
+            written.clear()
+            _leave_check(folder, meeting)
+        except BaseException as error:
+            meeting.leave_failure(folder, written, error)
+            if isinstance(error, OSError | SafetensorError | ValueError | TypeError):
+                what = f"rank {meeting.rank} could not write its part of the checkpoint"
+                raise failed(what, folder, error) from error
+            raise
+
+    def _remove_leftovers(self, but: Path) -> None:
+        """Delete the temporary folders of tries that failed, in which some rank was still writing at that time."""
+        for leftover in self.root.glob(f"{_TMP}*"):
+            if leftover != but:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _discard(self, folder: Path) -> None:
+        """Delete the temporary folder of a try, if it is there. Another rank may be writing into it."""
+        # Under another name it gets no new files, and can be emptied.
+        trash = self.root / f"{_TMP}trash-{folder.name.removeprefix(_TMP)}"
+        with suppress(OSError):
+            folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+        # It could not be renamed: a file may come while it is emptied.
+        for _ in range(_DELETIONS):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(_PAUSE)
 
     def verify(self, step: int) -> list[Problem]:
         """Read every byte of the checkpoint of `step`; returns everything that is wrong with it."""
@@ -178,11 +373,29 @@ class Store:
         files = self._files(step)
         problems = check_folder(self.path(step), step)
         self._verified.pop(step, None)
-        if files and not problems:
+        if not problems:
+            self._register(step, files)
+        return problems
+
+    def verify_share(self, step: int, rank: int, ranks: int) -> list[Problem]:
+        """As `verify`, by `ranks` ranks together: this one reads every `ranks`-th file. See `check_folder`.
+
+        If all ranks found nothing, call `verified_together`.
+        """
+        self._looked[step] = self._files(step)
+        self._verified.pop(step, None)
+        return check_folder(self.path(step), step, rank, ranks)
+
+    def verified_together(self, step: int) -> None:
+        """All ranks have read their share of the checkpoint of `step`, and none found a problem."""
+        self._register(step, self._looked.pop(step, []))
+
+    def _register(self, step: int, files: _Files) -> None:
+        """Remember that the checkpoint of `step` verified. files: what its files looked like before they were read."""
+        if files:
             newest_change = max(modified for *_, modified, _ in files)
             settled = newest_change < time.time_ns() - _COARSEST_MTIME * 1e9
             self._verified[step] = _Verified(files, settled)
-        return problems
 
     def is_whole(self, step: int, settled: bool = False) -> bool:
         """Whether the checkpoint of `step` verifies.
@@ -192,6 +405,11 @@ class Store:
         settled: read it again also if its files were so new at that time that a change may not show in their times.
         """
         return not self._problems(step, settled)
+
+    def is_verified(self, step: int) -> bool:
+        """Whether the checkpoint of `step` has verified, and a change since then would show. Reads no file."""
+        earlier = self._verified.get(step)
+        return earlier is not None and earlier.settled and earlier.files == self._files(step)
 
     def _problems(self, step: int, settled: bool) -> list[Problem]:
         earlier = self._verified.get(step)
@@ -203,14 +421,21 @@ class Store:
 
     def _files(self, step: int) -> _Files:
         """What the files of the checkpoint of `step` look like; empty if the folder cannot be listed."""
-        files: _Files = []
+        return _look(self.path(step))
+
+    def file_names(self, step: int) -> list[str]:
+        """The files in the manifest of `step`, in the order in which ranks share them. Raises CheckpointError."""
+        return sorted(self._manifest(step)["files"])
+
+    def manifest_sha256(self, step: int) -> str:
+        """The hash in the manifest of `step`, which stands for every byte of the checkpoint. Raises CheckpointError."""
+        return str(self._manifest(step)["sha256"])
+
+    def _manifest(self, step: int) -> dict[str, Any]:
         try:
-            for entry in os.scandir(self.path(step)):
-                s = entry.stat(follow_symlinks=False)
-                files.append((entry.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
-        except OSError:
-            return []
-        return sorted(files)
+            return read_manifest(self.path(step))
+        except (OSError, ValueError) as error:
+            raise failed("the manifest cannot be read", self.path(step), error) from error
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics in the manifest of `step`; empty if it cannot be read. The other files are not verified."""
@@ -219,28 +444,65 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def load(self, step: int, parts: Container[str] | None = None) -> tuple[Tensors, Meta]:
+    def load(
+        self,
+        step: int,
+        parts: Container[str] | None = None,
+        rows: ShardedRows | None = None,
+        *,
+        verified: bool = False,
+    ) -> tuple[Tensors, Meta]:
         """Tensors by part and name, on the CPU, and the meta data of the checkpoint of `step`.
 
         It is verified first (see `is_whole`). Raises CheckpointError with every problem. A part that had no tensors
-        when it was saved is not among the tensors.
+        when it was saved is not among the tensors. By how many ranks it was written makes no difference.
 
         parts: the parts whose tensors are read; None: all.
+        rows: of these tensors only these rows are read; None: all tensors are read whole.
+        verified: ranks have verified it together just now.
         """
         folder = self.path(step)
-        if problems := self._problems(step, settled=True):
+        if not verified and (problems := self._problems(step, settled=True)):
             raise CheckpointError(problems)
 
-        tensors: Tensors = {}
         try:
-            for name in read_manifest(folder)["files"]:
-                part = name.removesuffix(TENSORS)
-                if name.endswith(TENSORS) and (parts is None or part in parts):
-                    tensors[part] = load_file(folder / name)
+            files, shards = read_manifest(folder)["files"], read_shards(folder)
+            tensors = read_tensors(folder, files, shards, parts, rows or {})
             meta: Meta = read_json(folder / STATE, MAX_LARGE)
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
+        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
             raise failed("the checkpoint cannot be loaded", folder, error) from error
+        meta.pop(SHARDS, None)
         return tensors, meta
+
+    def take_over(self, step: int, source: Store) -> None:
+        """Copy the checkpoint of `step` from `source`, file by file, and commit it. Raises CheckpointError as `save`.
+
+        However many ranks wrote it, one process copies it without its tensors being in memory.
+        """
+        self._check_writer()
+        final = self.path(step)
+        problems = self.verify(step) if os.path.lexists(final) else []
+        if final.exists() and not problems:
+            return
+        folder = self.root / f"{_TMP}{final.name}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            files = [*read_manifest(source.path(step))["files"], MANIFEST]
+            for name in files:
+                shutil.copyfile(source.path(step) / name, folder / name)
+                _sync(folder / name)
+            if wrong := check_folder(folder, step):
+                raise CheckpointError(wrong)
+            sync_folder(folder)
+            if problems:
+                self._quarantine(step, problems)
+            folder.rename(final)
+            sync_folder(self.root)
+        except (OSError, ValueError) as error:
+            raise self._not_written(final, error) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def newest_valid(self) -> int | None:
         """Step of the newest checkpoint that verifies; None if the folder holds no checkpoint.
@@ -257,13 +519,17 @@ class Store:
                 return step
             damaged[step] = problems
         if damaged:
-            what = "not one of its checkpoints is whole, so there is nothing to go on from"
-            fix = "restore one from a copy of this run, or start a new run with another --name"
-            everything = [Problem(what, str(self.root), fix=fix)]
-            for problems in damaged.values():
-                everything += problems
-            raise CheckpointError(everything)
+            raise self.nothing_valid(damaged)
         return None
+
+    def nothing_valid(self, damaged: Mapping[int, list[Problem]]) -> CheckpointError:
+        """The error of a run all of whose checkpoints are `damaged`."""
+        what = "not one of its checkpoints is whole, so there is nothing to go on from"
+        fix = "restore one from a copy of this run, or start a new run with another --name"
+        everything = [Problem(what, str(self.root), fix=fix)]
+        for problems in damaged.values():
+            everything += problems
+        return CheckpointError(everything)
 
     def set_aside(self) -> None:
         """Rename the checkpoints in `damaged` to `quarantine-*`. Raises CheckpointError."""
@@ -318,30 +584,25 @@ class Store:
     ) -> None:
         """Write and sync all files: the protocol up to the rename."""
         # What cannot be written is refused before the first file is made.
-        state = dump_json(meta)
-        if len(state) > MAX_LARGE:
-            raise ValueError(
-                f"state.json would have {len(state)} bytes; at most {MAX_LARGE} can be read again"
-            )
+        state = _state_bytes(meta)
         contents = {part_file(part): _plain(named) for part, named in tensors.items() if named}
 
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir()
         _write_synced(folder / STATE, state)
-
-        # safetensors ignores the umask and makes private files: other users could list the checkpoint, not load it.
-        mode = stat.S_IMODE((folder / STATE).stat().st_mode)
-        for name, named in contents.items():
-            save_file(named, folder / name)
-            (folder / name).chmod(mode)
-            _sync(folder / name)
+        _write_tensors(folder, contents, stat.S_IMODE((folder / STATE).stat().st_mode))
 
         # The hashes are of what the files hold now, read back.
         files = {name: file_entry(folder / name) for name in (*contents, STATE)}
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, finite))
         sync_folder(folder)
+
+    def _not_written(self, final: Path, error: Exception) -> CheckpointError:
+        """The error of a save that failed because of `error`."""
+        cause = self._recreate_deleted_root() or error
+        return failed("the checkpoint was not written", final, cause)
 
     def _recreate_deleted_root(self) -> OSError | None:
         """Make `root` again if somebody deleted it, and return an error that says so; None if it was not deleted.
@@ -373,6 +634,113 @@ class Store:
         while os.path.lexists(target := self.root / f"{prefix}-{source.name}-{number}"):
             number += 1
         source.rename(target)
+
+
+def _look(folder: Path) -> _Files:
+    """What the files in `folder` look like, by name; empty if it cannot be listed."""
+    files: _Files = []
+    try:
+        for entry in os.scandir(folder):
+            s = entry.stat(follow_symlinks=False)
+            files.append((entry.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
+    except OSError:
+        return []
+    return sorted(files)
+
+
+def _state_bytes(meta: Mapping[str, Any], shards: Shards | None = None) -> bytes:
+    """state.json. Raises ValueError or TypeError for what cannot be written, or not be read again."""
+    if SHARDS in meta and shards is None:
+        raise ValueError(f"the key {SHARDS!r} is for what several ranks write")
+    state = dump_json(meta if shards is None else {**meta, SHARDS: shards.as_json()})
+    if len(state) > MAX_LARGE:
+        raise ValueError(
+            f"state.json would have {len(state)} bytes; at most {MAX_LARGE} can be read again"
+        )
+    return state
+
+
+def _own_pieces(
+    tensors: Mapping[str, Mapping[str, Tensor]], rows: ShardedRows, meeting: Meeting
+) -> dict[str, TensorDict]:
+    """The pieces of this rank by file name, as safetensors takes them.
+
+    Raises ValueError for a tensor that is not here, or of which other rows are here.
+    """
+    contents: dict[str, TensorDict] = {}
+    for part, named in rows.items():
+        if not named:
+            continue
+        piece: dict[str, Tensor] = {}
+        for name, each in named.items():
+            if name not in tensors.get(part, {}):
+                raise ValueError(f"rank {meeting.rank} has no tensor {name!r} of {part}")
+            piece[name] = tensors[part][name]
+            shape, due = (
+                tuple(piece[name].shape),
+                Rows.of_rank(each.shape, meeting.rank, meeting.ranks),
+            )
+            if each != due or shape != due.local_shape:
+                text = f"rank {meeting.rank} holds {list(shape)} of {name!r} of {part}"
+                raise ValueError(
+                    f"{text}, its rows {due.begin} to {due.end} are {list(due.local_shape)}"
+                )
+        contents[piece_file(part, meeting.rank, meeting.ranks)] = _plain(piece)
+    return contents
+
+
+def _leave_pieces(
+    folder: Path,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    rows: ShardedRows,
+    meeting: Meeting,
+    written: list[str],
+) -> None:
+    """Write the pieces of a rank other than 0, and leave its entry. Raises OSError, SafetensorError, ValueError.
+
+    written: gets the names of its files before they are written.
+    """
+    contents = _own_pieces(tensors, rows, meeting)
+    written += contents
+    _write_tensors(folder, contents, _file_mode(folder))
+    files = {name: file_entry(folder / name) for name in contents}
+    meeting.leave(folder, ENTRY, {"files": files, "layout": _layout(tensors, rows)})
+
+
+def _leave_check(folder: Path, meeting: Meeting) -> None:
+    """Read this rank's share of all files, and say that it is as the manifest has it.
+
+    Raises CheckpointError, OSError and ValueError.
+    """
+    files = read_manifest(folder)["files"]
+    if problems := check_files(folder, files, meeting.rank, meeting.ranks):
+        raise CheckpointError(problems)
+    meeting.leave(folder, CHECKED, {})
+
+
+def _layout(tensors: Mapping[str, Mapping[str, Tensor]], rows: ShardedRows) -> str:
+    """SHA-256 of names, dtypes and whole shapes of the sharded tensors: the same on ranks that hold the same ones."""
+    layout: list[tuple[str, str, str, list[int]]] = []
+    for part, named in rows.items():
+        for name, each in named.items():
+            layout.append((part, name, str(tensors[part][name].dtype), list(each.shape)))
+    return hashlib.sha256(dump_json(sorted(layout))).hexdigest()
+
+
+def _file_mode(folder: Path) -> int:
+    """What the umask leaves of a file's permissions, as `folder` shows it."""
+    return stat.S_IMODE(folder.stat().st_mode) & 0o666
+
+
+def _write_tensors(folder: Path, contents: Mapping[str, TensorDict], mode: int) -> None:
+    """Write and sync one file for each of `contents`.
+
+    mode: safetensors ignores the umask and makes private files: other users could list the checkpoint, not load it.
+    """
+    for name, named in contents.items():
+        save_file(named, folder / name)
+        (folder / name).chmod(mode)
+        _sync(folder / name)
 
 
 def _plain(named: Mapping[str, Tensor]) -> TensorDict:
@@ -408,14 +776,17 @@ COPIES = 3
 """Checkpoints that must fit on the disk: the two that are always kept, and the one that is being written."""
 # Free inodes that a checkpoint and the files of its run may need.
 _FILES = 64
+# Pieces and entries of one rank in one checkpoint.
+_FILES_OF_A_RANK = 4
 _PROBE = ".preflight"
 
 
-def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
+def lacks_room(folder: Path, bytes_each: int, existing: int, ranks: int = 1) -> list[Problem]:
     """Why an existing `folder` has no room for the checkpoints of a run; empty if it has. Asked before any training.
 
     bytes_each: size of one checkpoint. `COPIES` of them must fit.
     existing: committed checkpoints that are there already. At least one more must fit.
+    ranks: how many write each checkpoint together, in files of their own.
     """
     # Permissions and read-only disks show only when something is written.
     try:
@@ -435,13 +806,17 @@ def lacks_room(folder: Path, bytes_each: int, existing: int) -> list[Problem]:
         why = "two that verify must stay while the next is written"
         fix = "free space, start from a folder on a larger disk, or train a smaller model"
         problems.append(Problem(f"{_size(free)} free, {needed}", str(folder), why, fix))
-    if disk.f_files and disk.f_favail < _FILES:
+    files = _FILES
+    if ranks > 1:
+        files += count * ranks * _FILES_OF_A_RANK
+    if disk.f_files and disk.f_favail < files:
         fix = "delete files on this disk, or start from a folder on another"
         what = f"the disk has room for {disk.f_favail} more files"
         problems.append(Problem(what, str(folder), fix=fix))
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < bytes_each:
-        why = f"a checkpoint's files may need up to {_size(bytes_each)}"
+    largest = bytes_each // ranks
+    if limit != resource.RLIM_INFINITY and limit < largest:
+        why = f"a checkpoint's files may need up to {_size(largest)}"
         what = f"this process may write files of at most {_size(limit)}"
         problems.append(Problem(what, str(folder), why, fix="raise it: ulimit -f unlimited"))
     return problems

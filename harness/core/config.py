@@ -294,9 +294,13 @@ class TrackingConfig(Strict):
 class EngineConfig(Strict):
     """Ranks, compilation and determinism."""
 
-    name: Literal["auto", "single", "ddp", "deepspeed"] = Field(
+    name: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = Field(
         default="auto",
-        description="auto: deepspeed under its launcher, else ddp; single for one process",
+        description="auto: deepspeed under its launcher, else ddp; single for one process; fsdp: a sharded model",
+    )
+    gradient_sync: Literal["window", "micro_batch"] = Field(
+        default="window",
+        description="when fsdp exchanges gradients: once a window, as ddp; or in every micro-batch, in less memory",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed's ZeRO stage")
     deepspeed: str | None = Field(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from harness.core.facts import Limits, StepFacts, Verdict, Window
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from harness.core.config import EngineConfig, RunConfig
     from harness.core.errors import Problem
+    from harness.core.shards import Rows
     from harness.core.update import DynamicLossScale
+
+    MakeOptimizer = Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
 
 NO_LIMITS = Limits()
 TensorDict = dict[str, "Tensor"]
@@ -44,18 +47,28 @@ class Stateful(Protocol):
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Sharded(Protocol):
+    """A part of which each rank holds some rows; its `state_dict` gives those, and its load takes those."""
+
+    def rows(self) -> Mapping[str, Rows]:
+        """The rows that this rank holds, for each tensor of `state_dict` that is sharded."""
+        ...
+
+
 class Gradients(Protocol):
     """Who owns a window's gradients and their optimizer: torch's own (`core.update.TorchGradients`), or an engine."""
 
     device: torch.device
 
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """Figures of the window's gradients by their names in StepFacts: `grad_norm` and `loss_scale`.
 
         Each is fp32 0-d, and the same on every rank where ranks exchange gradients.
 
-        shares: also measure `grad_zeros` and `grad_near_limit`. They cost another pass over the gradients, and an owner
-            that cannot see scaled gradients leaves them out.
+        thorough: also measure `param_norm`, of the weights that the gradients were computed with, and `grad_zeros` and
+            `grad_near_limit`. They cost another pass over weights and gradients. An owner that cannot see scaled
+            gradients leaves the last two out.
         """
         ...
 
@@ -91,6 +104,8 @@ class Engine(Gradients, Protocol):
     """Under fp16 it has its own loss scale and weights in half precision, so a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
     """Its state is whole on every rank, and can be copied in memory between two steps."""
+    sharded: ClassVar[bool]
+    """Each rank holds other rows of weights and moments (`Sharded`), and writes them into a checkpoint itself."""
     any_optimizer: ClassVar[bool]
     """It can step and save any optimizer; otherwise only fused AdamW and SGD."""
     rank: int
@@ -115,7 +130,7 @@ class Engine(Gradients, Protocol):
         cls,
         config: RunConfig,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: MakeOptimizer,
         schedule: Any,
         loss_scale: DynamicLossScale | None,
         autocast_dtype: torch.dtype | None,
@@ -123,6 +138,8 @@ class Engine(Gradients, Protocol):
     ) -> Engine:
         """The engine of a run.
 
+        make_optimizer: called once, with the parameters by name as this rank holds them. An engine that shards the
+            model calls it afterwards: the optimizer's state is then made for the rank's own rows alone.
         schedule: an `optim.schedule.Schedule`.
         loss_scale: None except in fp16.
         autocast_dtype: what the plan's rung casts to; None: nothing.
@@ -180,6 +197,13 @@ class PrecisionBackend(Stateful, Protocol):
         """Around backward, in which activation checkpointing recomputes forward.
 
         last: whether it is the window's last; None if the caller does not know. No result depends on it.
+        """
+        ...
+
+    def gather_weights(self) -> None:
+        """Called once if the engine gathers weights from all ranks for one layer at a time, and frees them after it.
+
+        From then on no weight, and no cast of one, is kept from a layer's forward to its backward.
         """
         ...
 

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.core.errors import CheckpointError, HarnessError, MisuseError, Problem
 from harness.core.facts import Limits, SamplingSpan
-from harness.core.protocols import Meta, Stateful, TensorDict, Tensors
+from harness.core.protocols import Meta, Sharded, Stateful, TensorDict, Tensors
+from harness.core.shards import Rows
 
 _LOSS_SCALE = "loss_scale"
 _BUDGETS = {"attempt", "skips", "switches", "lowered", "recent_skips"}
@@ -508,6 +509,14 @@ class TrainState:
         for name in self.parts if parts is None else parts:
             tensors[name], meta["parts"][name] = self.parts[name].state_dict()
         return tensors, meta
+
+    def rows(self) -> dict[str, Mapping[str, Rows]]:
+        """The rows that this rank holds of the tensors in `state_dict`, for parts that are sharded over ranks."""
+        found: dict[str, Mapping[str, Rows]] = {}
+        for name, part in self.parts.items():
+            if isinstance(part, Sharded):
+                found[name] = part.rows()
+        return found
 
     def load_state_dict(
         self,

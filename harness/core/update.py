@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
 from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerms
-from harness.core.health import by_device_and_dtype, grad_health, l2_norm
+from harness.core.health import GradHealth, by_device_and_dtype, grad_health, sum_of_squares
 from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
 
@@ -160,7 +160,8 @@ class DynamicLossScale(Protocol):
 class TorchGradients:
     """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
 
-    parameters: each once.
+    parameters: whose gradients these are, each once.
+    weights: whose norm is measured; None: `parameters`.
     max_norm: clip to this global L2 norm; infinity: do not clip.
     overflow: only where gradients were already divided by the loss scale on their way. fp32 0-d, over 0 if a gradient
         was not finite before that division. The norm is then reported as infinite, whatever the gradients hold now.
@@ -176,29 +177,43 @@ class TorchGradients:
         loss_scale: DynamicLossScale | None,
         device: torch.device,
         overflow: Tensor | None = None,
+        weights: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         self.device = device
         self._optimizers = optimizers
         self._parameters = list(parameters)
+        weights = self._parameters if weights is None else weights
+        self._weights = [weight for weight in weights if weight.requires_grad]
         self._max_norm = max_norm
         self._loss_scale = loss_scale
         self._overflow = overflow
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
         # A copy: `apply` moves the scale, and the step reports the one that its gradients were computed with.
         loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
         divided_by = None if self._overflow is None else loss_scale
-        wants_shares = shares and self._loss_scale is not None
+        wants_shares = thorough and self._loss_scale is not None
         health = grad_health(self._parameters, wants_shares, divided_by)
 
-        return {
-            "grad_norm": self._unscaled(health.norm.to(self.device), loss_scale),
+        # Gradients and weights in one sum over ranks.
+        sums = health.sums.to(self.device)
+        if thorough:
+            squares = sum_of_squares(weight.detach() for weight in self._weights)
+            sums = torch.cat([sums, squares.to(self.device).reshape(1)])
+        sums = self.sum(sums)
+        health = GradHealth(sums[:5])
+
+        figures = {
+            "grad_norm": self._unscaled(health.norm, loss_scale),
             "loss_scale": loss_scale,
             "grad_zeros": health.zeros,
             "grad_near_limit": health.near_limit,
         }
+        if thorough:
+            figures["param_norm"] = sums[5].sqrt().float()
+        return figures
 
     def _unscaled(self, norm: Tensor, loss_scale: Tensor) -> Tensor:
         """The norm of the true gradients; norm: of the gradients as they are."""
@@ -206,6 +221,13 @@ class TorchGradients:
             return norm / loss_scale
         # Divided already. What overflowed before that may look finite by now.
         return torch.where(self._overflow > 0, math.inf, norm)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """What each rank measured of its rows, summed over ranks: fp64, the same bits on each.
+
+        Here every rank holds all gradients, and `values` are what they are.
+        """
+        return values
 
     def max_(self, values: Tensor) -> Tensor:
         """As `Gradients.max_`."""
@@ -246,14 +268,14 @@ def update(
     backend: PrecisionBackend,
     own: Mapping[str, float | Tensor],
     limits: Limits = NO_LIMITS,
-    shares: bool = False,
+    thorough: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gate, unscale, clip, apply and roll: the end of a window, the same for every loop and engine.
 
     own: what this rank measured, by the names of StepFacts; what is missing was not measured. Numbers of the host or
         fp32 0-d. `loss` is already the mean over ranks.
     limits: the update is skipped where loss or norm is over them.
-    shares: see `Gradients.measure`.
+    thorough: see `Gradients.measure`.
 
     The update is applied unless, on any rank, loss or gradient norm is not finite or over `limits`, or the window's
     samples are unfit (`bad_data`). No value is read on the host, unless the owner of the gradients says that it does.
@@ -261,7 +283,9 @@ def update(
     Returns every figure of the step by name, fp32 0-d on the device, and what `PrecisionBackend.end_window` gave.
     """
     # Measure what this rank can judge by itself.
-    figures = {**_not_reduced(own, gradients.device), **gradients.measure(shares)}
+    measured = gradients.measure(thorough)
+    own = {**own, **measured}
+    figures = _not_reduced(own, gradients.device)
     loss, norm = figures["loss"], figures["grad_norm"]
     overflow = ~torch.isfinite(norm)
     # "Not at most" rather than "over": a NaN is over every limit.
@@ -534,7 +558,6 @@ class InFlight:
 def finish_step(
     gradients: Gradients,
     backend: PrecisionBackend,
-    parameters: Iterable[nn.Parameter],
     own: Mapping[str, float | Tensor],
     terms: StepTerms,
     comparison: RankComparison | None,
@@ -547,7 +570,6 @@ def finish_step(
 ) -> tuple[dict[str, Tensor], InFlight]:
     """From a window's last backward to its facts on their way to the host.
 
-    parameters: of the model, for its norm.
     own: as for `update`.
     comparison: of the ranks' weights; None where there is nothing to compare.
     clock: started with the window.
@@ -558,11 +580,6 @@ def finish_step(
 
     Returns the step's figures by name, fp32 0-d on the device, and the facts.
     """
-    # Norm of the weights that this window's gradients were computed with.
-    if terms.measures:
-        norm = l2_norm([parameter.detach() for parameter in parameters if parameter.requires_grad])
-        own = {**own, "param_norm": norm}
-
     # Which FP8 weights got a gradient. Asked before the update, in which engines drop the gradients.
     trained = _with_gradient(fp8_weights, terms.step)
 

@@ -2,7 +2,7 @@
 
 ZeRO 1 and 2 split the optimizer's state over the ranks: each rank steps a flat partition of all parameters. Model and
 optimizer state are gathered and set by DeepSpeed's public accessors, so that checkpoints have the layout of
-`torch_engine`. Three things differ from plain torch:
+`parts`. Three things differ from plain torch:
 
 - DeepSpeed reads its gradient norm on the host, so a step costs a few host reads.
 - Its step at ZeRO 1 and 2 cannot be held back once it has begun. So the norm is computed before it as well.
@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import ValidationError
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
-from harness.core.health import grad_norm
+from harness.core.health import grad_norm, l2_norm
 from harness.core.protocols import Meta, Stateful, TensorDict
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
+from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.deepspeed_setup import (
     PrecisionName,
     build_config,
@@ -36,6 +37,15 @@ from harness.engines.deepspeed_setup import (
     preflight,
     release_shared_memory,
 )
+from harness.engines.parts import (
+    ModelPart,
+    OptimizerPart,
+    kept_state,
+    optimizer_meta,
+    require_same,
+    require_same_meta,
+    require_same_optimizer,
+)
 from harness.engines.process_group import (
     ProcessGroup,
     join,
@@ -44,16 +54,9 @@ from harness.engines.process_group import (
     lost_rank_named,
     read_launch,
 )
-from harness.engines.torch_engine import (
-    ModelPart,
-    OptimizerPart,
-    kept_state,
-    optimizer_meta,
-    require_same,
-    require_same_meta,
-    require_same_optimizer,
-    shares_buffers,
-)
+
+if TYPE_CHECKING:
+    from harness.core.protocols import MakeOptimizer
 
 # Attributes of DeepSpeed's fp16 loss scaler that a resume needs.
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -203,12 +206,6 @@ _SECTIONS: dict[str, PrecisionName] = {
 }
 
 
-def _take_buffers(model: nn.Module, _: object) -> None:
-    """Copy rank 0's buffers to every rank; a hook before forward."""
-    for buffer in model.buffers():
-        torch.distributed.broadcast(buffer, 0)
-
-
 class DeepSpeedEngine(ProcessGroup):
     """Engine for the deepspeed launcher (see `core.protocols.Engine`).
 
@@ -230,6 +227,7 @@ class DeepSpeedEngine(ProcessGroup):
     owns_loss_scale: ClassVar = True
     # ZeRO would have to gather its partitions for every snapshot.
     snapshots: ClassVar = False
+    sharded: ClassVar = False
     # Flat partitions have no matrices, which some optimizers need. The gathers take no tensor subclasses.
     any_optimizer: ClassVar = False
 
@@ -248,7 +246,7 @@ class DeepSpeedEngine(ProcessGroup):
         cls,
         config: RunConfig,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        make_optimizer: MakeOptimizer,
         schedule: Any,
         loss_scale: DynamicLossScale | None,
         autocast_dtype: torch.dtype | None,
@@ -258,7 +256,7 @@ class DeepSpeedEngine(ProcessGroup):
         train, engine = config.train, config.engine
         return cls(
             model,
-            optimizer,
+            make_optimizer(dict(model.named_parameters())),
             schedule,
             train.max_grad_norm,
             zero_stage=engine.zero_stage,
@@ -337,7 +335,7 @@ class DeepSpeedEngine(ProcessGroup):
         self._buffers = WindowBuffers(model)
         # DDP broadcasts buffers by itself, DeepSpeed does not.
         if self.world_size > 1 and shares_buffers(model):
-            model.register_forward_pre_hook(_take_buffers)
+            follow_rank_0(model)
 
         # ZeRO makes a new state for its flat partitions.
         if self._sharded:
@@ -375,14 +373,18 @@ class DeepSpeedEngine(ProcessGroup):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     @lost_rank_named()
-    def measure(self, shares: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`, but never with the shares: DeepSpeed owns the scaled gradients."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
-        if self._sharded:
-            norm = self._sharded_norm() / loss_scale
-        else:
-            norm = grad_norm(param for group in self._members for param in group).to(self.device)
-        return {"grad_norm": norm, "loss_scale": loss_scale}
+        norm = self._sharded_norm() if self._sharded else grad_norm(self._weights())
+        figures = {"grad_norm": norm.to(self.device) / loss_scale, "loss_scale": loss_scale}
+        if thorough:
+            figures["param_norm"] = l2_norm(weight.detach() for weight in self._weights())
+        return figures
+
+    def _weights(self) -> list[nn.Parameter]:
+        """What the optimizer trains, before DeepSpeed replaced its groups by flat partitions; whole on every rank."""
+        return [param for group in self._members for param in group]
 
     @lost_rank_named()
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
@@ -450,7 +452,8 @@ class DeepSpeedEngine(ProcessGroup):
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`, in the layout of the plain torch engine."""
         if not self._sharded:
-            optimizer = OptimizerPart(self._model, self._optimizer, self._applied)
+            weights = dict(self._model.named_parameters())
+            optimizer = OptimizerPart(weights, self._optimizer, self._applied)
             return {"model": ModelPart(self._model), "optimizer": optimizer}
         zero = self._engine.optimizer
         return {

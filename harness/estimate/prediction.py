@@ -236,15 +236,12 @@ def _check_estimable(config: RunConfig, ranks: int) -> None:
 
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
 
-    key = ""
-    if config.engine.deepspeed is not None:
-        key = "engine.deepspeed"
-    elif config.engine.name == "deepspeed":
-        key = "engine.name"
-    if key:
-        what = "DeepSpeed is not estimated"
-        why = "its engine moves memory and gradients in ways of its own"
-        fix = "leave it out to estimate the engine for torch"
+    name = config.engine.name
+    key = "engine.deepspeed" if config.engine.deepspeed is not None else "engine.name"
+    if name in ("deepspeed", "fsdp") or config.engine.deepspeed is not None:
+        what = f"the engine {name if name == 'fsdp' else 'DeepSpeed'} is not estimated"
+        why = "it moves memory and gradients in ways of its own"
+        fix = "leave it out to estimate the engine for torch; docs/guide/engines.md says what others hold"
         raise ConfigError(Problem(what, key, why, fix))
 
     if config.train.optimizer not in _RUN_ON_FAKES:

@@ -519,10 +519,10 @@ class _Engine:
         with self._recorder.phased("backward"):
             self._engine.backward(loss)
 
-    def measure(self, shares: bool) -> Any:
+    def measure(self, thorough: bool) -> Any:
         self._recorder.micro = 0
         with self._recorder.phased("update"):
-            return self._engine.measure(shares)
+            return self._engine.measure(thorough)
 
     def apply(self, *args: Any) -> Any:
         with self._recorder.phased("update"):

@@ -51,7 +51,12 @@ _MUON_OTHERS = "others"
 _Maker = Callable[[nn.Module, list[Group], TrainConfig, torch.device], Optimizer]
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    train: TrainConfig,
+    device: torch.device,
+    weights: Mapping[str, nn.Parameter] | None = None,
+) -> Optimizer:
     """The optimizer that `train.optimizer` names, over the trainable parameters of `model`.
 
     adamw, sgd: fused; sgd has momentum `train.betas[0]`.
@@ -64,10 +69,16 @@ def build_optimizer(model: nn.Module, train: TrainConfig, device: torch.device) 
     fused ones and torchao's, `lr` is one shared 0-d fp32 tensor on `device`. adamw, sgd, adamw8bit, adamw_fp8 and muon
     have their state at once, as zeros.
 
+    weights: what the optimizer trains in place of the model's parameters of the same names, such as this rank's rows of
+        each. Only for adamw and sgd. None: the model's own.
+
     Raises ConfigError if nothing is trainable, for arguments that do not fit, or for an optimizer that a run cannot
     gate or save. Raises MachineError where torchao is missing.
     """
     groups = _decay_groups(model, train)
+    if weights is not None:
+        for group in groups:
+            group["params"] = [weights[name] for name in group["param_names"]]
     make = _MAKERS.get(train.optimizer, _made_by_target)
     optimizer = make(model, groups, train, device)
     init_optimizer_state(optimizer)
@@ -119,7 +130,7 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
     """Why an engine that takes only fused AdamW and SGD cannot train with `train.optimizer`; empty if it can."""
     if train.optimizer in ("adamw", "sgd"):
         return []
-    why = "it keeps the optimizer's state in flat partitions, which hold neither matrices nor quantised moments"
+    why = "a rank updates its share of each parameter: it has neither whole matrices nor whole blocks of moments"
     fix = "train.optimizer=adamw or sgd, or start with torchrun (engine ddp)"
     what = f"the engine {engine} does not take it"
     return [Problem(what, f"train.optimizer {train.optimizer!r}", why, fix)]

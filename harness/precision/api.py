@@ -420,7 +420,6 @@ class Precision:
             figures, facts = finish_step(
                 gradients,
                 ready.backend,
-                ready.model.parameters(),
                 own,
                 ready.terms(),
                 ready.judge.comparison,

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, and which FP8 layers are compiled together with each.
+"""Which FP8 layers are compiled together with each of the repeated blocks of a model.
 
 A block's compiled code depends on one flag: whether any of its layers runs in BF16 or is measured in this window. So a
 block is compiled twice at most, however often layers switch.
@@ -11,22 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Elements of the outermost nn.ModuleLists of `model`, each once."""
-    found: dict[nn.Module, None] = {}
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            # A list of lists is no block itself; its inner elements are.
-            nested = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if isinstance(module, nn.ModuleList) and not nested:
-                found[child] = None
-            else:
-                search(child)
-
-    search(model)
-    return list(found)
+from harness.core.blocks import blocks_of
 
 
 @dataclass(slots=True)

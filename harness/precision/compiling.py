@@ -14,9 +14,9 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from harness.core.blocks import blocks_of
 from harness.core.errors import Problem
 from harness.precision.backends.registry import BACKENDS
-from harness.precision.blocks import blocks_of
 from harness.precision.recipe import Rung
 
 _WHERE = "engine.compile=blocks"

@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -61,6 +63,9 @@ def optimizer_problems(
             what = f"{name} is no torch.optim.Optimizer"
             problems.append(Problem(what, call, fix="give the optimizer itself"))
             continue
+        if sharded := sharded_problems(call, parameters_of([each])):
+            problems += sharded
+            continue
         if not owns_any(parameters_of([each])):
             what = f"{name} holds no parameter of the prepared model"
             fix = "build the optimizer from the parameters of this model"
@@ -69,6 +74,23 @@ def optimizer_problems(
             why = "it computes the loss several times a step"
             fix = "take an optimizer that needs no closure"
             problems.append(Problem("LBFGS cannot be gated", call, why, fix))
+    return problems
+
+
+def sharded_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
+    """Why a model whose parameters FSDP has sharded cannot be trained in a loop of one's own; empty if it is whole."""
+    kinds: set[str] = set()
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            kinds.add("fully_shard (FSDP2)")
+        elif isinstance(parameter, FlatParameter):
+            kinds.add("FullyShardedDataParallel (FSDP1)")
+    problems: list[Problem] = []
+    for kind in sorted(kinds):
+        what = f"the model is sharded by {kind}"
+        why = "norms, scales and snapshots would be of this rank's rows alone"
+        fix = "wrap the model in DistributedDataParallel, or train it by harness train with engine.name=fsdp"
+        problems.append(Problem(what, call, why, fix))
     return problems
 
 

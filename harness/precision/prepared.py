@@ -39,7 +39,7 @@ from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
-from harness.precision.misuse import OpenWindow, parameters_of
+from harness.precision.misuse import OpenWindow, parameters_of, sharded_problems
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
@@ -385,6 +385,7 @@ class LoopGradients(TorchGradients):
             ready.loss_scale,
             ready.device,
             overflow,
+            weights=ready.model.parameters(),
         )
         self._ready = ready
 
@@ -442,7 +443,7 @@ def _device_of(model: nn.Module, facts: MachineFacts) -> torch.device:
 
 def _wrapping_problems(model: nn.Module) -> list[Problem]:
     """The model has to be bare: DDP, torch.compile and accelerate come after `prepare`."""
-    problems: list[Problem] = []
+    problems = sharded_problems("prepare()", model.parameters())
     if isinstance(model, DistributedDataParallel | DataParallel):
         what = f"the model is wrapped in {type(model).__name__}"
         fix = "prepare the bare model, then wrap what prepare() returned"

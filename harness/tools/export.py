@@ -241,7 +241,7 @@ def _skeleton(config: RunConfig) -> GPT:
 
 def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
     """A model of transformers, written by its own save_pretrained; with LoRA, the adapters alone."""
-    from harness.engines.torch_engine import ModelPart
+    from harness.engines.parts import ModelPart
     from harness.models import build_model
 
     model: Any = build_model(config.model)

@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.build import ENGINES, Worker
 from harness.capability.cards import GIB
+from harness.checkpoint.shared_folder import check_shared_folder
 from harness.checkpoint.store import Store, lacks_room
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, MachineError, Problem
@@ -48,16 +49,34 @@ def check_first_rung(plan: Plan, recipe: str) -> None:
     )
 
 
+def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
+    """Raises CheckpointError unless all ranks see the same run folder, where each writes its own rows. Collective.
+
+    The folder for a last save, checkpoint.emergency_path, is looked at too if it is there.
+    """
+    if not ENGINES[worker.engine].sharded or worker.group.world_size == 1:
+        return
+    seconds = config.engine.timeout_seconds / 2
+    places = [folder]
+    if config.checkpoint.emergency_path is not None:
+        elsewhere = Path(config.checkpoint.emergency_path)
+        if worker.group.broadcast(elsewhere.is_dir()):
+            places.append(elsewhere)
+    for place in places:
+        check_shared_folder(place, worker.group.rank, worker.group.broadcast, seconds)
+
+
 def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
     size = state_bytes(model, optimizer_bytes(model, config.train))
-    problems = _room(folder, size) if worker.is_lead else []
+    ranks = worker.group.world_size if ENGINES[worker.engine].sharded else 1
+    problems = _room(folder, size, ranks) if worker.is_lead else []
     if problems := _on_every_rank(worker, problems):
         raise CheckpointError(problems)
 
 
-def _room(folder: Path, bytes_each: int) -> list[Problem]:
-    """Why checkpoints of `bytes_each` do not fit; empty if nothing is wrong."""
+def _room(folder: Path, bytes_each: int, ranks: int) -> list[Problem]:
+    """Why checkpoints of `bytes_each` that `ranks` ranks write together do not fit; empty if nothing is wrong."""
     checkpoints = folder / "checkpoints"
     try:
         steps = Store(checkpoints, readonly=True).steps()
@@ -68,7 +87,7 @@ def _room(folder: Path, bytes_each: int) -> list[Problem]:
 
     # A new run has no such folder yet; the one above it is on the same disk. A link may lead to another disk.
     place = checkpoints if checkpoints.is_dir() else folder
-    return lacks_room(place, bytes_each, len(steps))
+    return lacks_room(place, bytes_each, len(steps), ranks)
 
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
@@ -85,8 +104,9 @@ def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | 
     None unless it is certain that they do: activations are not counted, an engine that shards the state keeps less of
     it here, and a GPU has memory of its own.
     """
-    # An engine without snapshots shards the state.
-    if worker.device.type != "cpu" or not ENGINES[worker.engine].snapshots:
+    # An engine without snapshots, DeepSpeed, shards the optimizer's state.
+    engine = ENGINES[worker.engine]
+    if worker.device.type != "cpu" or engine.sharded or not engine.snapshots:
         return None
     parameters = weights = gradients = 0
     for parameter in model.parameters():

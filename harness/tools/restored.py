@@ -134,7 +134,7 @@ def restore(run: Path, step: int | None = None) -> Restored:
     folder, config = _read(run)
     from harness.build import build_plan, join_worker
     from harness.checkpoint.store import Store
-    from harness.engines.torch_engine import ModelPart
+    from harness.engines.parts import ModelPart
     from harness.precision.convert import build_backend
     from harness.precision.loss_scale import build_loss_scale
     from harness.precision.recipe import load_recipe

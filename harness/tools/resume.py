@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from harness.build import Worker, open_store
+from harness.build import ENGINES, Worker, open_store
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.recovery import fallback_folders, move_from_fallback
 from harness.checkpoint.store import Store
+from harness.checkpoint.together import newest_valid_together
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import CheckpointError, ConfigError, Problem
 from harness.core.files import step_name
 from harness.core.state import RunLedger, lost_ledger, unrelated_ledger
-from harness.engines.torch_engine import OptimizerPart
+from harness.engines.parts import OptimizerPart
 from harness.optim.schedule import Schedule, lr_jump
 from harness.run import Run
 from harness.run_folder import (
@@ -182,7 +183,10 @@ def choose_state(start: StartingPoint, worker: Worker, store: Store) -> InitialS
     """What to load before the first step. Collective. Raises CheckpointError if the run's checkpoints were lost."""
     if not start.resuming:
         return InitialState(None, start.source)
-    newest = worker.group.broadcast(store.newest_valid() if worker.is_lead else None)
+    if ENGINES[worker.engine].sharded and worker.group.world_size > 1:
+        newest = newest_valid_together(worker.group, store)
+    else:
+        newest = worker.group.broadcast(store.newest_valid() if worker.is_lead else None)
     if newest is not None:
         return InitialState(newest, None)
     _check_not_lost(worker, start.folder)
@@ -271,7 +275,7 @@ def _load_source(run: Run, source: Path) -> None:
     """Begin with the state in a checkpoint of another run."""
     telemetry = run.telemetry
     step = int(source.name.removeprefix("step-"))
-    run.state.load_state_dict(*Store(source.parent, readonly=True).load(step))
+    run.state.load_state_dict(*run.recovery.read(step, Store(source.parent, readonly=True)))
 
     # Windows that were bad for the other run are bad for this one, if it reads the same data in the same order.
     theirs = source.parent.parent

@@ -67,7 +67,13 @@ from harness.run_folder import (
     write_source,
 )
 from harness.telemetry import Telemetry
-from harness.tools.preflight import check_delivery, check_first_rung, check_memory, check_room
+from harness.tools.preflight import (
+    check_delivery,
+    check_first_rung,
+    check_memory,
+    check_room,
+    check_shared,
+)
 from harness.tools.resume import (
     InitialState,
     StartingPoint,
@@ -204,6 +210,7 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     )
     if worker.is_lead and not start.resuming:
         forget_run(start.folder)
+    check_shared(start.folder, start.config, worker)
 
     # The data come first, as they say how large the model's vocabulary must be.
     data = build_data(start.config, start.folder, worker)

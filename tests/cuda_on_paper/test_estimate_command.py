@@ -173,12 +173,17 @@ def test_an_optimizer_that_fake_tensors_cannot_take_is_refused(optimizer: str) -
 
 
 @pytest.mark.parametrize(
-    "asked", ["engine.deepspeed=configs/deepspeed/nowhere.json", "engine.name=deepspeed"]
+    ("asked", "engine"),
+    [
+        ("engine.deepspeed=configs/deepspeed/nowhere.json", "DeepSpeed"),
+        ("engine.name=deepspeed", "DeepSpeed"),
+        ("engine.name=fsdp", "fsdp"),
+    ],
 )
-def test_deepspeed_is_refused_by_name(asked: str) -> None:
+def test_engines_that_share_the_state_are_refused_by_name(asked: str, engine: str) -> None:
     done = run("--card", "H100", *QUICK, asked)
     assert done.returncode == 2
-    assert "DeepSpeed is not estimated" in done.stderr
+    assert f"the engine {engine} is not estimated" in done.stderr
 
 
 def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> None:

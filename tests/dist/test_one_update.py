@@ -36,7 +36,7 @@ from harness.build import (
 from harness.core.config import RunConfig
 from harness.core.facts import StepFacts
 from harness.core.state import seed_everything
-from harness.engines.torch_engine import ModelPart, OptimizerPart
+from harness.engines.parts import ModelPart, OptimizerPart
 from harness.models import Task, build_model
 from harness.models.gpt import GPT, build
 from harness.optim.optimizers import build_optimizer
@@ -242,7 +242,10 @@ def ten_lines(folder: Path, name: str, ranks: int, other: dict[str, Any]) -> dic
         guard.end_step()
     own = precision.state_dict()["tensors"]
     parts = state(
-        {"model": ModelPart(model), "optimizer": OptimizerPart(model, optimizer, applied.count)}
+        {
+            "model": ModelPart(model),
+            "optimizer": OptimizerPart(dict(model.named_parameters()), optimizer, applied.count),
+        }
     )
     parts |= {
         each.replace(".", "/", 1): tensor.tolist()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
-from harness.engines.torch_engine import ModelPart
+from harness.engines.parts import ModelPart
 from harness.models import Task, build_model
 from harness.models.huggingface import causal_lm, check, positions_of, tokenizer_of
 from harness.precision.api import Precision

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.errors import CheckpointError
-from harness.engines.torch_engine import ModelPart
+from harness.engines.parts import ModelPart
 from harness.models import Task
 from harness.precision.api import Precision
 from tests.extras.tiny_models import batch, load, save

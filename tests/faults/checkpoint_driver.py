@@ -3,10 +3,13 @@
 `python checkpoint_driver.py <injector.so> <scratch> <scenario>:<mode> ...` prints JSON: for each scenario and every n,
 how the process ended and what another finds in the folder afterwards. Run with the injector in LD_PRELOAD. Forking
 costs milliseconds where a new process would import torch. `random:<kills>` and `limit:` need no injector.
+
+In the scenarios `rank0` and `rank1` two processes save one checkpoint together, and the calls of that one fail.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,6 +18,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,10 +27,12 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint.meeting import Meeting, Writers
 from harness.checkpoint.policy import Retention, RollbackTargets, load_ledger, save_ledger
 from harness.checkpoint.recovery import finish_rollback
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
+from harness.core.shards import Rows
 
 MODES = {"kill": 1, "full": 2, "once": 3}
 REFUSED = 3
@@ -157,6 +163,113 @@ def sweep(library: ctypes.CDLL, scratch: Path, scenario: str, mode: str) -> list
     return results
 
 
+TOGETHER = {"rank0": 0, "rank1": 1}
+
+
+def save_piece(root: Path, step: int, rank: int, meeting: Meeting) -> None:
+    """One of two ranks saves its half of the tensors of 1,000 elements."""
+    tensors = state(step)
+    rows: dict[str, dict[str, Rows]] = {}
+    for part, name in (("model", "weight"), ("optimizer", "moment")):
+        each = Rows.of_rank((1000,), rank, 2)
+        rows[part] = {name: each}
+        tensors[part][name] = tensors[part][name][each.begin : each.end]
+    Store(root, readonly=rank > 0).save_piece(step, tensors, rows, meeting, {"step": step})
+
+
+def save_together(
+    root: Path, step: int, arm: Callable[[int], None], disarm: Callable[[int], None]
+) -> list[int]:
+    """Two processes save the checkpoint of `step`; returns how each ended.
+
+    A rank is told when rank 0 has ended, or the other one has failed: in training ranks learn it in a collective.
+    """
+    children: list[int] = []
+    for rank in (0, 1):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        code = 1
+        try:
+            meeting = Writers(rank, 2, "start", 60.0).next_try()
+
+            def told(*ignored: object, meeting: Meeting = meeting) -> None:
+                # On a thread, as in training: this one may hold the lock of the very event that is set.
+                threading.Thread(target=meeting.give_up, args=("is told",)).start()
+
+            signal.signal(signal.SIGUSR1, told)
+            arm(rank)
+            save_piece(root, step, rank, meeting)
+            code = 0
+        except CheckpointError:
+            code = REFUSED
+        except BaseException as error:
+            traceback.print_exception(error)
+        finally:
+            disarm(rank)
+        os._exit(code)
+
+    statuses = [0, 0]
+    for _ in children:
+        child, status = os.wait()
+        rank = children.index(child)
+        statuses[rank] = status
+        if rank == 0 or status:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(children[1 - rank], signal.SIGUSR1)
+    return statuses
+
+
+def sweep_together(
+    library: ctypes.CDLL, scratch: Path, failing: int, mode: str
+) -> list[dict[str, Any]]:
+    """As `sweep`, for a save by two ranks of which one fails."""
+    original = scratch / "base"
+    for step in STEPS[-2:]:
+        save(original, step)
+
+    def unharmed(root: Path) -> None:
+        lead, other = save_together(root, 60, lambda rank: None, lambda rank: None)
+        # Where the checkpoint is there already, rank 0 keeps it and needs nothing of the other rank.
+        assert lead == 0
+        assert os.WIFEXITED(other)
+        assert os.WEXITSTATUS(other) in (0, REFUSED)
+
+    unharmed(Path(shutil.copytree(original, scratch / "warm")))
+    results = []
+    for n in range(1, 1000):
+        root = Path(shutil.copytree(original, scratch / f"{n}"))
+
+        def arm(rank: int, n: int = n) -> None:
+            if rank == failing:
+                library.inject_arm(n, MODES[mode])
+
+        def disarm(rank: int, n: int = n) -> None:
+            if rank == failing:
+                (scratch / f"{n}.fired").write_text(str(library.inject_disarm()))
+
+        statuses = save_together(root, 60, arm, disarm)
+        fired = scratch / f"{n}.fired"
+        status = statuses[failing]
+        lead = statuses[0]
+        result = {
+            "n": n,
+            "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+            "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            "fired": int(fired.read_text()) if fired.exists() else 0,
+            "lead": os.WEXITSTATUS(lead) if os.WIFEXITED(lead) else None,
+            **look(root),
+        }
+        unharmed(root)
+        result["again"] = look(root)
+        results.append(result)
+        shutil.rmtree(root)
+        if not result["killed"] and not result["fired"]:
+            break
+    return results
+
+
 def random_kills(scratch: Path, kills: int, elements: int) -> list[dict[str, Any]]:
     """SIGKILL a process that saves and prunes in a loop, at random moments, going on from what is left each time."""
     root, chance = scratch / "random", random.Random(0)
@@ -212,6 +325,9 @@ def main() -> None:
             results[task] = random_kills(folder, int(mode), 200_000)
         elif scenario == "limit":
             results[task] = file_size_limit(folder)
+        elif scenario in TOGETHER:
+            library = ctypes.CDLL(injector)
+            results[task] = sweep_together(library, folder, TOGETHER[scenario], mode)
         else:
             results[task] = sweep(ctypes.CDLL(injector), folder, scenario, mode)
     print(json.dumps(results))

@@ -327,7 +327,7 @@ GUARD = (
         12,
         "the guard's limits reach the update of a loop that is not ours",
         "update(gradients, backend, own, terms.limits, terms.measures)",
-        "update(gradients, backend, own, shares=terms.measures)",
+        "update(gradients, backend, own, thorough=terms.measures)",
         "tests/unit/precision/test_own_guard.py -k limits_reach",
     ),
     Mutation(
@@ -375,7 +375,7 @@ GUARD = (
     Mutation(
         22,
         "DeepSpeed's ranks take rank 0's buffers",
-        "            model.register_forward_pre_hook(_take_buffers)",
+        "            follow_rank_0(model)",
         "            pass",
         "tests/dist/test_rank_buffers.py::test_every_rank_evaluates_with_rank_0s_statistics[zero0]",
     ),

@@ -14,6 +14,7 @@ from mutation import Mutation
 from native_mutations import NATIVE
 from process_mutations import PROCESS
 from resume_mutations import RESUME
+from sharded_mutations import SHARDED
 from survival_mutations import SURVIVAL
 from te_mutations import TRANSFORMER_ENGINE
 from token_mutations import TOKENS
@@ -22,6 +23,7 @@ from tracking_mutations import TRACKING
 
 MUTATIONS: tuple[Mutation, ...] = (
     *SURVIVAL,
+    *SHARDED,
     *RESUME,
     *PROCESS,
     *GUARD,

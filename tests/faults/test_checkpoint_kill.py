@@ -31,6 +31,11 @@ SWEEPS = [
     "discard:once",
     "resave:kill",
     "quarantine:kill",
+    "rank0:kill",
+    "rank0:full",
+    "rank1:kill",
+    "rank1:full",
+    "rank1:once",
 ]
 
 
@@ -40,6 +45,8 @@ WHAT = {
     "discard": (2, "a rollback"),
     "resave": (1, "a save over a damaged checkpoint"),
     "quarantine": (4, "setting a damaged checkpoint aside"),
+    "rank0": (1, "rank 0 in a save by two ranks"),
+    "rank1": (1, "rank 1 in a save by two ranks"),
 }
 HOW = {"kill": "killed", "full": "disk full from there on", "once": "an I/O error"}
 
@@ -122,6 +129,34 @@ def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_nothing(
         assert not [name for name in result["before"] if name.startswith(".tmp")]
         assert result["exit"] == REFUSED or (result["exit"] == 0 and 60 in result["valid"])
     assert sum(result["exit"] == REFUSED for result in results) >= len(results) - 1
+
+
+@pytest.mark.faults(1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_at_any_call_of_a_save_by_two_leaves_the_old_or_the_new(
+    sweeps: dict[str, Any], figure: Callable[..., None], rank: int
+) -> None:
+    results = swept(sweeps, figure, f"rank{rank}", "kill", at_least=20 if rank == 0 else 10)
+    kept = {tuple(result["valid"]) for result in results}
+    # Rank 1 does nothing after the last word that rank 0 waits for.
+    assert kept == ({(40, 50), (40, 50, 60)} if rank == 0 else {(40, 50)})
+    for result in results:
+        if rank == 1:
+            assert result["lead"] == REFUSED
+            assert not [name for name in result["before"] if name.startswith(".tmp")]
+
+
+@pytest.mark.faults(3)
+@pytest.mark.parametrize(("rank", "mode"), [(0, "full"), (1, "full"), (1, "once")])
+def test_a_save_by_two_that_the_disk_of_one_refuses_is_an_error_and_leaves_nothing(
+    sweeps: dict[str, Any], figure: Callable[..., None], rank: int, mode: str
+) -> None:
+    results = swept(sweeps, figure, f"rank{rank}", mode, at_least=20 if rank == 0 else 10)
+    for result in results:
+        assert result["valid"][:2] == [40, 50]
+        assert not [name for name in result["before"] if name.startswith(".tmp")]
+        assert result["lead"] == REFUSED or (result["lead"] == 0 and 60 in result["valid"])
+    assert sum(result["lead"] == REFUSED for result in results) >= len(results) - 3
 
 
 @pytest.mark.faults(2)

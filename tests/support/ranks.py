@@ -96,6 +96,20 @@ def make_engine(
     )
 
 
+def backward_of_a_step(engine: Any, step: int, poison: float = 1.0, spoilt: float = 1.0) -> None:
+    """Forward and backward of `train` on this rank's share."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
+    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
+    here = slice(engine.rank, None, engine.world_size)
+    faulty = engine.rank == engine.world_size - 1
+    for index in range(MICRO):
+        with engine.micro_batch(index == MICRO - 1):
+            spoils = spoilt if faulty and index == 0 else 1.0
+            loss = engine.module(inputs[index, here] * spoils, targets[index, here]) / MICRO
+            engine.backward(loss * poison if faulty and index == 0 else loss)
+
+
 def train(
     engine: Engine,
     step: int,
@@ -110,16 +124,8 @@ def train(
     spoilt: factor of its first inputs.
     flag: how many of its samples could not be read.
     """
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(MICRO, SAMPLES // MICRO, 6, generator=generator)
-    targets = torch.randn(MICRO, SAMPLES // MICRO, 3, generator=generator) * 3
-    here = slice(engine.rank, None, engine.world_size)
+    backward_of_a_step(engine, step, poison, spoilt)
     faulty = engine.rank == engine.world_size - 1
-    for index in range(MICRO):
-        with engine.micro_batch(index == MICRO - 1):
-            spoils = spoilt if faulty and index == 0 else 1.0
-            loss = engine.module(inputs[index, here] * spoils, targets[index, here]) / MICRO
-            engine.backward(loss * poison if faulty and index == 0 else loss)
     figures = finish(
         engine,
         limits,

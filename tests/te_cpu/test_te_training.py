@@ -35,7 +35,9 @@ STEPS = 24
 TIMES = {"train/tokens_per_second", "train/peak_memory_gib"}
 
 
-def arguments(folder: Path, backend: str, steps: int = STEPS, fallback: str = "{}") -> list[str]:
+def arguments(
+    folder: Path, backend: str, steps: int = STEPS, fallback: str = "{}", engine: str = "auto"
+) -> list[str]:
     """Of a run named after its backend."""
     recipe = folder / f"{backend}.yaml"
     recipe.write_text(RECIPE.format(backend=backend, fallback=fallback))
@@ -46,6 +48,7 @@ def arguments(folder: Path, backend: str, steps: int = STEPS, fallback: str = "{
         backend,
         f"train.steps={steps}",
         "train.eval_every=8",
+        f"engine.name={engine}",
     ]
     return [*given, f"checkpoint.every={steps // 3}"]
 
@@ -171,13 +174,26 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     assert_same(run, undisturbed["transformer_engine"])
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The launcher, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = f"--master-port={probe.getsockname()[1]}"
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", port]
+
+
 @pytest.mark.dist
 def test_two_ranks_of_torchrun_have_the_figures_of_native(tmp_path: Path) -> None:
-    runs: list[Path] = []
-    for backend in PROGRAMS:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = f"--master-port={probe.getsockname()[1]}"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", port]
-        runs.append(ran(tmp_path, backend, launcher, steps=9))
+    runs = [ran(tmp_path, backend, torchrun(2), steps=9) for backend in PROGRAMS]
     assert_same(runs[1], runs[0])
+
+
+@pytest.mark.dist
+def test_two_ranks_of_fsdp_have_the_figures_of_ddp(tmp_path: Path) -> None:
+    runs: list[Path] = []
+    for engine in ("ddp", "fsdp"):
+        folder = tmp_path / engine
+        folder.mkdir()
+        runs.append(ran(folder, "transformer_engine", torchrun(2), steps=9, engine=engine))
+    ddp, fsdp = map(figures, runs)
+    assert ddp == pytest.approx(fsdp, rel=0.0, abs=0.0, nan_ok=True)

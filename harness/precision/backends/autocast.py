@@ -55,6 +55,9 @@ class AutocastBackend:
         """Nothing to hold: autograd runs each backward op in the dtype of its forward."""
         return nullcontext()
 
+    def gather_weights(self) -> None:
+        """Nothing to change. Autograd keeps autocast's casts of weights until backward; recomputed blocks free them."""
+
     def begin_window(self, sample: bool) -> None:
         """Nothing to collect."""
 

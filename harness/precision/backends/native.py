@@ -173,26 +173,39 @@ class NativeLayer(nn.Module):
 
         rights: backward needs it too, as a right operand.
         """
+        buffers = self.slot_buffers
         # An evaluation may run with other weights, such as averaged ones: nothing is cached for it.
         if not record:
-            return self.slot_buffers.operand(weight.detach(), self.slot + 1, record, rights)
+            return buffers.operand(weight.detach(), self.slot + 1, record, rights)
+
+        # A gathered weight is freed after the layer, and so is its cast. Amax and statistics are recorded at the first
+        # cast under a scale, as they are where the cast is cached.
+        if buffers.gathered:
+            cast = buffers.epoch, buffers.window
+            first = buffers.recorded.get(self.slot) != cast
+            buffers.recorded[self.slot] = cast
+            return buffers.operand(weight.detach(), self.slot + 1, first, rights)
 
         # Fused optimizers do not bump a Parameter's version: epoch and window stand for it.
-        key = (
-            self.slot_buffers.epoch,
-            self.slot_buffers.window,
-            weight._version,
-            weight.data_ptr(),
-        )
-        held = self.slot_buffers.weights.get(self.slot)
+        key = (buffers.epoch, buffers.window, weight._version, weight.data_ptr())
+        held = buffers.weights.get(self.slot)
         if held is not None and held[0] == key:
             return held[1]
 
         plain = weight.detach()
-        quantized = self.slot_buffers.operand(plain, self.slot + 1, record)
+        quantized = buffers.operand(plain, self.slot + 1, record)
         # The entry holds the weight too: if it were freed, another weight could get its address, and so its key.
-        self.slot_buffers.weights[self.slot] = (key, quantized, plain)
+        buffers.weights[self.slot] = (key, quantized, plain)
         return quantized
+
+    def cast_again(self, weight: Tensor, left: Operand) -> Operand:
+        """`weight` as the right operand that it was in forward, for backward. It records nothing.
+
+        left: the operand x of that forward. Whether it is in FP8 says whether the weight was.
+        """
+        if isinstance(left, Carrier) and left.inverse is None:
+            return plain_operand(weight)
+        return self.slot_buffers.operand(weight.detach(), self.slot + 1, False)
 
     def multiply(
         self,
@@ -222,14 +235,14 @@ class NativeLayer(nn.Module):
         return left.nt(right, bias), left, right
 
     def gradients(
-        self, grad: Tensor, left: Operand, right: Operand, record: bool, needs: Needs
+        self, grad: Tensor, left: Operand, right: Operand | None, record: bool, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """GEMMs 2 and 3: dx (bfloat16 [m, k]), dW (bfloat16 [n, k]), and the bias gradient (float32 [n]).
 
         Each is None where `needs` does not ask for it.
 
         grad: dy [m, n] of any float dtype.
-        left, right: the operands x and W, as `multiply` returned them.
+        left, right: the operands x and W, as `multiply` returned them. W is not needed where x wants no gradient.
         """
         buffers, slot = self.slot_buffers, self.slot + 2
         grad = grad.to(torch.bfloat16).contiguous()
@@ -243,7 +256,7 @@ class NativeLayer(nn.Module):
         else:
             scaled = buffers.activation(grad, slot, record, needs[1])
 
-        grad_rows = scaled.nn(right) if needs[0] else None
+        grad_rows = None if right is None or not needs[0] else scaled.nn(right)
         grad_weight = scaled.tn(left) if needs[1] else None
         self.release(record)
         return grad_rows, grad_weight, grad_bias
@@ -285,10 +298,14 @@ class _Matmul(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1])
             out, left, right = layer.multiply(rows, weight, bias, record, ctx.needs_input_grad[:3])
 
-        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient. Backward cuts
-        # the list in half, so a tensor that is not kept leaves a None.
+        # Keep of each operand what backward uses: x for the weight gradient, W for the input gradient. A tensor that is
+        # not kept leaves a None. Of a gathered weight only the Parameter is kept, whose memory the engine frees and
+        # fills again.
         kept_left, ctx.left = left.kept()
         kept_right, ctx.right = right.kept()
+        if layer.slot_buffers.gathered:
+            kept_right, ctx.right = (weight,), None
+        ctx.of_left = len(kept_left)
         wants_rows, wants_weight = ctx.needs_input_grad[:2]
         if not wants_weight:
             kept_left = (None,) * len(kept_left)
@@ -301,11 +318,15 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # `kept` gives as many tensors for x as for W.
         saved = ctx.saved_tensors
-        half = len(saved) // 2
-        left = ctx.left(*saved[:half])
-        right = ctx.right(*saved[half:])
+        left = ctx.left(*saved[: ctx.of_left])
+        of_right = saved[ctx.of_left :]
+        right = None
+        if ctx.right is not None:
+            right = ctx.right(*of_right)
+        elif ctx.needs_input_grad[0]:
+            with operands_as_they_are(grad_output.device.type):
+                right = ctx.layer.cast_again(of_right[0], left)
 
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         with operands_as_they_are(grad.device.type):
@@ -501,6 +522,10 @@ class NativeBackend:
             yield
         finally:
             self.slot_buffers.active = False
+
+    def gather_weights(self) -> None:
+        """As `PrecisionBackend.gather_weights`: backward casts the weight again, to the same bits."""
+        self.slot_buffers.gathered = True
 
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins. sample: measure underflow, clipped share and SQNR too."""

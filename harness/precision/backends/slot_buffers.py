@@ -120,6 +120,9 @@ class SlotBuffers(ScalingState):
     demoted: first slots of the layers in BF16.
     weights: quantised weights by their layer's first slot. An entry is a key, the operand and the plain weight. The key
         says which weight and which scale the operand is of.
+    gathered: weights are gathered from all ranks for one layer at a time (FSDP2). No cast of one outlives the layer's
+        forward, and backward casts again.
+    recorded: epoch and window in which the amax of a gathered weight was last recorded, by its layer's first slot.
     epoch: counts changes of `scale`.
     window: counts optimizer steps begun.
     kernel: the fused cast on a CPU; None where PyTorch casts.
@@ -145,6 +148,8 @@ class SlotBuffers(ScalingState):
         self.gradient = formats[-1] if formats else "e5m2"
         self.demoted: set[int] = set()
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
+        self.gathered = False
+        self.recorded: dict[int, tuple[int, int]] = {}
         self.epoch = 0
         self.window = 0
         if device.type == "cpu":

@@ -184,6 +184,9 @@ class TransformerEngineBackend:
         finally:
             self._watch.active = self._watch.in_backward = False
 
+    def gather_weights(self) -> None:
+        """Nothing to change: TE finds out that its weights are gathered, and quantises them again in backward."""
+
     @torch.no_grad()
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins. sample: also measure what casts lose, by casts of our own beside TE's."""

@@ -453,6 +453,9 @@ class TorchaoBackend:
         finally:
             self._watch.active = False
 
+    def gather_weights(self) -> None:
+        """Nothing to change: torchao's backward casts the weight again."""
+
     def begin_window(self, sample: bool) -> None:
         """An optimizer step begins: forget the last one's amaxes. sample: also measure what casts lose."""
         self._watch.amax.zero_()

@@ -66,3 +66,25 @@ def test_a_limit_on_the_size_of_files_is_named_together_with_the_disk(tmp_path: 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ["ulimit" in problem.fix for problem in problems] == [False, True]
     assert "1 MB" in problems[1].what
+
+
+def test_a_limit_on_the_size_of_files_is_for_the_file_of_one_rank(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        alone = lacks_room(tmp_path, 3_000_000, 0)
+        together = lacks_room(tmp_path, 3_000_000, 0, ranks=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ["ulimit" in problem.fix for problem in alone] == [True]
+    assert together == []
+
+
+def test_files_of_all_ranks_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs(tmp_path)
+    fields = list(disk)
+    fields[5], fields[7] = 100_000, 1000  # inodes: of the disk, and free for us
+    monkeypatch.setattr(os, "statvfs", lambda folder: os.statvfs_result(fields))
+    assert lacks_room(tmp_path, 1000, 0, ranks=8) == []
+    (problem,) = lacks_room(tmp_path, 1000, 0, ranks=1024)
+    assert "room for 1000 more files" in problem.what

@@ -9,9 +9,9 @@ from native_support import APPLY, same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.core.blocks import blocks_of
 from harness.core.protocols import PrecisionBackend
 from harness.models.gpt import GPT, build
-from harness.precision.blocks import blocks_of
 
 State = dict[str, Tensor]
 

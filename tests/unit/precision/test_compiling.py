@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.core.blocks import blocks_of
 from harness.models.gpt import build
-from harness.precision.blocks import blocks_of
 from harness.precision.compiling import EagerWatch, check_compile, compile_blocks
 from harness.precision.recipe import Rung
 

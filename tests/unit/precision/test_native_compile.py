@@ -30,8 +30,8 @@ from native_support import APPLY, backend_for, same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from harness.core.blocks import blocks_of
 from harness.precision.backends import native_triton
-from harness.precision.blocks import blocks_of
 
 # torch says these to itself while it compiles.
 pytestmark = [

@@ -31,8 +31,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness import Precision
 from harness.capability.probe import probe
+from harness.core.blocks import blocks_of
 from harness.precision.backends.torchao import TorchaoBackend
-from harness.precision.blocks import blocks_of
 from harness.precision.compiling import compile_blocks
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe

@@ -1,0 +1,368 @@
+"""FSDP2 (torch's `fully_shard`) behind the same interface as plain torch: every rank holds its rows of each parameter.
+
+What FSDP2 does: it cuts each parameter along its first dimension, one piece a rank. Before a block's forward and
+backward the ranks gather the block's whole parameters; afterwards they free them. Gradients are summed and cut in one
+operation (reduce-scatter), so each rank gets the gradient of its own rows.
+
+`fully_shard` puts DTensors in the place of the model's Parameters. Nothing else in the harness sees one. For each there
+is a plain Parameter over the same memory, this rank's rows (`Shards.weights`). Optimizer, gate, norms, snapshots and
+checkpoints use those, so they work as they do under DDP, fused kernels and the gate on the device included. What is
+measured of rows is summed over ranks in fp64 (`ShardGradients`).
+
+On two ranks every loss, weight and moment equals DDP's, bit for bit. With more ranks collectives may add in another
+order. On a CPU one more thing differs: fused AdamW rounds the last elements of a tensor otherwise, those that do not
+fill a vector register. A piece whose size is not a multiple of 16 has other last elements than the whole tensor.
+
+Traps that this file takes care of:
+
+- The root of the model stays gathered after a forward without backward, such as a validation. Values that are loaded
+  into the rows then would not be seen by the next forward. So a load reshards every module (`Shards.loaded`).
+- Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
+  rank 0's weights; here the ranks' weights are compared before they are cut.
+- Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
+- Ranks that call blocks in another order, or other blocks, gather halves of different weights, and nothing fails if the
+  sizes agree. So the order of calls travels with the norms: where ranks differ the update is skipped, and in the first
+  step the run ends with an error.
+- 0-d parameters cannot be cut. Every rank holds them, and their gradients are averaged here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from harness.core.blocks import blocks_of
+from harness.core.collectives import Fingerprint, differing, gather_over_ranks
+from harness.core.config import EngineConfig, RunConfig
+from harness.core.errors import ConfigError, Problem, some
+from harness.core.protocols import Stateful
+from harness.core.shards import Rows
+from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers
+from harness.engines.buffers import follow_rank_0, shares_buffers
+from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state, settings_of
+from harness.engines.process_group import ProcessGroup, join, leave, lost_rank_named, read_launch
+
+if TYPE_CHECKING:
+    from harness.core.protocols import MakeOptimizer
+
+_WHERE = "engine.name=fsdp"
+_NAMED = 3
+
+
+class CallOrder:
+    """The order in which this rank called the blocks of a model in a window, as one number under 2^40."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self.value = 0
+        for number, block in enumerate(blocks, start=1):
+            # Compiled code must not take the number for a constant.
+            note: Any = torch.compiler.disable(partial(self._note, number))
+            block.register_forward_pre_hook(note)
+
+    def _note(self, number: int, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self.value = (self.value * 1_000_003 + number) % 2**40
+
+
+class ShardGradients(TorchGradients):
+    """Gradients of which each rank holds its rows, already averaged over ranks.
+
+    order: this rank's `CallOrder` of the window; set before `measure`.
+    same_order: 0-d bool, whether all ranks had the same one.
+    """
+
+    order = 0
+    same_order: Tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """As `TorchGradients.sum`; one collective, added in rank order.
+
+        The first value, the squares of the gradients, is infinite if ranks called different blocks.
+        """
+        # A whole number under 2^40 is exact in fp64.
+        order = values.new_full((1,), float(self.order))
+        gathered = gather_over_ranks(torch.cat([values, order]))
+        total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]
+        self.same_order = (orders == orders[0]).all()
+        total[0] = torch.where(self.same_order, total[0], math.inf)
+        return total
+
+
+class FsdpEngine(ProcessGroup):
+    """Engine for models that are sharded over ranks (see `core.protocols.Engine`).
+
+    Raises ConfigError if the ranks hold different weights, or for parameters that FSDP2 cannot put into one group.
+
+    model: whole, on `device`, with the same weights on every rank. It is sharded in place.
+    make_optimizer: makes a fused AdamW or SGD over this rank's rows.
+    schedule: learning rate by the count of applied updates, both 0-d tensors.
+    max_grad_norm: clip to this norm.
+    loss_scale: of fp16; None: no loss scale.
+    every_micro_batch: exchange gradients after every micro-batch. That needs memory for this rank's rows only, and the
+        sum over micro-batches is rounded otherwise than under DDP. False: in the window's last one, as DDP does.
+    timeout_seconds: after which a collective gives up on a rank.
+    """
+
+    name = "fsdp"
+    owns_loss_scale: ClassVar = False
+    snapshots: ClassVar = True
+    sharded: ClassVar = True
+    # An optimizer sees rows alone: no whole matrices for Muon, and blocks of 8-bit moments would be cut.
+    any_optimizer: ClassVar = False
+
+    @classmethod
+    def lacking(cls, device: str) -> list[Problem]:
+        """What this engine needs and this machine lacks: nothing. device: "cpu" or "cuda"."""
+        return []
+
+    @classmethod
+    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
+        """Why this engine cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
+        return []
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        schedule: Any,
+        loss_scale: DynamicLossScale | None,
+        autocast_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> FsdpEngine:
+        """The engine of a run. autocast_dtype: unused, as the precision backend casts here."""
+        return cls(
+            model,
+            make_optimizer,
+            schedule,
+            config.train.max_grad_norm,
+            loss_scale=loss_scale,
+            every_micro_batch=config.engine.gradient_sync == "micro_batch",
+            device=device,
+            timeout_seconds=config.engine.timeout_seconds,
+        )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        schedule: Callable[[Tensor], Tensor],
+        max_grad_norm: float,
+        *,
+        loss_scale: DynamicLossScale | None = None,
+        every_micro_batch: bool = False,
+        device: torch.device,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        join(read_launch(), device, timeout_seconds)
+        super().__init__(device)
+        _require_same_weights(model, device)
+        frozen = kept_state(model)[1].get("frozen")
+        scalars = {name: param for name, param in model.named_parameters() if param.ndim == 0}
+        blocks = _shard(model, device, set(scalars.values()))
+        self._calls = CallOrder(blocks)
+        self._checked = False
+
+        self.lr_factor = 1.0
+        self.module = model
+        self._model = model
+        self._schedule = schedule
+        self._every_micro_batch = every_micro_batch
+        self._loss_scale = loss_scale
+
+        # What everybody else sees: a plain Parameter over the memory of each DTensor's local rows.
+        self._sharded: dict[str, DTensor] = {}
+        self._scalars = {name: param for name, param in scalars.items() if param.requires_grad}
+        weights: dict[str, nn.Parameter] = {}
+        rows: dict[str, Rows] = {}
+        for name, param in model.named_parameters():
+            weights[name] = param
+            if isinstance(param, DTensor):
+                self._sharded[name] = param
+                local = param.to_local().detach()
+                weights[name] = nn.Parameter(local, requires_grad=param.requires_grad)
+                rows[name] = _rows_of(param, self.rank)
+        self._shards = Shards(weights, rows, frozen, self._reshard)
+
+        self.optimizer = make_optimizer(weights)
+        self._initial = settings_of(self.optimizer)
+        self._applied = torch.zeros((), dtype=torch.float32, device=device)
+        # One tensor that all parameter groups share: the host reads nothing.
+        self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr
+
+        # Rank 0 alone counts what every rank holds whole, or a sum over ranks would count it once for each rank.
+        counted = [weights[name] for name in weights if name in rows or self.rank == 0]
+        trained = [weight for weight in counted if weight.requires_grad]
+        self._gradients = ShardGradients(
+            [self.optimizer], trained, max_grad_norm, loss_scale, device
+        )
+        self._buffers = WindowBuffers(model)
+        # As under DDP, the later micro-batches of a window go on with each rank's own buffers.
+        self._window_begun = False
+        if self.world_size > 1 and shares_buffers(model):
+            follow_rank_0(model, now=lambda: not self._window_begun)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Context for forward and backward of one micro-batch."""
+        self._buffers.begin()
+        root = self._model
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(last or self._every_micro_batch)
+        with lost_rank_named():
+            yield
+        self._window_begun = not last
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of `loss`, times the loss scale if there is one."""
+        if self._loss_scale is not None:
+            loss = loss * self._loss_scale.value
+        loss.backward()
+
+    @lost_rank_named()
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
+        """As `core.protocols.Gradients.measure`."""
+        # The gradients of this rank's rows, where the optimizer looks for them.
+        for name, param in self._sharded.items():
+            grad = param.grad
+            self._shards.weights[name].grad = grad.to_local() if isinstance(grad, DTensor) else None
+        self._average_scalars()
+        self._gradients.order = self._calls.value
+        self._calls.value = 0
+        figures = self._gradients.measure(thorough)
+
+        # The host reads this once. In later steps the gate skips such an update.
+        if not self._checked and not self._gradients.same_order.item():
+            what = "the ranks called different blocks of the model, or in another order"
+            why = "each would gather halves of other weights"
+            fix = "call every block on every rank, or start with torchrun alone (engine ddp)"
+            raise ConfigError(Problem(what, _WHERE, why, fix))
+        self._checked = True
+        return figures
+
+    def _average_scalars(self) -> None:
+        """Average the gradients of 0-d parameters over ranks; a rank without one counts as zero. Collective."""
+        if not self._scalars:
+            return
+        found: list[Tensor] = []
+        for param in self._scalars.values():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            found.append(grad.detach())
+        mean = self.mean(torch.stack(found))
+        for param, grad in zip(self._scalars.values(), mean.unbind(), strict=True):
+            param.grad = grad.clone()
+
+    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+        """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
+        self._lr.copy_(self._schedule(self._applied) * self.lr_factor)
+        figures = self._gradients.apply(skip, overflow, norm, clip)
+        self._buffers.settle(figures["applied"])
+        self._applied += figures["applied"]
+        for name, weight in self._shards.weights.items():
+            weight.grad = None
+            if name in self._sharded:
+                self._sharded[name].grad = None
+        return {**figures, "applied_steps": self._applied.clone()}
+
+    def _reshard(self) -> None:
+        """Drop what is gathered: the next forward gathers it anew."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def parts(self) -> dict[str, Stateful]:
+        """`model` and `optimizer`: this rank's rows."""
+        shards = self._shards
+        optimizer = OptimizerPart(
+            shards.weights, self.optimizer, self._applied, self._initial, shards.rows
+        )
+        return {"model": ModelPart(self._model, shards), "optimizer": optimizer}
+
+    def close(self) -> None:
+        """Leave the process group; safe to call twice."""
+        leave()
+
+
+def _require_same_weights(model: nn.Module, device: torch.device) -> None:
+    """Raise ConfigError naming parameters that are not the same on every rank. Collective."""
+    weights = dict(model.named_parameters())
+    flags = differing(Fingerprint(device).of(weights.values())).tolist()
+    names = [name for name, differs in zip(weights, flags, strict=True) if differs]
+    if names:
+        what = f"the ranks built the model with different weights: {some(names, _NAMED)}"
+        why = "each rank would keep its own rows of them, and the run would train a patchwork"
+        fix = "let model.target depend on train.seed alone, or load the same weights on every rank"
+        raise ConfigError(Problem(what, _WHERE, why, fix))
+
+
+def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Shard the blocks of `model` one by one, and with the model itself what no block holds; returns the blocks."""
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    blocks = _blocks_without_ties(model)
+    groups = [*blocks, model]
+    problems: list[Problem] = []
+    names = {id(param): name for name, param in model.named_parameters()}
+    taken: set[nn.Parameter] = set(ignored)
+    for module in groups:
+        own = [param for param in module.parameters() if param not in taken]
+        taken.update(own)
+        problems += _mixed_dtypes((names[id(param)], param) for param in own)
+    if problems:
+        raise ConfigError(problems)
+
+    for module in groups:
+        sharded = fully_shard(module, mesh=mesh, ignored_params=ignored)
+        # A parameter that some rank's samples do not use gets a gradient of zero: the ranks' exchanges stay alike.
+        sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    return blocks
+
+
+def _mixed_dtypes(named: Iterable[tuple[str, nn.Parameter]]) -> list[Problem]:
+    """Why FSDP2 cannot put these parameters into one group: their gradients travel together, in one dtype."""
+    first: dict[torch.dtype, str] = {}
+    for name, param in named:
+        if param.requires_grad:
+            first.setdefault(param.dtype, name)
+    if len(first) < 2:
+        return []
+    listed = ", ".join(
+        f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items()
+    )
+    what = f"trainable parameters of one block have different dtypes: {listed}"
+    fix = "keep trainable parameters in float32, or start with torchrun alone (engine ddp)"
+    return [Problem(what, _WHERE, "FSDP2 exchanges the gradients of a block in one dtype", fix)]
+
+
+def _blocks_without_ties(model: nn.Module) -> list[nn.Module]:
+    """The blocks of `model` that share no parameter with a module outside of them."""
+    uses: dict[int, int] = {}
+    for _, param in model.named_parameters(remove_duplicate=False):
+        uses[id(param)] = uses.get(id(param), 0) + 1
+
+    found: list[nn.Module] = []
+    for block in blocks_of(model):
+        inside: dict[int, int] = {}
+        for _, param in block.named_parameters(remove_duplicate=False):
+            inside[id(param)] = inside.get(id(param), 0) + 1
+        if inside and all(uses[key] == count for key, count in inside.items()):
+            found.append(block)
+    return found
+
+
+def _rows_of(param: DTensor, rank: int) -> Rows:
+    """Which rows of `param` are here."""
+    rows = Rows.of_rank(tuple(param.shape), rank, param.device_mesh.size())
+    assert tuple(param.to_local().shape) == rows.local_shape, "FSDP2 cuts as torch.chunk does"
+    return rows
