@@ -298,7 +298,9 @@ class EngineConfig(Strict):
         default="auto",
         description="auto: deepspeed under its launcher, else ddp; single for one process",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed's ZeRO stage; 3 is refused")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="DeepSpeed's ZeRO stage; 3 is refused"
+    )
     deepspeed: str | None = Field(
         default=None,
         description="DeepSpeed JSON file; the harness's settings override it",
