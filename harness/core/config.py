@@ -302,7 +302,9 @@ class EngineConfig(Strict):
         default="window",
         description="when fsdp exchanges gradients: once a window, as ddp; or in every micro-batch, in less memory",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed's ZeRO stage")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="DeepSpeed's ZeRO stage; 3 is refused"
+    )
     deepspeed: str | None = Field(
         default=None,
         description="DeepSpeed JSON file; the harness's settings override it",

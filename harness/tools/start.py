@@ -64,7 +64,7 @@ def command(
         str,
         typer.Option(
             metavar="KEY,...",
-            help="what may differ in this resume: config keys, recipe; checkpoint: the newest is gone",
+            help="what may differ in this resume: config keys, recipe",
         ),
     ] = "",
     local_rank: Annotated[

@@ -52,7 +52,8 @@ HEAD = """# Reliability
 What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail.
 For whoever has to rely on a run. All on CPUs, with one or two ranks.
 
-- Every fault of [the matrix](#the-fault-matrix) ended as it must. The page is written only if all tests pass.
+- Every fault of [the matrix](#the-fault-matrix) that has tests here ended as it must. The page is written only if all
+  tests pass.
 - [Figures](#figures) say in how many trials, and how many could still fail.
 - [Random sequences of faults](#random-sequences-of-faults) look for ends that no test foresees. The example lists the
   wrong ends that they found.
