@@ -51,6 +51,7 @@ RECIPE = {"fp8": "fp8_hybrid", "bf16": "bf16", "fp32_ulp": "bf16", "bf16_ulp": "
 PERTURBED = "benchmarks.parity:perturbed_gpt"
 ULP: dict[str, dict[str, Any]] = {"fp32_ulp": {}, "bf16_ulp": {"ulp_bits": 16}}
 MARGIN = 0.0025
+"""How far the upper end of FP8's interval may be above a control's, relative."""
 FIXED = (
     "tracking.mlflow=false",
     "tracking.fp8_every=1",
@@ -95,11 +96,15 @@ def settings(kind: str, seed: int, overrides: Sequence[str]) -> list[str]:
 def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Train one run, unless `work` has it: val_loss (nats per byte, final weights), switches, and what it ran on."""
     folder, asked = run_folder(work, kind, seed), settings(kind, seed, overrides)
+
+    # A finished run of the same settings is kept.
     kept = folder / "study.json"
     if kept.exists():
         found = json.loads(kept.read_text())
         if found["settings"] == asked:
             return found["result"]
+
+    # Anything else in the folder is of an interrupted run, or of other settings.
     shutil.rmtree(folder, ignore_errors=True)
     command = [
         sys.executable,
@@ -117,6 +122,8 @@ def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[st
         text=True,
         check=False,
     )
+
+    # What the run says of itself.
     outcome = read_outcome(folder)
     if done.returncode or outcome.get("status") != "done":
         raise SystemExit(
@@ -135,9 +142,13 @@ def train(work: Path, kind: str, seed: int, overrides: Sequence[str]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of all pairs. fp8, controls: intervals of the relative difference to bf16.
+    """The result of all pairs.
 
-    margin: how far FP8's upper end may be above a control's. seeds_needed: for an interval of FP8 of +- margin.
+    fp8: 95% interval of the relative difference to bf16.
+    controls: the same of each control.
+    margin: how far FP8's upper end may be above a control's.
+    seeds_needed: for an interval of FP8 of +- margin.
+    holds: for each control, whether FP8's upper end is within the margin.
     """
 
     fp8: Interval
@@ -147,11 +158,13 @@ class Verdict:
     holds: dict[str, bool]
 
     def __str__(self) -> str:
-        lines = [
-            f"claim {'holds' if self.holds[kind] else 'DOES NOT HOLD'} beside {kind}: upper end of FP8 "
-            f"{self.fp8.high:+.3%} <= {control.high:+.3%} + {self.margin:.2%} = {control.high + self.margin:+.3%}"
-            for kind, control in self.controls.items()
-        ]
+        lines: list[str] = []
+        for kind, control in self.controls.items():
+            claim = "holds" if self.holds[kind] else "DOES NOT HOLD"
+            lines.append(
+                f"claim {claim} beside {kind}: upper end of FP8 "
+                f"{self.fp8.high:+.3%} <= {control.high:+.3%} + {self.margin:.2%} = {control.high + self.margin:+.3%}"
+            )
         enough = "enough" if self.fp8.n >= self.seeds_needed else "TOO FEW"
         lines.append(
             f"seeds: {self.fp8.n} are {enough}: a standard deviation of {self.fp8.sd:.3%} asks for {self.seeds_needed} "
@@ -164,8 +177,12 @@ def judge(
     fp8: Sequence[float], controls: Mapping[str, Sequence[float]], margin: float = MARGIN
 ) -> Verdict:
     """Relative differences to bf16, one a seed, as the claim's verdict."""
-    ours, theirs = t_interval(fp8), {kind: t_interval(values) for kind, values in controls.items()}
-    holds = {kind: ours.high <= control.high + margin for kind, control in theirs.items()}
+    ours = t_interval(fp8)
+    theirs: dict[str, Interval] = {}
+    holds: dict[str, bool] = {}
+    for kind, values in controls.items():
+        theirs[kind] = t_interval(values)
+        holds[kind] = ours.high <= theirs[kind].high + margin
     return Verdict(ours, theirs, margin, samples_needed(ours.sd, margin), holds)
 
 
@@ -177,16 +194,16 @@ def pair_up(
     kinds = [kind for kind in RECIPE if (kind, seeds[0]) in results]
     for seed in seeds:
         losses = {kind: results[kind, seed]["val_loss"] for kind in kinds}
-        differences = {
-            kind: loss / losses["bf16"] - 1 for kind, loss in losses.items() if kind != "bf16"
-        }
-        switches = results["fp8", seed]["switches"]
+        differences: dict[str, float] = {}
+        for kind, loss in losses.items():
+            if kind != "bf16":
+                differences[kind] = loss / losses["bf16"] - 1
         rows.append(
             {
                 "seed": seed,
                 "val_loss": losses,
                 "relative_difference": differences,
-                "switches": switches,
+                "switches": results["fp8", seed]["switches"],
             }
         )
     return rows
@@ -198,13 +215,12 @@ def show(pairs: Sequence[Mapping[str, Any]], verdict: Verdict) -> None:
     compared = "   ".join(f"{kind:^15}" for kind in pairs[0]["relative_difference"])
     print(f"seed     bf16   {compared}   FP8's switches")
     for pair in pairs:
-        columns = [
-            f"{pair['val_loss'][kind]:.4f} {difference:+8.3%}"
-            for kind, difference in pair["relative_difference"].items()
-        ]
-        print(
-            f"{pair['seed']:>4}   {pair['val_loss']['bf16']:.4f}   {'   '.join(columns)}   {pair['switches']:>3}"
-        )
+        losses = pair["val_loss"]
+        columns: list[str] = []
+        for kind, difference in pair["relative_difference"].items():
+            columns.append(f"{losses[kind]:.4f} {difference:+8.3%}")
+        row = "   ".join(columns)
+        print(f"{pair['seed']:>4}   {losses['bf16']:.4f}   {row}   {pair['switches']:>3}")
     for name, found in {"fp8": verdict.fp8, **verdict.controls}.items():
         print(
             f"{name:<8} mean {found.mean:+.3%}, standard deviation {found.sd:.3%}, "
@@ -235,6 +251,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+
+    # Train every kind with every seed. A failure, or Ctrl-C, cancels the runs that have not begun.
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = {
             (kind, seed): pool.submit(train, options.work, kind, seed, options.set)
@@ -246,11 +264,12 @@ def main() -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+    # Compare each seed's runs with its bf16, and judge.
     pairs = pair_up(results, options.seeds)
-    differences = {
-        kind: [pair["relative_difference"][kind] for pair in pairs]
-        for kind in ("fp8", *options.controls)
-    }
+    differences: dict[str, list[float]] = {}
+    for kind in ("fp8", *options.controls):
+        differences[kind] = [pair["relative_difference"][kind] for pair in pairs]
     verdict = judge(differences.pop("fp8"), differences)
     show(pairs, verdict)
     record = {

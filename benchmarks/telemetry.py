@@ -33,7 +33,9 @@ from harness.tracking.journal import JOURNAL, Journal, read_rows
 from harness.tracking.slot_file import PARQUET, SLOT_FILE
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+# Largest values of E4M3, and of E5M2 for gradients.
 FP8_MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+# An amax that no other slot reaches. The step is added, so that each extreme is told from the others.
 EXTREME = 12345.0
 SAMPLED_EVERY = 10
 LARGEST_STORE_MB = 100.0
@@ -51,32 +53,44 @@ class Model:
         self._largest = np.array([FP8_MAX[role] for _ in self.layers for role in ROLES], np.float32)
         self._usual = np.exp2(self._random.normal(0, 3, len(self.names)))
         self._scale = np.ones(len(self.names), np.float32)
+
+        # Extremes: the step of each, and the slot. They lie between the steps that get a row of their own.
         rows = self._random.choice(
             np.arange(1, steps // 10), size=min(20, steps // 20), replace=False
         )
         steps_between = [10 * int(row) + int(self._random.integers(1, 10)) for row in rows]
-        self.extremes = {
-            step: int(self._random.integers(len(self.names))) for step in steps_between
-        }
+        self.extremes: dict[int, int] = {}
+        for step in steps_between:
+            self.extremes[step] = int(self._random.integers(len(self.names)))
+
+        # The layers that are out of FP8 from a step on.
         self.leaves = {steps // 3: tuple(self.layers[:4]), steps // 2: tuple(self.layers[:8])}
         self._in_bf16 = np.array([role != "weight" for _ in self.layers for role in ROLES])
         self._demoted: tuple[str, ...] = ()
 
     def step(self, number: int) -> StepFacts:
+        """The facts of step `number`. Call it for each step in turn."""
         slots = len(self.names)
+
+        # amax wanders around each slot's usual one. Of bf16 tensors it has bf16's bits: the low 16 are zero.
         amax = (self._usual * np.exp(self._random.normal(0, 0.2, slots))).astype(np.float32)
         bits = amax.view(np.uint32)
         bits[self._in_bf16] &= np.uint32(0xFFFF0000)
         if number in self.extremes:
             amax[self.extremes[number]] = EXTREME + number
+
+        # Delayed scaling renews the scales from time to time.
         if number % 16 == 2:
             self._scale = np.exp2(np.floor(np.log2(self._largest / (1.5 * amax)))).astype(
                 np.float32
             )
+
+        # Shares clipped and lost, and the SQNR: known in sampled steps only.
         sampled = number % SAMPLED_EVERY == 0
         unknown = np.full(slots, np.nan, np.float32)
         shares = self._random.random((2, slots), dtype=np.float32) * np.float32(1e-3)
         noise = (25 + 5 * self._random.standard_normal(slots)).astype(np.float32)
+
         self._demoted = self.leaves.get(number, self._demoted)
         loss = (
             2.0 + 9.0 * float(np.exp(-number / 2000)) + 0.05 * float(self._random.standard_normal())
@@ -93,6 +107,7 @@ class Model:
 
 
 def plan(model: Model) -> dict[str, Any]:
+    """The content of the run's plan.json."""
     layers = [
         {"module": name, "kind": "Linear", "precision": "fp8", "backend": "native", "reason": "converted",
          "shape": [4096, 4096]}
@@ -105,17 +120,21 @@ def plan(model: Model) -> dict[str, Any]:
 
 
 def megabytes(path: Path) -> float:
+    """Size of a file, or of all files in a folder; 0 if there is none."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(each.stat().st_size for each in files if each.is_file()) / 1e6
 
 
 def run(work: Path, steps: int, linears: int) -> dict[str, Any]:
+    """Record all steps in the empty folder `work`, deliver them, and measure times and sizes."""
     work.mkdir(parents=True, exist_ok=True)
     os.chdir(work)
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     folder = work / "runs" / "large"
     if folder.exists() or (work / "mlflow.db").exists():
         raise SystemExit(f"{work} has a run already; give an empty folder")
+
+    # Telemetry as a run has it: journal, a screen that nobody reads, shipper.
     model = Model(linears, steps)
     journal = Journal(folder / JOURNAL)
     screen = Console(steps, stream=open(os.devnull, "w"))  # noqa: SIM115
@@ -131,6 +150,8 @@ def run(work: Path, steps: int, linears: int) -> dict[str, Any]:
         tags, {"train.steps": steps, "model.layers": linears // 4}, {"source": "made up"}
     )
     telemetry.ship()
+
+    # CPU time of recording each step.
     spent = np.zeros(steps)
     for number in range(1, steps + 1):
         facts = model.step(number)
@@ -139,6 +160,8 @@ def run(work: Path, steps: int, linears: int) -> dict[str, Any]:
         spent[number - 1] = time.process_time() - begun
         if number % 500 == 0:
             telemetry.validation(number, facts.loss + 0.1)
+
+    # The end draws the report. Then the shipper delivers what the store lacks.
     begun = time.perf_counter()
     telemetry.end(Outcome("done", 0, f"{steps} steps", steps), plan(model))
     ended = time.perf_counter() - begun
@@ -147,6 +170,7 @@ def run(work: Path, steps: int, linears: int) -> dict[str, Any]:
     delivered = telemetry._ship.drain(3600.0)
     waited = time.perf_counter() - begun
     telemetry.close()
+
     found = measure(work, folder, model, steps)
     return {
         "steps": steps, "slots": len(model.names), "series_of_all_slots": 6 * len(model.names),
@@ -164,6 +188,8 @@ def measure(work: Path, folder: Path, model: Model, steps: int) -> dict[str, Any
     table = pandas.read_parquet(folder / PARQUET, columns=["step", "amax"])
     if len(table) != steps * len(model.names):
         missing.append(f"the table has {len(table)} rows")
+
+    # Every extreme must be in the store, in one of the next rows of its role, and once in the table.
     with sqlite3.connect(f"file:{work / 'mlflow.db'}?mode=ro", uri=True) as store:
         series = [key for (key,) in store.execute("select distinct key from latest_metrics")]
         rows = store.execute("select count(*) from metrics").fetchone()[0]
@@ -176,11 +202,11 @@ def measure(work: Path, folder: Path, model: Model, steps: int) -> dict[str, Any
                 "select max(value) from metrics where key = ? and step between ? and ?",
                 (f"fp8/{role}/amax_max", step, step + 10),
             ).fetchone()[0]
-            if (
-                told != EXTREME + step
-                or (table[table.step == step].amax == EXTREME + step).sum() != 1
-            ):
+            in_table = (table[table.step == step].amax == EXTREME + step).sum()
+            if told != EXTREME + step or in_table != 1:
                 missing.append(f"the extreme of step {step}: {told}")
+
+    # Store and journal must agree on the number of events of each code.
     told = Counter(
         row["code"] for row in read_rows(folder / JOURNAL, metrics=False) if row["kind"] == "event"
     )

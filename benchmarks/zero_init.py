@@ -87,7 +87,7 @@ def mup_gpt() -> nn.Module:
         if isinstance(module, nn.Linear) and name.endswith(("attn.out", "mlp.down", "lm_head")):
             nn.init.zeros_(module.weight)
         elif isinstance(module, nn.Linear) and name.endswith("attn.qkv"):
-            nn.init.zeros_(module.weight[:DIM])
+            nn.init.zeros_(module.weight[:DIM])  # the rows of the queries
     return model
 
 
@@ -95,11 +95,12 @@ def lora(factor: float = 1.0) -> nn.Module:
     """The GPT, frozen, with a low-rank update of every Linear in its blocks."""
     model = build(vocab=VOCAB, dim=DIM, layers=2, heads=2, ffn=176, tied=True)
     model.requires_grad_(False)
-    names = [
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, nn.Linear) and "blocks" in name
-    ]
+
+    # Collected before any is replaced: the walk must not meet the new Linears.
+    names: list[str] = []
+    for name, each in model.named_modules():
+        if isinstance(each, nn.Linear) and "blocks" in name:
+            names.append(name)
     for name in names:
         parent, _, last = name.rpartition(".")
         base = model.get_submodule(name)
@@ -122,9 +123,8 @@ def loss_of_tokens(model: nn.Module, step: int) -> Tensor:
     tokens = torch.randint(VOCAB, (8, CONTEXT + 1), generator=coin)
     follows = torch.rand(tokens.shape, generator=coin) < 0.7
     for place in range(1, CONTEXT + 1):
-        tokens[:, place] = torch.where(
-            follows[:, place], successor[tokens[:, place - 1]], tokens[:, place]
-        )
+        expected = successor[tokens[:, place - 1]]
+        tokens[:, place] = torch.where(follows[:, place], expected, tokens[:, place])
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -166,6 +166,7 @@ def train(
     precision = Precision(recipe_of(kind))
     model = precision.prepare(build_model())
     if kind == "bf16, an ulp apart":
+        # Every weight one float32 ulp up: what differs then is chance alone.
         with torch.no_grad():
             for each in model.parameters():
                 each.copy_(torch.nextafter(each, torch.full_like(each, math.inf)))
@@ -195,16 +196,8 @@ def starts() -> list[Row]:
             for warmup in WARMUPS:
                 losses, left = train(name, rate, warmup)
                 first, last = round(losses[0], 4), round(losses[-1], 4)
-                rows.append(
-                    {
-                        "model": name,
-                        "rate": rate,
-                        "warmup": warmup,
-                        "first": first,
-                        "last": last,
-                        "left": left,
-                    }
-                )
+                row = {"model": name, "rate": rate, "warmup": warmup}
+                rows.append(row | {"first": first, "last": last, "left": left})
                 said = f"loss {first} to {last}, left: {left or 'none'}"
                 print(f"{name:<38} rate {rate:<7g} warm-up {warmup:<3}{said}", flush=True)
     return rows
@@ -212,24 +205,25 @@ def starts() -> list[Row]:
 
 def harm(name: str, rate: float, warmup: int, seeds: int) -> Row:
     """One start in all KINDS: the losses of each seed, and their ratios to bf16's."""
+    # Train every kind with every seed.
     losses: dict[str, list[Row]] = {kind: [] for kind in KINDS}
     for seed in range(1, seeds + 1):
         for kind in KINDS:
             course, left = train(name, rate, warmup, LONG, kind, seed)
-            early, late = (
-                round(mean(course[place]), 4) for place in (slice(20, 40), slice(LONG - 20, LONG))
-            )
+            early = round(mean(course[20:40]), 4)
+            late = round(mean(course[LONG - 20 : LONG]), 4)
             found = {"early": early, "late": late, "largest": round(max(course), 4), "left": left}
             losses[kind].append(found)
             print(f"{name}, rate {rate:g}, seed {seed}, {kind}: {found}", flush=True)
+
+    # Ratios to bf16 of the same seed. Their logarithms have the mean: a geometric mean treats 2 and 1/2 alike.
     over: Row = {}
     for kind in KINDS[1:]:
         for moment in ("early", "late"):
             pairs = zip(losses[kind], losses["bf16"], strict=True)
             found = t_interval([math.log(a[moment] / b[moment]) for a, b in pairs])
-            over.setdefault(kind, {})[moment] = [
-                round(math.exp(x), 3) for x in (found.mean, found.low, found.high)
-            ]
+            ratios = [round(math.exp(x), 3) for x in (found.mean, found.low, found.high)]
+            over.setdefault(kind, {})[moment] = ratios
     print(f"{name}, rate {rate:g}: over bf16 {over}", flush=True)
     return {"model": name, "rate": rate, "warmup": warmup, "over bf16": over, "losses": losses}
 

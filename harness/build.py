@@ -226,7 +226,15 @@ def build_plan(
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
         tokens = config.train.micro_batch * config.data.context
-        return probe_layers(plan, recipe, worker.facts, worker.device, tokens, earlier)
+        return probe_layers(
+            plan,
+            recipe,
+            worker.facts,
+            worker.device,
+            tokens,
+            earlier,
+            collective_timeout=config.engine.timeout_seconds,
+        )
 
     if strict:
         plan = plan_for(*agree_on_rung(recipe, worker.facts, worker.device))

@@ -64,6 +64,7 @@ class _StartUp:
         self.over = threading.Event()
 
     def take_over(self, handler: Any) -> None:
+        # The handlers that the first call found win: those that a later one finds are ours.
         self.before = _take_over(handler) | self.before
 
     def at_once(self, number: int, frame: FrameType | None) -> None:

@@ -24,10 +24,15 @@ HEALTHY = 10
 
 @dataclass
 class Course:
-    """How a run went. applied, skipped: windows, of every attempt. told: (code, window) of every event.
+    """How a run went.
 
-    rollbacks, returned_to: the windows that each skipped, and the step that it went back to. limits: (loss, norm) of
-    every step.
+    status, reason: "done", or "halted" and why.
+    applied, skipped: windows, of every attempt.
+    told: (code, window) of every event.
+    rollbacks: the windows that each rollback skipped.
+    returned_to: the step that each rollback went back to.
+    resumed: how often a new process continued.
+    limits: (loss, norm) of every step.
     """
 
     status: str = "done"
@@ -71,13 +76,18 @@ def drive(
     guard = GuardConfig.model_validate(keys)
     monitors = built(guard)
     course, ledger = Course(), RunLedger()
+    # The ledger as its file has it: written at each rollback.
     on_disk = json.dumps(asdict(ledger))
     responder = Responder(guard, ledger)
+    # Limits by the step for which they hold. A monitor sets those of a step that lies AHEAD.
     limits: dict[int, Limits] = {}
     step = applied = healthy = 0
+    # Saved states as JSON: one that waits for enough healthy steps, and the last good one.
     waiting = good = ""
     while step < steps:
         step += 1
+
+        # The step: loss and norm by formula, and the gate.
         window = ledger.window_index(step - 1)
         loss, norm = formula(applied, window)
         now = limits.pop(step, Limits())
@@ -87,14 +97,25 @@ def drive(
         )
         facts = replace(facts, applied=math.isfinite(loss + norm) and not facts.over_limits)
         applied += facts.applied
-        (course.applied if facts.applied else course.skipped).append(window)
+        if facts.applied:
+            course.applied.append(window)
+        else:
+            course.skipped.append(window)
+
+        # The guard's verdicts, and the action that they ask for.
         verdicts = [monitor.observe(facts) for monitor in monitors]
-        course.told += [(verdict.code, window) for verdict in verdicts if verdict.text]
+        for verdict in verdicts:
+            if verdict.text:
+                course.told.append((verdict.code, window))
         limits[step + AHEAD] = reduce(Limits.stricter, (verdict.limits for verdict in verdicts))
         action = responder.decide(verdicts, window)
+
+        # A saved state is good once enough healthy steps have followed it.
         healthy = healthy + 1 if responder.healthy(verdicts) else 0
         if waiting and healthy >= HEALTHY:
             good, waiting = waiting, ""
+
+        # Roll back, or halt. A rollback without a good state to return to is a halt.
         if isinstance(action, Rollback) and good:
             course.rollbacks.append(action.bad)
             state = json.loads(good)
@@ -111,10 +132,18 @@ def drive(
         elif isinstance(action, Halt | Rollback):
             course.status, course.reason = "halted", action.reason
             return course
+
+        # Save a state to go back to.
         if step % every == 0:
-            state = {"step": step, "applied": applied, "limits": {s: each.as_json() for s, each in limits.items()},
-                     "monitors": [monitor.state_dict() for monitor in monitors]}  # fmt: skip
+            state = {
+                "step": step,
+                "applied": applied,
+                "limits": {number: each.as_json() for number, each in limits.items()},
+                "monitors": [monitor.state_dict() for monitor in monitors],
+            }
             waiting, healthy = json.dumps(state), 0
+
+        # A new process continues: all objects are new, and have only what was saved.
         if resume_every and step % resume_every == 0:
             windows = json.loads(json.dumps([monitor.state_dict() for monitor in monitors]))
             monitors = built(guard)

@@ -66,8 +66,9 @@ def tier_of(facts: MachineFacts) -> tuple[Tier, str]:
 
 
 def check_usable(facts: MachineFacts) -> list[Problem]:
-    """Why the NVIDIA cards of this machine cannot be used as they are; empty if they can, or if there are none.
+    """Why this machine's NVIDIA cards cannot be used as they are; empty if they can, or if there are none.
 
+    Without a card two problems are left: torch cannot be imported, or it is a ROCm build and the user hid no card.
     Callers raise MachineError (exit 4) for any of them: on a rented card, a run must not end up on the CPU unnoticed.
     """
     if facts.torch_version is None:
@@ -142,8 +143,10 @@ def _card_problem(device: Device, facts: MachineFacts) -> Problem | None:
 def _has_code_for(capability: tuple[int, int], arch_list: tuple[str, ...]) -> bool:
     """Whether a build of torch has code for a card.
 
-    Machine code runs on cards of the same major and no lower minor version. PTX (`compute_*`) of any older version is
-    compiled when it is loaded. Architecture-specific code, such as that of sm_90a, runs on that one architecture only.
+    Machine code (`sm_*`) runs on cards of the same major and no lower minor version. PTX (`compute_*`) of any older
+    version is compiled when it is loaded. Two suffixes narrow this, for both kinds:
+    `a`, as in sm_90a: code for one architecture, which runs on that one only.
+    `f`, as in sm_100f: code for a family, which runs on the same major and no lower minor version.
     """
     for arch in arch_list:
         kind, _, digits = arch.partition("_")
@@ -155,7 +158,8 @@ def _has_code_for(capability: tuple[int, int], arch_list: tuple[str, ...]) -> bo
             return True
         if digits.endswith("a") or built > capability:
             continue
-        if kind == "compute" or built[0] == capability[0]:
+        any_newer = kind == "compute" and not digits.endswith("f")
+        if any_newer or built[0] == capability[0]:
             return True
     return False
 

@@ -3,7 +3,8 @@
 - **Reading.** Small files that somebody else may have written are read only here. They must be regular files, and are
   bounded in size, depth and numbers.
 - **Writing.** After any crash a file is either the old one or the new one, whole, on disk. The new content is written
-  beside the old one, synced, and renamed over it.
+  beside the old one, synced, and renamed over it. With `sync=False` that holds for a killed process, but not for a
+  power cut.
 - **Finding.** Recipes and configs are in the source tree during development, and inside the package once installed.
 """
 
@@ -242,17 +243,20 @@ def _is_file(path: Path) -> bool:
 
 
 def cache_dir() -> Path:
-    """~/.cache/hopper-harness (or under XDG_CACHE_HOME), made if need be.
+    """~/.cache/hopper-harness (or under XDG_CACHE_HOME, if that is an absolute path), made if need be.
 
-    If that one cannot be written, or belongs to somebody else whose files must not be trusted, it is a new temporary
-    folder instead.
+    It is a new temporary folder instead if the user has no home, or if that folder cannot be written, or belongs to
+    somebody else whose files must not be trusted.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hopper-harness"
     try:
+        parent = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not parent.is_absolute():  # not set, or to be ignored by the XDG specification
+            parent = Path.home() / ".cache"
+        base = parent / "hopper-harness"
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(base, os.W_OK) and base.stat().st_uid == os.getuid():
             return base
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no home
         pass
     return Path(tempfile.mkdtemp(prefix="hopper-harness-"))
 

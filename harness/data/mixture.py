@@ -31,6 +31,7 @@ from harness.data.tokens import TokenData, prepare_in
 
 CYCLE = 1024
 """Positions in a cycle."""
+# An odd 64-bit constant (2**64 divided by the golden ratio), which keeps the sources' seeds far apart.
 _STRIDE = 0x9E3779B97F4A7C15
 _FORMAT = 3
 
@@ -95,9 +96,9 @@ class Mixture:
         for cycle in range(begin // CYCLE, (end - 1) // CYCLE + 1):
             origin = cycle * CYCLE
             first, last = max(begin, origin), min(end, origin + CYCLE)
-            sources, ranks = _cycle(self._counts, self._seed, cycle)
+            sources, turns = _cycle(self._counts, self._seed, cycle)
             sources = sources[first - origin : last - origin]
-            ranks = ranks[first - origin : last - origin]
+            turns = turns[first - origin : last - origin]
 
             for number, part in enumerate(self._parts):
                 here = np.flatnonzero(sources == number)
@@ -105,7 +106,7 @@ class Mixture:
                     continue
 
                 # `_cycle` counts a source's positions from left to right, so these are consecutive in its own order.
-                place = cycle * self._counts[number] + int(ranks[here[0]])
+                place = cycle * self._counts[number] + int(turns[here[0]])
                 seed = self._seed + (number + 1) * _STRIDE
                 own = ordered_samples(seed, place, place + len(here), part.n_samples)
                 samples[here + (first - begin)] = own + self._offsets[number]
@@ -207,11 +208,11 @@ def _cycle(
     """For each position of a cycle, int64 [CYCLE]: (its source, positions of that source before it)."""
     places = keyed_places(seed, cycle, CYCLE)
     sources = np.searchsorted(np.cumsum(counts), places, side="right")
-    ranks = np.empty(CYCLE, dtype=np.int64)
+    turns = np.empty(CYCLE, dtype=np.int64)
     for number in range(len(counts)):
         here = sources == number
-        ranks[here] = np.arange(here.sum())
-    return sources, ranks
+        turns[here] = np.arange(here.sum())
+    return sources, turns
 
 
 def _overlapping(paths: Sequence[str]) -> list[Problem]:
@@ -232,9 +233,13 @@ def prepare_mixture(
 ) -> list[TokenData]:
     """The tokens of each source, as `tokens.prepare` has those of one, in `data/<number>/` of the run.
 
+    lead: whether this is the rank that writes, as in `tokens.prepare`.
+    reading: see `blocks.CheckedFile`.
+
     Raises what `tokens.prepare` raises, with the problems of all sources together.
     """
     folder = run_dir / "data"
+    # An earlier start has written all of the sources' data; this one reads them.
     begun = (folder / "corpus.json").exists()
     data: list[TokenData] = []
     problems = _overlapping([part.path for part in config.mixture])
@@ -244,6 +249,7 @@ def prepare_mixture(
             (own / "corpus.json").unlink(missing_ok=True)
         single = config.model_copy(update={**part.model_dump(exclude={"weight"}), "mixture": []})
         try:
+            # One training sample is enough: the sources fill a window together.
             data.append(prepare_in(single, own, 1, lead, reading))
         except DataError as error:
             problems += error.problems

@@ -156,6 +156,7 @@ class Prediction:
             "host_bound": timing.host_bound,
             "by_purpose_ms": {name: _ms(seconds) for name, seconds in timing.by_purpose.items()},
             "waits": [{"what": wait.what, "where": list(wait.where)} for wait in self.trace.waits],
+            # Of the three traced steps together, as the waits.
             "pageable_copies": len(pageable(self.trace)),
             "parameters": self.trace.parameters,
             "fp8_layers": sum(layer.precision == "fp8" for layer in self.trace.layers),
@@ -180,16 +181,17 @@ def predict(
     _check_estimable(config, ranks)
     notes = _notes(config, recipe, ranks)
 
-    # Trace the first rung of the ladder that the card supports and that has something to run in this model.
-    def on(
+    # `take_rung` calls this with each rung that the card supports, until one has something to run in this model.
+    def trace_on(
         rung: Rung, rungs: list[RungVerdict]
     ) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
         estimated, stand_in, replaced = _stand_in(rung, recipe)
         made = _trace(config, stand_in, card, estimated, ranks)
         return rung, rungs, estimated, replaced, made
 
+    # The device is for what ranks exchange to agree on a rung. An estimate is one process, without a GPU.
     rung, rungs, estimated, replaced, made = take_rung(
-        recipe, facts_of(card), torch.device("cpu"), on
+        recipe, facts_of(card), torch.device("cpu"), trace_on
     )
     timing = _time(made, calibration.rates, recipe.fp8.stats_every)
 

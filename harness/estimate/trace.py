@@ -11,8 +11,8 @@ The method, from a config to a `Trace`:
    on the real card.
 2. `built` builds the run as `harness train` does, with made-up tokens instead of data.
 3. `trace` runs three steps under the `Recorder`, which sees every ATen operation and every allocation. The first step
-   creates what is created once, such as the optimizer's state. The second is a usual step. The third also samples the
-   FP8 statistics.
+   also creates what is made at its first use and kept. The second is a usual step. The third also samples the FP8
+   statistics.
 4. `prediction.py` turns the trace into memory and time. Memory is the peak of live storages. Time comes from
    `roofline.py`, which says how long each operation takes.
 """
@@ -92,11 +92,14 @@ _ATTEND = F.scaled_dot_product_attention
 
 
 class _Attention(TorchFunctionMode):
-    """Chooses the attention kernel that PyTorch would choose on the real card.
+    """Chooses the attention kernel that PyTorch would choose on the real card, except with a mask.
 
-    FlashAttention: compute capability 8.0 or higher, 16 bits, no mask.
+    FlashAttention: compute capability 8.0 or higher, 16 bits, heads of at most 256 features, no mask.
     Memory-efficient attention: no mask, no grouped queries.
     Plain mathematics: everything else. A CPU-only build would always choose this one.
+
+    PyTorch's memory-efficient kernel takes masks as well. Here they go to plain mathematics, so that time and memory of
+    masked attention are overestimated.
 
     `attend` replaces torch's function, because no mode is active when activation checkpointing recomputes the forward
     pass in backward. The mode covers callers that imported the function before it was replaced.
@@ -249,8 +252,8 @@ class Trace:
     static: bytes that live between steps.
     peak: the most bytes that were live at any time.
     peak_kinds: bytes by kind at that time.
-    waits: places where the host waits for the device.
-    transfers: copies between host and device.
+    waits: places where the host waits for the device, in all three traced steps.
+    transfers: copies between host and device, in all three traced steps.
     parameters: number of elements of the model's parameters.
     routed: whether the model routes tokens to experts; the trace spreads them evenly.
     """
@@ -267,14 +270,16 @@ class Trace:
     routed: bool
 
 
-def facts_of(card: Card, others: bool = True) -> MachineFacts:
+def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
     """A machine with one `card` and the libraries of this one.
 
-    others: whether the libraries whose kernels cannot run on fake tensors count as installed there.
+    replaced: whether the libraries whose backends have a stand-in count as installed there.
     """
-    reason = "taken to be installed" if others else "not looked at"
-    assumed = LibraryFacts(None, others, reason)
+    reason = "taken to be installed" if replaced else "not looked at"
+    assumed = LibraryFacts(None, replaced, reason)
     libraries = library_facts()
+
+    # Transformer Engine cannot run on fake tensors, so this machine need not have it: its stand-in is traced.
     for backend in BACKENDS.values():
         if backend.stand_in:
             libraries = libraries | {backend.library: assumed}
@@ -429,8 +434,10 @@ def _bring(model: nn.Module, device: torch.device) -> None:
 def _step(run: Run, sampled: bool) -> int:
     """The number of a step that samples FP8 statistics, or of one that does not.
 
-    Steps on which the guard measures extra facts are avoided where another one exists.
+    Steps on which the guard measures extra facts are avoided where another one is found.
     """
+    # One step in `measured` measures, and one in each block of `every` is sampled. Candidates from several of these
+    # periods nearly always include one that does not measure. Else, as where every step measures, the first one serves.
     seed, every = run.config.train.seed, run.stats_every
     measured = run.config.guard.measure_every
     if sampled:
@@ -470,6 +477,7 @@ class _Tokens:
         self.tokens_per_sample = config.data.context
         self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
         if config.data.target is not None:
+            # As if there were a rank for each micro-batch: rank 0 then has exactly one to read.
             ranks = train.global_batch // train.micro_batch
             with recorder.paused(), unset_fake_temporarily():
                 data = DatasetBatches(

@@ -48,7 +48,7 @@ class TrainerPrecision(TrainerBase):
     harness: the Precision.
     """
 
-    precision = "32-true"
+    precision = "32-true"  # Lightning itself must not cast
 
     def __init__(self, precision: Precision) -> None:
         super().__init__()
@@ -80,7 +80,8 @@ class TrainerPrecision(TrainerBase):
         """The context of training, validation, test and prediction steps."""
         if getattr(self._module, "automatic_optimization", False):
             return self.harness.context()
-        # Under DDP the step is called through the module's own forward.
+        # DDP calls `training_step` through the module's forward. Without this that whole step would count as one model
+        # call and open a context.
         if self._module and self._redirected:
             return self.harness.passing_over(self._module)
         return nullcontext()
@@ -88,8 +89,9 @@ class TrainerPrecision(TrainerBase):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """The closure first. A `training_step` that returns None skips its batch, as in Lightning."""
+        """Run forward and backward, which are the closure, and then the update."""
         result = self._wrap_closure(model, optimizer, closure)
+        # No backward ran: `training_step` returned None. Lightning skips such a batch, and so must the update.
         if model.automatic_optimization and not self.harness.prepared.window.backwards:
             self.harness.drop_window()
         else:
@@ -98,6 +100,7 @@ class TrainerPrecision(TrainerBase):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Left to the update."""
+        # LightningOptimizer keeps the wrapped one there.
         getattr(optimizer, "_optimizer", optimizer).max_grad_norm = clip_val
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +119,7 @@ class FabricPrecision(FabricBase):
     put `precision.state_dict()` into what you `fabric.save`. harness: the Precision.
     """
 
-    precision = "32-true"
+    precision = "32-true"  # Lightning itself must not cast
 
     def __init__(self, precision: Precision, max_grad_norm: float | None = None) -> None:
         self.harness, self._max_grad_norm = precision, max_grad_norm
@@ -124,6 +127,7 @@ class FabricPrecision(FabricBase):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepare the module, unless it is prepared."""
         _prepare(self.harness, module)
+        # From here each model call opens the precision's context by itself, also in an evaluation before training.
         self.harness.standard_loop()
         return module
 
@@ -180,7 +184,7 @@ class HarnessCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step: Lightning has stepped its schedulers, and saves after this."""
+        """Judge the step, if this micro-batch ended one: schedulers have stepped, and Lightning saves after this."""
         self.watch.step_ended()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

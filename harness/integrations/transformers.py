@@ -82,7 +82,8 @@ class PrecisionMixin(Trainer):
         if not self.harness.is_prepared:
             model: Any = self.model
             self.harness.prepare(model)
-        self.harness.standard_loop()  # an evaluation may come before the training
+        # From here each model call opens the precision's context by itself, also in an evaluation before training.
+        self.harness.standard_loop()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and end the telemetry afterwards, also after an error."""
@@ -124,7 +125,8 @@ class PrecisionMixin(Trainer):
         return scheduler
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # The Trainer calls this once after every step, before it saves.
+        # The Trainer calls this after every step, before it saves, and once more at the end of an epoch. `step_ended`
+        # does nothing where no optimizer has stepped since.
         if self.watch is not None:
             self.watch.step_ended()
         super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -125,6 +125,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)). Gate and up are one matrix."""
 
+    # For recipes with layers.fuse: first Linear -> second Linear. See precision/layers.py.
     fusible_swiglu: ClassVar = {"gate_up": "down"}
 
     def __init__(self, settings: Settings) -> None:
@@ -144,6 +145,7 @@ class Block(nn.Module):
     recomputes_mlp: of the feed-forward half, only the input is kept for backward; the rest is computed again.
     """
 
+    # For recipes with layers.fuse: Linear -> the norm whose output it reads.
     fusible_norms: ClassVar = {"attn.qkv": "attn_norm", "mlp.gate_up": "mlp_norm"}
 
     def __init__(self, settings: Settings, recomputes_mlp: bool = False) -> None:
@@ -499,6 +501,7 @@ def size_of(settings: Settings) -> tuple[int, int]:
     qkv = dim * (settings.heads + 2 * settings.kv_heads) * head_dim
     attention = qkv + dim * dim
     norms = 2 * dim
+    # The block itself, its two norms, attention and its three parts, feed-forward and its two Linears.
     modules = 10
     if settings.qk_norm:
         norms += 2 * head_dim
@@ -506,7 +509,9 @@ def size_of(settings: Settings) -> tuple[int, int]:
     block = attention + 3 * dim * settings.ffn + norms
     matrices = 1 if settings.tied else 2
     ends = matrices * settings.vocab * dim + dim
-    return settings.layers * block + ends, settings.layers * modules + 6
+    # Outside of the blocks: the GPT itself, embedding, list of blocks, last norm, head and loss.
+    outside = 6
+    return settings.layers * block + ends, settings.layers * modules + outside
 
 
 def _whole(value: object) -> TypeGuard[int]:

@@ -88,7 +88,8 @@ def build_optimizer(
 def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
     """Bytes of the optimizer's state once every trainable parameter has been updated.
 
-    Nothing is allocated, except for a class of the user's own: one parameter's state. Raises as `build_optimizer` does.
+    Nothing is allocated, except for a class of the user's own: the state of one parameter of each group. Raises as
+    `build_optimizer` does.
     """
     trained = [param for _, param in _trainable(model)]
     elements = _count(trained)
@@ -104,7 +105,8 @@ def optimizer_bytes(model: nn.Module, train: TrainConfig) -> int:
     if train.optimizer == "adamw":
         return 4 * adam_moments * elements
     if train.optimizer == "sgd":
-        return 4 * elements
+        momentum = train.optimizer_args.get("momentum", train.betas[0])
+        return 4 * elements if momentum else 0
     if train.optimizer == "muon":
         # One moment for each element of the matrices, AdamW's two for the rest.
         matrices = _count(param for _, param in _muon_matrices(model, train))

@@ -180,12 +180,12 @@ def main(folder: Path) -> None:
 
 # ---- Deciding, in the training process
 
-Seconds = tuple[float, float]
-
 _TOKENS = 2048
 # Every backend takes a number of tokens that is a multiple of it.
 _MULTIPLE = 128
+# The timing ends after this many seconds, and after this share of the time that the other ranks wait for it.
 _LIMIT_SECONDS = 300
+_LIMIT_SHARE = 0.8
 _SLOWER = "slower in FP8 on"
 
 
@@ -196,6 +196,7 @@ def probe_layers(
     device: torch.device,
     tokens: int | None = None,
     earlier: Mapping[str, Any] | None = None,
+    collective_timeout: float = math.inf,
 ) -> Plan:
     """`plan` with the layers that FP8 slows down moved to bf16, each with the measured ratio as its reason.
 
@@ -204,6 +205,7 @@ def probe_layers(
     tokens: of one micro-batch, used unless the recipe has `layers.probe_tokens`.
     earlier: plan.json of the run that is resumed. Under the same rung its choice is kept, since FP8 state belongs to
         layers.
+    collective_timeout: seconds that the other ranks wait for rank 0. Sizes that are not timed by then stay in FP8.
 
     Collective: rank 0 measures for all. Raises NoFp8LayerError if FP8 would slow down every layer.
     """
@@ -226,7 +228,8 @@ def probe_layers(
     ratios = [0.0] * len(shapes)
     note = "layers.probe: timed by rank 0"
     if world_rank() == 0:
-        times, note = times_of(shapes, tokens, recipe, plan.rung, facts, device)
+        limit = min(_LIMIT_SECONDS, _LIMIT_SHARE * collective_timeout)
+        times, note = times_of(shapes, tokens, recipe, plan.rung, facts, device, limit)
         for index, shape in enumerate(shapes):
             if shape in times:
                 bf16, fp8 = times[shape]
@@ -272,20 +275,24 @@ def times_of(
     rung: Rung,
     facts: MachineFacts,
     device: torch.device,
-) -> tuple[dict[Shape, Seconds], str]:
-    """(bf16, FP8) seconds of each shape that could be timed, from the cache or timed now; and a note on both."""
+    limit: float = _LIMIT_SECONDS,
+) -> tuple[dict[Shape, Times], str]:
+    """The times of each shape that could be timed, from the cache or timed now; and a note on both.
+
+    limit: most seconds that the timing may take.
+    """
     path = cache_file(recipe, rung, facts, device)
     times, damage = _read(path)
     missing = [shape for shape in shapes if _name(shape, tokens) not in times]
     failure = ""
     if missing:
-        timed, failure = _time(missing, tokens, recipe, rung, device)
+        timed, failure = _time(missing, tokens, recipe, rung, device, limit)
         for shape, seconds in timed.items():
             times[_name(shape, tokens)] = seconds
         if timed:
             failure += _write(path, times)
 
-    found: dict[Shape, Seconds] = {}
+    found: dict[Shape, Times] = {}
     for shape in shapes:
         name = _name(shape, tokens)
         if name in times:
@@ -329,14 +336,14 @@ def _reasons_in(plan: Mapping[str, Any]) -> dict[Shape, str]:
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Seconds], str]:
+def _read(path: Path) -> tuple[dict[str, Times], str]:
     """What the cache holds; nothing, and a remark, if it is damaged."""
     if not path.exists():
         return {}, ""
-    times: dict[str, Seconds] = {}
+    times: dict[str, Times] = {}
     try:
         for name, (bf16, fp8) in read_json(path).items():
-            times[name] = (float(bf16), float(fp8))
+            times[name] = Times(float(bf16), float(fp8))
             if not min(times[name]) > 0:
                 raise ValueError("times must be positive")
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -344,7 +351,7 @@ def _read(path: Path) -> tuple[dict[str, Seconds], str]:
     return times, ""
 
 
-def _write(path: Path, times: Mapping[str, Seconds]) -> str:
+def _write(path: Path, times: Mapping[str, Times]) -> str:
     """Write the cache file whole. Returns a remark if that fails, else an empty text."""
     try:
         # A folder of its own: two runs may end their timing at once.
@@ -358,9 +365,17 @@ def _write(path: Path, times: Mapping[str, Seconds]) -> str:
 
 
 def _time(
-    shapes: Sequence[Shape], tokens: int, recipe: Recipe, rung: Rung, device: torch.device
-) -> tuple[dict[Shape, Seconds], str]:
-    """Time `shapes` in another process. If that fails, returns none of them and a remark: they stay in FP8."""
+    shapes: Sequence[Shape],
+    tokens: int,
+    recipe: Recipe,
+    rung: Rung,
+    device: torch.device,
+    limit: float,
+) -> tuple[dict[Shape, Times], str]:
+    """Time `shapes` in another process, for at most `limit` seconds.
+
+    If that fails, returns none of them and a remark: they stay in FP8.
+    """
     request = {
         "recipe": recipe.model_dump(),
         "rung": rung.model_dump(),
@@ -376,13 +391,13 @@ def _time(
                 command,
                 check=True,
                 capture_output=True,
-                timeout=_LIMIT_SECONDS,
+                timeout=limit,
                 env=with_this_package(),
             )
             times = json.loads((Path(folder) / "times.json").read_text())
         except (OSError, subprocess.SubprocessError) as error:
             return {}, f"; {len(shapes)} sizes could not be timed and stay in FP8: {_reason(error)}"
-    both = [(bf16, fp8) for bf16, fp8 in times]
+    both = [Times(bf16, fp8) for bf16, fp8 in times]
     return dict(zip(shapes, both, strict=True)), ""
 
 

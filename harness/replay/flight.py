@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -398,4 +399,6 @@ class Branches:
 
 def same(a: float, b: float) -> bool:
     """Whether two figures are equal bit for bit; all NaNs count as one."""
-    return a == b or (math.isnan(a) and math.isnan(b))
+    if math.isnan(a) and math.isnan(b):
+        return True
+    return struct.pack("d", a) == struct.pack("d", b)  # unlike ==, tells 0.0 from -0.0

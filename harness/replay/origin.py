@@ -55,7 +55,7 @@ _IN_BETWEEN = (
 _PASSED = {f"{name}Backward{number}" for name in _IN_BETWEEN for number in (0, 1)}
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_REPLAY = str(Path(__file__).parent)
 # Functions that return uninitialised memory, or a constant of the program's: not finite by intent.
 _ALLOCATE = ("empty", "full")
 # The worst result of `badness`.
@@ -296,11 +296,11 @@ def recorded(node: Any) -> str:
 
 
 def _innermost(frames: Iterable[str]) -> str:
-    """The innermost frame that is neither torch's nor this package's, as `file:line, in function: source`."""
+    """The innermost frame that is neither torch's nor of harness.replay, as `file:line, in function: source`."""
     found = ""
     for frame in frames:
         match = _FRAME.search(frame)
-        if match and not match["file"].startswith((_TORCH, _OURS, "<")):
+        if match and not match["file"].startswith((_TORCH, _REPLAY, "<")):
             found = f"{match['file']}:{match['line']}, in {match['name']}: {match['text']}"
     return found
 

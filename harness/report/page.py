@@ -1,4 +1,4 @@
-"""`harness report`: a run's pictures and one HTML file with the pictures inside, all from the journal."""
+"""`harness report`: pictures of a run, and one HTML file that holds them: from journal, config.yaml and plan.json."""
 
 from __future__ import annotations
 

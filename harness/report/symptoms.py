@@ -5,7 +5,7 @@ endings. The score of an entry is made of three things:
 
 - weight: a word of the question counts more if fewer entries have it (as in TF-IDF);
 - likeness: it counts less if it is only spelt like one of the entry's words;
-- phrase: words that stand together in one phrase of the entry count up to twice as much.
+- phrase: words that occur in one and the same phrase of the entry count up to twice as much.
 """
 
 from __future__ import annotations

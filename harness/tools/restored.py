@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.core.errors import CheckpointError, ConfigError, Problem, some
 from harness.core.screen import say
@@ -73,17 +73,8 @@ class Restored:
         """
         import torch
 
-        before = torch.get_float32_matmul_precision()
-        with torch.no_grad():
-            if not fp32:
-                with self.precision.context():
-                    yield
-                return
-            torch.set_float32_matmul_precision("highest")
-            try:
-                yield
-            finally:
-                torch.set_float32_matmul_precision(before)
+        with torch.no_grad(), _without_tf32() if fp32 else self.precision.context():
+            yield
 
     def logits(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
         """Logits [batch, time, vocab] of token ids, int64 [batch, time] on the device. Call it inside `computing`.
@@ -123,6 +114,27 @@ class Restored:
         what = "the model gives no logits [batch, time, vocab]"
         fix = "have forward(inputs) return them"
         return ConfigError(Problem(what, f"model.target {self.config.model.target!r}", why, fix))
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """In this context float32 products, convolutions and recurrent layers compute in float32 throughout."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn  # its stubs lack `conv` and `rnn`
+    matmul = torch.get_float32_matmul_precision()
+    conv, rnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    # Both of torch's interfaces: the old flag alone would leave a TF32 that torch.backends.fp32_precision asks for, and
+    # torch refuses to read a flag that says something else than the new settings.
+    cudnn.allow_tf32 = False
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32 = "tf32" in (conv, rnn)
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = conv, rnn
 
 
 def restore(run: Path, step: int | None = None) -> Restored:

@@ -186,13 +186,17 @@ class _Forgiving:
     def write(self, text: str) -> int:
         if not self._lost:
             try:
-                return self._stream.write(text)
-            except UnicodeEncodeError as error:
-                plain = text.encode(error.encoding, "replace").decode(error.encoding)
-                return self._stream.write(plain)
+                return self._write(text)
             except (OSError, ValueError) as error:
                 self._lost = not _is_full(error)
         return len(text)
+
+    def _write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError as error:
+            plain = text.encode(error.encoding, "replace").decode(error.encoding)
+            return self._stream.write(plain)
 
     def flush(self) -> None:
         if not self._lost:

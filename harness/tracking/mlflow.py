@@ -6,8 +6,9 @@ Delivery must survive kills and outages without losing a row or showing one twic
 2. Send them. A metric keeps its name (as far as MLflow's rules allow), its step, and the journal's own timestamp.
 3. Move the offset behind them, on disk.
 
-A kill between 2 and 3 sends rows again. MLflow's SQL store recognises a metric by name, step, time and value, and drops
-the second. So delivery is at least once, and the result is exactly once.
+A kill between 2 and 3 sends rows again. MLflow's SQL stores recognise a metric by name, step, time and value, and drop
+the second. So delivery is at least once, and the result in an SQL store is exactly once. MLflow's old store of plain
+files (`./mlruns`), which it refuses by default, would keep both.
 
 Only the shipper's process imports this module, and with it mlflow.
 """
@@ -237,10 +238,10 @@ class Sink:
         self._send(metrics)
         self._tag_events()
         if any(row["kind"] == "end" for row in rows):
-            self.rest()
+            self.caught_up()
         yield len(rows)
 
-    def rest(self) -> None:
+    def caught_up(self) -> None:
         """Nothing waits to be sent: write the run's description."""
         self._retry(self._description.write)
 

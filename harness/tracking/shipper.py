@@ -306,7 +306,7 @@ class _Follower:
                     success = time.monotonic()
                     continue
 
-                sink.rest()
+                sink.caught_up()
                 if gone and not ended:
                     sink.lost()
             except Exception as error:

@@ -9,9 +9,18 @@ model's code, a `Deferred`. It has the shape of the output, and no values.
 3. In a fused MLP the first Linear returns a `Hidden` instead. Each operation of SwiGLU on it returns a `Part`. The
    second Linear receives the last Part, and computes norm, both Linears and SwiGLU in one TE block.
 
-Any other code that works on a Deferred makes it compute its value first, and works on that. If that code could change
-the value, or asks for its gradient, the Deferred is settled: the Linear takes the computed value too, and fuses
-nothing. A module that declared too much as fusible is therefore slower, not wrong.
+Any other code that works on a Deferred makes it compute its value first, and works on that. A settled Deferred keeps
+that value: the Linear takes it too, and fuses nothing. Any such code settles a Hidden or a Part. A Normed is settled
+only if the code could change the value, or asks for its gradient. A module that declared too much as fusible is
+therefore slower, not wrong.
+
+A Linear here is one of te_linear.py. Beside what a te.Linear has, it offers:
+
+- `takes_over(norm, x)`: whether it is going to take the output of `norm` for the input x.
+- `separately(x)`: its forward, computed here instead of left to the second Linear of an MLP.
+- `window`: the step whose scales and weights are in use; None outside of the precision's context.
+- `nothing(device)`: a NaN, to be expanded to the shape of a Deferred.
+- `name_in_model`: for errors.
 """
 
 from __future__ import annotations
@@ -110,6 +119,7 @@ class Deferred(Tensor):
         result = func(*args, **kwargs)
 
         # If the function wrote to a value, or its result may do so later, the Linear must take that value.
+        # A freshly computed tensor has version 0; a higher one means that somebody wrote to it.
         for each in found:
             value = values[id(each)]
             may_change = func in _HOOKS or value._version > 0
@@ -420,8 +430,8 @@ def hooked(*modules: nn.Module) -> bool:
 def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
     """A te.LayerNormLinear of `norm` and `linear`, or a te.LayerNormMLP of `norm`, `first`, SwiGLU and `linear`.
 
-    It has no Parameters, and shares the FP8 state of the te.Linears: their columns in the same order, those of `first`
-    before those of `linear`. `apply` runs it.
+    It has no Parameters, and shares the FP8 state of the te.Linears. In that state a column belongs to one tensor that
+    is cast. The columns keep their order; those of `first` come before those of `linear`. `apply` runs it.
     """
     common: dict[str, Any] = {
         "eps": norm.eps,
@@ -464,7 +474,10 @@ def apply(block: Any, linear: Any, norm: Any, first: Any = None) -> Callable[[Te
 
 
 def _both_metas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """TE's FP8 state of two layers as that of one module, for which te.checkpoint keeps one queue."""
+    """TE's FP8 state of two layers as that of one module.
+
+    te.checkpoint keeps one queue of states for a module: it copies the state in forward, and restores it to recompute.
+    """
     made = {key: value for key, value in first.items() if key != RECOMPUTED}
     made["num_gemms"] = 2
     for key in ("scaling_fwd", "scaling_bwd"):

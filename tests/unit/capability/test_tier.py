@@ -70,6 +70,8 @@ def test_v100_under_a_build_without_its_code_names_the_wheels_that_have_it() -> 
         ("5090", ("sm_100a",), False),
         ("B200", ("compute_90a",), False),  # PTX tied to one architecture
         ("B200", ("sm_100f",), True),
+        ("5090", ("compute_100f",), False),  # PTX tied to another family
+        ("5090", ("compute_120f",), True),
     ],
 )
 def test_code_for_the_card(card: str, arch_list: tuple[str, ...], usable: bool) -> None:

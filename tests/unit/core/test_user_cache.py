@@ -31,3 +31,26 @@ def test_a_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(
     assert folder.is_dir()
     assert tmp_path not in folder.parents
     folder.rmdir()
+
+
+@pytest.mark.parametrize("value", ["", "a/relative/folder"])
+def test_a_folder_that_is_not_absolute_does_not_count(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home" / ".cache" / "hopper-harness"
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "hopper-harness"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    folder = cache_dir()
+    assert folder.is_dir()
+    folder.rmdir()

@@ -218,6 +218,15 @@ def test_the_size_that_is_reserved_is_the_states(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("momentum", [{"betas": (0.0, 0.9)}, {"optimizer_args": {"momentum": 0.0}}])
+def test_sgd_without_momentum_keeps_no_state(momentum: dict[str, Any]) -> None:
+    plain = config("sgd", **momentum)
+    optimizer = build_optimizer(Net(), plain, CPU)
+    held = [each for state in optimizer.state.values() for each in state.values()]
+    assert not any(torch.is_tensor(each) for each in held)
+    assert optimizer_bytes(Net(), plain) == 0
+
+
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw_fp8"])
 def test_torchao_keeps_its_moments_in_bytes(name: str) -> None:
     table = 2 * 4 * 128 * 64

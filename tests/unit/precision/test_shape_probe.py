@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -237,6 +238,26 @@ def test_sizes_are_timed_in_another_process_once(
     assert set(some) == {(32, 32)}
     assert "1 sizes could not be timed and stay in FP8: " in note
     assert "/no/such/python" in note
+
+
+def test_timing_ends_before_the_ranks_that_wait_for_it_give_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    def run(command: list[str], timeout: float, **_: object) -> None:
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    policy = recipe()
+    for collective_timeout in (60.0, 600.0):
+        plan = probe_layers(
+            plan_on(H100, policy), policy, H100, CPU, collective_timeout=collective_timeout
+        )
+    assert limits == [48.0, 300.0]
+    assert plan.fp8_layers() == ("0", "1", "2", "3")
+    assert "3 sizes could not be timed and stay in FP8" in plan.notes[-1]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from harness.replay.flight import (
     nearest,
     read_records,
     record_folder,
+    same,
 )
 
 HERE = Environment("fp8_hybrid", 2, "ddp", "cpu")
@@ -159,3 +160,17 @@ def test_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
     for text in ("", "[1]", "{}", path.read_text().replace('"base"', '"vase"')):
         path.write_text(text)
         assert run.recorded() == [20]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (1.5, 1.5, True),
+        (1.5, math.nextafter(1.5, 2.0), False),
+        (0.0, -0.0, False),
+        (math.nan, -math.nan, True),
+        (math.inf, -math.inf, False),
+    ],
+)
+def test_figures_are_compared_bit_for_bit(a: float, b: float, equal: bool) -> None:
+    assert same(a, b) is same(b, a) is equal

@@ -187,6 +187,17 @@ def test_a_stream_of_another_alphabet_gets_what_it_can_show() -> None:
     assert raw.getvalue() == b"caf?\nstill here\n"
 
 
+def test_a_stream_of_another_alphabet_that_went_away_is_lost_too() -> None:
+    class GoneAscii(Gone):
+        def write(self, text: str) -> int:
+            text.encode("ascii")
+            raise BrokenPipeError
+
+    console = Console(10, stream=GoneAscii())
+    console.say("caf\u00e9")
+    console.say("still here")
+
+
 def test_layers_that_differ_in_the_block_number_alone_are_folded() -> None:
     output = io.StringIO()
     RichConsole(file=output, width=140).print(plan_table(PLAN))
