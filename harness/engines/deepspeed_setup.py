@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.capability.probe import find_compiler
 from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
@@ -130,8 +131,7 @@ def preflight(device: str = "cpu") -> list[Problem]:
         return []
     why = "on a CPU DeepSpeed compiles its communication kernel when it starts"
     problems: list[Problem] = []
-    compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
-    if not any(shutil.which(name) for name in compilers):
+    if find_compiler() is None:
         fix = f"install one (apt-get install g++), or {_OTHERS}"
         problems.append(Problem("no C++ compiler on PATH", "machine", why, fix))
     if shutil.which("ninja", path=_search_path()) is None:
