@@ -155,7 +155,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "data.bad=fail fails for files that are no text",
-        'if bad == "fail" and content != _INSIDE:',
+        'if bad == "fail" and content != INSIDE:',
         "if False:",
         "tests/faults/test_data_faults.py -k no_text",
     ),
