@@ -94,6 +94,24 @@ def test_text_is_cut_between_characters_and_nothing_is_lost(tmp_path: Path, line
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+def test_a_prepared_folder_that_lost_its_indexes_is_refused_by_their_names(tmp_path: Path) -> None:
+    """Without its index a shard would be read as ids of any dtype, without the starts of its documents."""
+    source = jsonl(tmp_path / "a.jsonl", documents())
+    out = tmp_path / "out"
+    prepare_dataset(Preparation(str(source), "JSONL"), out, processes=1)
+    lost = sorted(out.glob("*.idx"))
+    assert len(lost) == 2
+    for index in lost:
+        index.unlink()
+    with pytest.raises(DataError) as caught:
+        prepare(config(out), tmp_path / "run")
+    named = [(each.what, each.where) for each in caught.value.problems]
+    assert named == [
+        ("is missing", f"data.path: {out / 'train-00000.idx'}"),
+        ("is missing", f"data.path: {out / 'val-00000.idx'}"),
+    ]
+
+
 def test_links_and_pipes_are_treated_as_a_run_treats_them(tmp_path: Path) -> None:
     """`read_text` reads a folder that is small enough; a large one must not lose files that it would refuse."""
     folder, outside = tmp_path / "folder", tmp_path / "outside"
