@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
 from harness.core.collectives import world_rank
@@ -132,6 +132,8 @@ class Telemetry:
         # The Precision of a loop of the user's own; None under `harness train`.
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
+        # /dev/null, to which ranks other than 0 print.
+        self._nowhere: IO[str] | None = None
         # Attempt and step of the last row.
         self._last = (0, 0)
         # Applied and skipped updates, and rollbacks.
@@ -177,7 +179,8 @@ class Telemetry:
         # Only rank 0 prints and writes. Without a folder stdout belongs to the user's loop.
         lead = world_rank() == 0
         visible = sys.stderr if folder is None else sys.stdout
-        screen = Console(steps, stream=visible if lead else open(os.devnull, "w"))  # noqa: SIM115
+        nowhere = None if lead else open(os.devnull, "w")  # noqa: SIM115
+        screen = Console(steps, stream=nowhere or visible)
         path = None
         if folder is not None and lead:
             path = Path(folder)
@@ -196,6 +199,7 @@ class Telemetry:
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
         telemetry._precision = precision
         telemetry._lock = lock
+        telemetry._nowhere = nowhere
         telemetry.watch(precision.recipe.fallback)
         if folder is not None:
             # From now on a guard without this telemetry is refused.
@@ -517,6 +521,8 @@ class Telemetry:
             self.slots.file.close()
         if self._lock is not None:
             self._lock.release()
+        if self._nowhere is not None:
+            self._nowhere.close()
 
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
         """Write the outcome and the report of a loop of the user's own. error: what ended it."""
