@@ -162,8 +162,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "data.bad=skip passes over unreadable files",
-        'if bad != "skip":',
-        "if True:",
+        'if bad != "skip":\n                problems',
+        "if True:\n                problems",
         "tests/faults/test_data_faults.py -k cannot_be_read",
     ),
     Mutation(
