@@ -335,6 +335,7 @@ class Telemetry:
         if self._precision is not None:
             self.attempt = ledger.attempt
         else:
+            # Only `harness train` has these counts in its outcome.
             self.count(facts.step, facts.applied_steps, ledger)
         self._last = (ledger.attempt, facts.step)
 
@@ -354,7 +355,7 @@ class Telemetry:
         )
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
-        """Set the counts that go into the outcome. A resume needs this if no step is left to record.
+        """Set the counts that go into the outcome of `harness train`. A resume needs this if no step is left to record.
 
         step: done so far.
         applied: updates that were applied so far.
@@ -376,6 +377,7 @@ class Telemetry:
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """Write a validation after `step` steps: the mean loss, and the share of labels that were right (0 to 1)."""
         hits = {} if accuracy is None else {"val/accuracy": accuracy}
+        # MLflow sorts its charts by name: under the second name the loss comes first, beside Loss/train.
         self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
             self.screen.validation(step, loss, accuracy)
@@ -395,7 +397,7 @@ class Telemetry:
         self.note("end", status="failed")
 
     def _write_outcome(self, outcome: Outcome) -> None:
-        """Write outcome.json with the counts of steps. If the disk refuses it, print the outcome."""
+        """Write outcome.json, with the counts of steps under `harness train`. If the disk refuses it, print it."""
         assert self.folder is not None
         self._ended = replace(outcome, reason=scrubbed(outcome.reason), **self._counts)
         try:
@@ -495,7 +497,9 @@ class Telemetry:
             self.screen.event(text)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the files. In a loop of your own, write the outcome and the report first. Safe to call twice.
+        """Close the files. In a loop of your own this first writes the outcome, and the report unless `error` ended it.
+
+        Safe to call twice.
 
         error: what ended the loop; None: it ended as planned.
         """
@@ -525,7 +529,10 @@ class Telemetry:
             self._nowhere.close()
 
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
-        """Write the outcome and the report of a loop of the user's own. error: what ended it."""
+        """Write the outcome of a loop of the user's own, and the report if it ended as planned or was halted.
+
+        error: what ended it.
+        """
         # The last step gets its row, though no guard will judge it.
         ready = precision.prepared
         if error is None:
