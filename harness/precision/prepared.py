@@ -65,7 +65,8 @@ class Prepared:
     has_telemetry: a `harness.Telemetry` records what happens.
     loaded: how often a state was loaded.
     parts: names of the state owned here; a Guard adds model and optimizers.
-    state: everything that a continuation needs. This object is a part of it itself ("own": `applied` and what is held).
+    state: everything that a continuation needs. This object is a part of it itself ("own": `applied`, and the layers
+      that the user keeps in BF16 by `precision.demote`).
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
@@ -273,7 +274,9 @@ class Prepared:
         return None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
-        """The FP8 layers (padded names) that the patterns match. Names as in the model come before padded ones.
+        """The FP8 layers that the patterns match, by padded names (blocks.3 as blocks.03).
+
+        A pattern is matched with the names of the model. If none fits, it is matched with the padded ones.
 
         Raises MisuseError for a pattern that matches no Linear.
         """
@@ -294,7 +297,7 @@ class Prepared:
         return [layer for layer in self.context.layers if layer in chosen]
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """The part "own": {"applied": fp32 0-d}, and the layers that the user holds in BF16."""
+        """The part "own": {"applied": fp32 0-d}, and the layers that the user keeps in BF16."""
         return {"applied": self.applied}, {"held": sorted(self.judge.held)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
