@@ -83,7 +83,7 @@ that may themselves wait for the GIL. A rank that lost another would then hang.
 def _guarded(action: Callable[[], int], trains: bool = False) -> None:
     """Run a command; errors meant for the user end it with their text and exit code.
 
-    trains: this process trains, and ends as `_end` says.
+    trains: end as `_end` says. Ranks under a launcher do so whatever their command is.
     """
     trains = trains or "RANK" in os.environ
     try:
@@ -96,6 +96,7 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         _kept.append(error)
     except StoppedEarly as signal:
         end_at_a_signal(ExitCode.STOPPED)
+        # A launcher replaces exit codes by its own, so launch/*.sh reads the code from a file.
         tell_wrapper(ExitCode.STOPPED, starting=True)
         _say(f"{signal}: {NOTHING_YET}")
         _kept.append(signal)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
 from harness.core.collectives import world_rank
@@ -132,6 +132,8 @@ class Telemetry:
         # The Precision of a loop of the user's own; None under `harness train`.
         self._precision: Precision | None = None
         self._lock: RunLock | None = None
+        # /dev/null, to which ranks other than 0 print.
+        self._nowhere: IO[str] | None = None
         # Attempt and step of the last row.
         self._last = (0, 0)
         # Applied and skipped updates, and rollbacks.
@@ -177,7 +179,8 @@ class Telemetry:
         # Only rank 0 prints and writes. Without a folder stdout belongs to the user's loop.
         lead = world_rank() == 0
         visible = sys.stderr if folder is None else sys.stdout
-        screen = Console(steps, stream=visible if lead else open(os.devnull, "w"))  # noqa: SIM115
+        nowhere = None if lead else open(os.devnull, "w")  # noqa: SIM115
+        screen = Console(steps, stream=nowhere or visible)
         path = None
         if folder is not None and lead:
             path = Path(folder)
@@ -196,6 +199,7 @@ class Telemetry:
         telemetry = cls(path, journal, screen, config, len(plan.fp8_layers()))
         telemetry._precision = precision
         telemetry._lock = lock
+        telemetry._nowhere = nowhere
         telemetry.watch(precision.recipe.fallback)
         if folder is not None:
             # From now on a guard without this telemetry is refused.
@@ -331,6 +335,7 @@ class Telemetry:
         if self._precision is not None:
             self.attempt = ledger.attempt
         else:
+            # Only `harness train` has these counts in its outcome.
             self.count(facts.step, facts.applied_steps, ledger)
         self._last = (ledger.attempt, facts.step)
 
@@ -350,7 +355,7 @@ class Telemetry:
         )
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
-        """Set the counts that go into the outcome. A resume needs this if no step is left to record.
+        """Set the counts that go into the outcome of `harness train`. A resume needs this if no step is left to record.
 
         step: done so far.
         applied: updates that were applied so far.
@@ -372,6 +377,7 @@ class Telemetry:
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
         """Write a validation after `step` steps: the mean loss, and the share of labels that were right (0 to 1)."""
         hits = {} if accuracy is None else {"val/accuracy": accuracy}
+        # MLflow sorts its charts by name: under the second name the loss comes first, beside Loss/train.
         self.metrics(step, {"val/loss": loss, "Loss/val": loss, **hits})
         if self._precision is None:
             self.screen.validation(step, loss, accuracy)
@@ -391,7 +397,7 @@ class Telemetry:
         self.note("end", status="failed")
 
     def _write_outcome(self, outcome: Outcome) -> None:
-        """Write outcome.json with the counts of steps. If the disk refuses it, print the outcome."""
+        """Write outcome.json, with the counts of steps under `harness train`. If the disk refuses it, print it."""
         assert self.folder is not None
         self._ended = replace(outcome, reason=scrubbed(outcome.reason), **self._counts)
         try:
@@ -491,7 +497,9 @@ class Telemetry:
             self.screen.event(text)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the files. In a loop of your own, write the outcome and the report first. Safe to call twice.
+        """Close the files. In a loop of your own this first writes the outcome, and the report unless `error` ended it.
+
+        Safe to call twice.
 
         error: what ended the loop; None: it ended as planned.
         """
@@ -517,9 +525,14 @@ class Telemetry:
             self.slots.file.close()
         if self._lock is not None:
             self._lock.release()
+        if self._nowhere is not None:
+            self._nowhere.close()
 
     def _end_own(self, precision: Precision, error: BaseException | None) -> None:
-        """Write the outcome and the report of a loop of the user's own. error: what ended it."""
+        """Write the outcome of a loop of the user's own, and the report if it ended as planned or was halted.
+
+        error: what ended it.
+        """
         # The last step gets its row, though no guard will judge it.
         ready = precision.prepared
         if error is None:

@@ -158,7 +158,6 @@ class MachineFacts:
 def probe(folder: Path | None = None) -> MachineFacts:
     """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""
     torch_facts = _torch_facts()
-    compilers = (os.environ.get("CXX", "c++"), "g++")
     ninja_beside_python = Path(sys.executable).parent / "ninja"
     meminfo, cgroup_max = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     return MachineFacts(
@@ -168,13 +167,22 @@ def probe(folder: Path | None = None) -> MachineFacts:
         nvidia_on_pci=_nvidia_on_pci(Path("/sys/bus/pci/devices")),
         cpu_cores=_cpu_cores(),
         cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
-        has_compiler=any(shutil.which(name) for name in compilers),
+        has_compiler=find_compiler() is not None,
         has_ninja=shutil.which("ninja") is not None or ninja_beside_python.is_file(),
         memory_bytes=memory_limit(_read(meminfo), _read(cgroup_max)),
         disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
         libraries=library_facts(),
         **torch_facts,
     )
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler that builds take: $CXX, else g++, c++ or clang++. None if there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    return None
 
 
 def _cpu_cores() -> int:

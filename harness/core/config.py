@@ -307,7 +307,7 @@ class EngineConfig(Strict):
     )
     deepspeed: str | None = Field(
         default=None,
-        description="DeepSpeed JSON file; the harness's settings override it",
+        description="DeepSpeed JSON file; a key that differs from what the run sets is refused",
     )
     timeout_seconds: float = Field(
         default=600.0,
@@ -348,7 +348,7 @@ class GuardConfig(Strict):
     skip_growth: float = Field(
         default=5.0,
         gt=1,
-        description="times the median norm from which an update is skipped",
+        description="times the median norm from which an update is skipped, or e^(6 sigma) times if that is more",
     )
     clip_growth: float = Field(
         default=3.0,
@@ -381,8 +381,8 @@ class GuardConfig(Strict):
     )
     snapshot_seldom_after: Count = Field(
         default=200,
-        description="step after which only every fifth is taken, but one in 100 steps (or in guard.snapshot_every, if "
-        "longer); 0: all",
+        description="step after which snapshots are five times as far apart, but at most 100 steps (or "
+        "guard.snapshot_every, if longer); 0: never",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
@@ -430,12 +430,12 @@ class FallbackConfig(Strict):
 
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954):
     - An observation beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels).
-    - An observation within its limit takes 1 / (2 * (window - hits)) away.
-    - A score of hits - 1/2, made by at least hits bad observations, demotes the layer. So do hits bad observations in a
-      window. Bad observations that keep coming further apart also demote, sooner the further they are beyond.
+    - An observation within its limit takes 1 / (2 * (window - hits)) away, or 1 if window is hits.
+    - A score of hits - 1/2 (hits, if window is hits), made by at least hits bad observations, demotes the layer. So do
+      hits bad observations in a window. Rare bad observations also demote if they keep coming: the larger, the sooner.
 
-    A stay in BF16 takes dwell_steps. It is multiplied by cooldown_factor each time the layer leaves FP8 again before it
-    was back for as long as that product; a layer that was starts over. max_demoted_share always allows one layer.
+    A stay in BF16 takes dwell_steps. The next stay is cooldown_factor times as long, unless the layer was back in FP8
+    for at least that long; then it is dwell_steps again. max_demoted_share always allows one layer.
     failed_steps: see `WholeRunFallback`.
 
     With these limits healthy runs at learning rates up to 1e-2 keep FP8; docs/studies/fallback.md has what they find.
@@ -606,7 +606,7 @@ def load_config(
 ) -> RunConfig:
     """The resolved config of a run: the file, then overrides, then `recipe` if given.
 
-    Raises ConfigError that lists every problem of file and command line together.
+    Raises ConfigError for a file that is not there, then for malformed overrides, and last for all values together.
     """
     path = find("configs", name_or_path)
     over = parse_overrides(overrides)
@@ -646,7 +646,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 def warmup_doubt(train: TrainConfig) -> str:
     """A warning about the warm-up of a run of this length; empty if it is sound.
 
-    Update n of the warm-up has n / warmup_steps of the peak (`optim.schedule.Schedule`).
+    Update n of the warm-up, counted from 1, has n / warmup_steps of the peak (`optim.schedule.Schedule`).
     """
     steps, warmup = train.steps, train.warmup_steps
     fix = f"set train.warmup_steps={max(1, steps // 10)}, or more train.steps"

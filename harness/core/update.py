@@ -15,11 +15,12 @@ both call it. `update` is the part that changes weights. It has five phases:
 5. **Roll.** The FP8 scales of the next window follow from the amaxes of this one. They too stay as they are in a
    skipped step.
 
-Nothing here reads a value from the device. A read such as `skip.item()` makes the host wait until the GPU has done all
-of its queued work, and the GPU then idles while the host queues more. So `skip` stays a tensor. Fused Adam, AdamW, SGD
-and Adagrad take it as `found_inf`, and the divisor as `grad_scale`, the way torch's GradScaler drives them: the kernel
-itself reads the flag and returns before it touches anything. Any other optimizer costs one host read a step. The
-figures go to the host as one copy (`InFlight`) while the next step runs, and are judged one step later.
+With fused optimizers nothing here reads a value from the device. A read such as `skip.item()` makes the host wait until
+the GPU has done all of its queued work, and the GPU then idles while the host queues more. So `skip` stays a tensor.
+Fused Adam, AdamW, SGD and Adagrad take it as `found_inf`, and the divisor as `grad_scale`, the way torch's GradScaler
+drives them: the kernel itself reads the flag and returns before it touches anything. Any other optimizer costs one host
+read a step. The figures go to the host as one copy (`InFlight`) while the next step runs, and are judged one step
+later.
 
 Fused kernels write parameters without raising `Parameter._version`: do not key caches on it.
 """
@@ -344,6 +345,9 @@ def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tens
             signed = -value if over_ranks == "min" else value
             # NaN is not defined under MAX; as infinity it is kept.
             on_device[place] = torch.nan_to_num(signed, nan=math.inf, posinf=math.inf)
+        elif math.isnan(value):
+            # A number of the host is NaN where it was not measured, such as the memory of a GPU that was not used.
+            continue
         elif over_ranks == "any bit":
             on_host[place] = float(int(value) >> bit & 1)
         elif over_ranks == "min":

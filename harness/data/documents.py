@@ -22,7 +22,7 @@ from harness.data.splits import (
     with_validation,
     without_tests,
 )
-from harness.data.text import FIX_FILE, NAMED, BadFiles, first_of, no_text, walk
+from harness.data.text import FIX_FILE, INSIDE, NAMED, BadFiles, first_of, no_file, no_text, walk
 
 PIECE = 1 << 20
 """Bytes of a text that are tokenized at once: longer ones are cut after a line."""
@@ -40,6 +40,7 @@ class Part:
 
     begin, end: bytes of plain text; of everything else rows, counted from 0.
     size: bytes, about, to share the work and for the progress bar.
+    split: empty where the documents are divided later, by data.val_fraction.
     """
 
     path: str
@@ -99,20 +100,24 @@ class PlainText:
     def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
         """Ranges of bytes of every file that begins as text does."""
         found, left_out = files or self._files(path)
+        root = (path if path.is_dir() else path.parent).resolve()
         parts: list[Part] = []
         problems: list[Problem] = []
         for file, split in found:
             where = f"data.path: {file}"
             size = 0
             try:
-                # Opening a pipe would wait for ever. What a link leads to is read in its own place.
-                if file.is_symlink() or not file.is_file():
-                    reason = "a link" if file.is_symlink() else "not a regular file"
-                    left_out.append((file.name, reason))
+                fault = no_file(file, root)
+                if not fault:
+                    size = file.stat().st_size
+                    with file.open("rb") as stream:
+                        # The head of a longer file may end within a character.
+                        fault = no_text(stream.read(_HEAD_BYTES), whole=size <= _HEAD_BYTES)
+            except DataError as error:
+                fault = error.problems[0].what
+                if bad != "skip":
+                    problems += error.problems
                     continue
-                size = file.stat().st_size
-                with file.open("rb") as stream:
-                    fault = no_text(stream.read(_HEAD_BYTES), size <= _HEAD_BYTES)
             except OSError as error:
                 fault = f"cannot be read: {error.strerror}"
                 if bad == "auto":
@@ -123,7 +128,7 @@ class PlainText:
             if fault:
                 name = file.relative_to(path).as_posix() if path.is_dir() else file.name
                 left_out.append((name, fault))
-                if bad == "fail" or not path.is_dir():
+                if (bad == "fail" and fault != INSIDE) or not path.is_dir():
                     problems.append(Problem(f"no text: {fault}", where, fix=FIX_FILE))
                 continue
             for begin, end in ranges(size):

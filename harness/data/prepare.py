@@ -63,7 +63,8 @@ class Preparation:
     key: column of rows that has the text.
     bad: what to do about rows without text, and files that are none.
     tokenizer: as data.tokenizer; None: bytes.
-    val_fraction: share of the documents held out where the source has no validation files.
+    val_fraction: share of the pieces held out where the source has no validation files. A document is one piece, unless
+      it is text of over a MiB: its pieces may then be in both splits.
     hub: what was fetched from the hub, if `source` is its folder.
     """
 

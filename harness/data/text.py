@@ -32,11 +32,13 @@ FIX_FILE = (
 NAMED = 20
 """Files or problems that a message names."""
 
+INSIDE = "link within the folder"
+"""Why such a link is skipped, whatever data.bad says."""
+
 BadFiles = Literal["auto", "skip", "fail"]
 """What to do about files of a folder that are no text."""
 
 _CHUNK = 1 << 20
-_INSIDE = "link within the folder"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte-order marks; UTF-8 cannot begin with either
 
 
@@ -112,7 +114,7 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
 
         # Text in place of bytes: the reason to skip the file.
         if isinstance(content, str):
-            if bad == "fail" and content != _INSIDE:
+            if bad == "fail" and content != INSIDE:
                 fix = f"{FIX_FILE}; or set data.bad=skip"
                 problems.append(Problem(f"no text: {content}", _where(path), fix=fix))
             skipped.append(Skipped(name, content))
@@ -160,22 +162,35 @@ def walk(root: Path) -> Iterator[Path]:
     yield from closed
 
 
-def _read_file(path: Path, root: Path) -> bytes | str:
-    """A file's bytes, or the reason to skip it. Raises DataError."""
+def no_file(path: Path, root: Path) -> str:
+    """Why what `walk` found below `root` is not to be opened: a link, a pipe, a device. Empty if it is a file.
+
+    Raises DataError for a link that leads nowhere or out of `root`, and for a folder that cannot be listed.
+    """
     try:
+        # The target of a link within the folder is read in its own place.
         if path.is_symlink():
             target = path.resolve(strict=True)
             if target.is_relative_to(root):
-                return _INSIDE
+                return INSIDE
             what = f"is a link out of the folder, to {target}"
             raise DataError(Problem(what, _where(path), fix="copy the file there instead"))
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             os.listdir(path)  # raises what made the walk stop there
-        # Opening a pipe would wait for ever, and a huge file would fill the memory before it could be counted.
-        if not stat.S_ISREG(status.st_mode):
-            return "not a regular file"
-        if status.st_size > MAX_BYTES:
+    except (OSError, RuntimeError) as error:
+        raise DataError(_unreadable(path, error)) from error
+    # Opening a pipe would wait for ever.
+    return "" if stat.S_ISREG(status.st_mode) else "not a regular file"
+
+
+def _read_file(path: Path, root: Path) -> bytes | str:
+    """A file's bytes, or the reason to skip it. Raises DataError."""
+    try:
+        if reason := no_file(path, root):
+            return reason
+        # A huge file would fill the memory before it could be counted.
+        if path.stat().st_size > MAX_BYTES:
             raise DataError(_too_large(str(path)))
         content = path.read_bytes()
     except (OSError, RuntimeError) as error:

@@ -368,7 +368,10 @@ def _prepared(
         fix = "leave data.tokenizer out, or prepare the source again with it"
         what = "was prepared with another tokenizer"
         raise DataError(Problem(what, where, f"it was made {was}", fix))
-    missing = [file for file in (*files["train"], *files["val"]) if not file.is_file()]
+    needed: list[Path] = []
+    for shard in (*files["train"], *files["val"]):
+        needed += [shard, shard.with_suffix(".idx")]
+    missing = [file for file in needed if not file.is_file()]
     if missing:
         fix = _PREPARE_FIX
         raise DataError([Problem("is missing", f"data.path: {file}", fix=fix) for file in missing])

@@ -5,7 +5,7 @@ All but the kernel work without importing DeepSpeed.
 The kernel. On a CPU DeepSpeed compiles a communication kernel when it first starts. Two things go wrong there:
 
 - torch guards the build with a lock file that only its maker deletes. A process that is killed while it compiles leaves
-  the file, and all later ones wait for ever without a message. So a process first takes a lock of the kernel (flock),
+  the file, and all later ones wait for ever without a message. So a process first takes a lock of the system (flock),
   which ends with its owner. While it holds that lock, it deletes torch's file if the maker is gone. If the maker lives,
   it waits, says so, and gives up at some time.
 - ninja and its compilers go on when the rank that started them is killed. So a rank compiles in another process, with a
@@ -30,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.capability.probe import find_compiler
 from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
@@ -130,8 +131,7 @@ def preflight(device: str = "cpu") -> list[Problem]:
         return []
     why = "on a CPU DeepSpeed compiles its communication kernel when it starts"
     problems: list[Problem] = []
-    compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
-    if not any(shutil.which(name) for name in compilers):
+    if find_compiler() is None:
         fix = f"install one (apt-get install g++), or {_OTHERS}"
         problems.append(Problem("no C++ compiler on PATH", "machine", why, fix))
     if shutil.which("ninja", path=_search_path()) is None:
@@ -348,7 +348,7 @@ def _alone(folder: Path, seconds: float, say: Callable[[str], None]) -> Iterator
     """
     began = time.monotonic()
     with (folder / ".building").open("a+") as ours:
-        # The kernel releases this lock when its owner ends, killed or not. The file names the owner.
+        # The operating system releases this lock when its owner ends, killed or not. The file names the owner.
         reported = ""
         while True:
             try:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import runpy
-import shutil
 import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from harness.capability.probe import find_compiler
 from harness.core.errors import MachineError, MisuseError, Problem
 from harness.core.files import cached
 
@@ -84,11 +83,10 @@ def _build() -> Path:
 
 
 def _compiler() -> str:
-    """The C++ compiler that $CXX names, else g++ or clang++. Raises MachineError."""
-    for name in (os.environ.get("CXX", "g++"), "g++", "clang++"):
-        found = shutil.which(name)
-        if found:
-            return found
+    """Path of a C++ compiler. Raises MachineError."""
+    found = find_compiler()
+    if found:
+        return found
     what = "there is no C++ compiler"
     why = "a fake CUDA device is built against the installed torch, once"
     raise MachineError(Problem(what, _WHERE, why, "install g++ (apt install g++)"))

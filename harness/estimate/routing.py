@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Operations that choose: the position of the argument `dim`, and of the indices among the results.
+# Operations that choose: the position of the argument `dim` (if not given by name), and of the indices among the
+# results.
 _CHOICES = {
     "topk": (2, 1),
     "sort": (1, 1),
@@ -33,17 +34,9 @@ _CHOICES = {
     "argmin": (1, 0),
 }
 # Operations that make a tensor from no other.
-_MADE = (
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "scalar_tensor",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-)
+_MADE = ("zeros", "ones", "full", "arange", "scalar_tensor")
+# Operations that take a tensor for its shape, dtype and device alone.
+_MADE_LIKE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 # The most elements of a tensor whose values are kept. A larger one is no router's.
 _MOST = 2**26
@@ -66,6 +59,8 @@ class Routing:
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """func(*args, **kwargs) on fakes. If the result's shape depends on values, the known values give the shape.
 
+        The dispatch mode of estimate/recorder.py calls this for every operation.
+        name: of the operation, without its overload, such as `sort`.
         Raises as fake tensors do where the values are not known.
         """
         if name in _INDEXING:
@@ -90,7 +85,7 @@ class Routing:
         # `max` and `min` of a whole tensor return one tensor and choose nothing.
         returns_indices = name.startswith("arg") or not isinstance(out, Tensor)
         if name in _CHOICES and returns_indices:
-            self._choose(name, args, out)
+            self._choose(name, args, kwargs, out)
         elif func._schema.is_mutable or _is_of_integers(out):
             found = self._computed(func, name, args, kwargs)
             if found is not None:
@@ -99,10 +94,10 @@ class Routing:
                 self._forget(func, args)
         return out
 
-    def _choose(self, name: str, args: Sequence[Any], out: Any) -> None:
+    def _choose(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Keep the indices of a choice along one dimension: all places in turn."""
         where, which = _CHOICES[name]
-        dim = args[where] if len(args) > where else -1
+        dim = args[where] if len(args) > where else kwargs.get("dim", -1)
         chosen = out if isinstance(out, Tensor) else out[which]
         source = args[0]
         no_dimension = not isinstance(dim, int) or isinstance(dim, bool) or not source.ndim
@@ -136,11 +131,19 @@ class Routing:
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        if any(self._values.get(leaf) is None for leaf in leaves):
+        values_count = name not in _MADE_LIKE
+        if values_count and any(self._values.get(leaf) is None for leaf in leaves):
             return None
 
         def real(leaf: Any) -> Any:
-            return self._values[leaf] if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if values_count:
+                return self._values[leaf]
+            # Memory that is never written takes none. The size of `new_` is an argument of its own.
+            if name.startswith("new_"):
+                return torch.empty(0, dtype=leaf.dtype)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
 
         options = dict(kwargs)
         for name_of_device in ("device", "pin_memory"):
@@ -158,7 +161,7 @@ class Routing:
                 self._values[fake] = value
 
     def _forget(self, func: Any, args: Sequence[Any]) -> None:
-        """Drop values that unknown ones were written to, and of all tensors that share their memory."""
+        """After a write of unknown values into a tensor: drop its values, and those of all that share its memory."""
         for argument, tensor in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if not written or not isinstance(tensor, Tensor):

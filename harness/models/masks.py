@@ -191,6 +191,8 @@ def _weighted(
         for sets in ([p], [q], [r], [p, q], [q, r], [p, r]):
             loss, _ = ask({**batch, name: _only(labels, torch.cat(sets))})
             losses.append(float(loss))
+        if not all(map(math.isfinite, losses)):
+            return False
         of_p, of_q, of_r, of_pq, of_qr, of_pr = losses
 
         # For a weighted mean, w(P) / w(Q) = (L(PQ) - L(Q)) / (L(P) - L(PQ)). The three ratios must agree.
@@ -266,7 +268,9 @@ def _tolerance(loss: Tensor) -> float:
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+    """Whether two losses are finite and equal but for rounding."""
+    difference = abs(one - other)
+    return math.isfinite(difference) and difference <= tolerance * max(abs(one), abs(other))
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

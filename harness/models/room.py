@@ -86,7 +86,7 @@ class _Watch:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # torch's hooks are called in all threads; only this one builds the model.
+        # torch calls the hooks in all threads. Only this one builds the model, and only its memory is counted.
         self._thread = threading.get_ident()
         self._modules = 0
         self._parameters = 0
@@ -95,15 +95,17 @@ class _Watch:
 
     def module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """torch's hook: a module was registered."""
-        if child is not None:
-            self._modules += 1
-            self._add(_MODULE)
+        if child is None or threading.get_ident() != self._thread:
+            return
+        self._modules += 1
+        self._add(_MODULE)
 
     def parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """torch's hook: a Parameter was registered."""
-        if parameter is None:
+        if parameter is None or threading.get_ident() != self._thread:
             return
         self._parameters += 1
+        # Less than a module, but this only decides how often the memory is looked at.
         size = _MODULE
         if parameter.device.type == "cpu":
             size += parameter.nbytes
@@ -111,7 +113,7 @@ class _Watch:
 
     def _add(self, size: int) -> None:
         self._added += size
-        if self._added < _LOOK_EVERY or threading.get_ident() != self._thread:
+        if self._added < _LOOK_EVERY:
             return
         self._added = 0
         left, there = free_memory(swap=True), all_memory()

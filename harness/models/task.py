@@ -134,8 +134,9 @@ class Task:
         return Judged(loss, hits.sum())
 
     def try_on(self, model: nn.Module, batch: Batch, half: torch.dtype | None) -> str:
-        """Run one forward on the first sample of `batch`, before training. Sets `unit` and `classes`.
+        """Run one forward on the first sample of `batch`, before training.
 
+        Sets `unit`, `classes`, and whether the model shifts labels by itself.
         half: the dtype of the run's autocast, None for float32. The model and the random numbers stay as they are.
         Returns a warning if the loss is not in the promised unit, else an empty text.
         Raises ConfigError if forward does not take the batch, fails, or returns neither a loss nor logits.
@@ -206,7 +207,8 @@ class Task:
             output = self._output(model, asked)
             return self._loss(output, asked), _parts(output)[1]
 
-        # In float32 losses compare best. The run's dtype follows, for kernels that take only half precision.
+        # In float32 losses compare best. If the loss looks wrong there, or cannot run (some kernels take only half
+        # precision), the verdict in the run's dtype counts.
         device = next(model.parameters()).device
         found = masks.Masks()
         with _left_alone(model, device):
@@ -233,7 +235,10 @@ class Task:
             raise ConfigError(Problem(f"masked {name} are trained on", self._where, why, fix))
 
     def _learn(self, output: object, one: Batch, own: Tensor | None) -> None:
-        """Set `classes` and `unit`, if the model returns logits. own: the model's own loss; None if it is ours."""
+        """Set `classes`, `unit` and `_shifts`, if the model returns logits.
+
+        own: the model's own loss; None if it is ours.
+        """
         _, logits = _parts(output)
         labels = _labels(one)
         if logits is None or labels is None:

@@ -38,6 +38,7 @@ class UnderflowMonitor(KeptWindow):
     """
 
     key = "underflow"
+    # Saved in checkpoints, see `monitors.base`.
     kept = ("first", "latest", "vanishing", "overflowing")
 
     def __init__(self, rise: float = 0.05, near_limit: float = 0.01) -> None:

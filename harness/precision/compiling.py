@@ -7,13 +7,12 @@ the time of one block. What else in the model cannot be compiled does not matter
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from harness.capability.probe import find_compiler
 from harness.core.blocks import blocks_of
 from harness.core.errors import Problem
 from harness.precision.backends.registry import BACKENDS
@@ -37,8 +36,7 @@ def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Pr
         problems.append(Problem(what, _WHERE, fix=fix))
 
     # What torch.compile itself needs. Without it the run would fail at its first step, in the middle of a traceback.
-    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
-    if device.type == "cpu" and not any(map(shutil.which, compilers)):
+    if device.type == "cpu" and find_compiler() is None:
         why = "torch.compile writes C++ for a CPU"
         fix = "install g++, or engine.compile=none"
         problems.append(Problem("no C++ compiler", _WHERE, why, fix))

@@ -65,7 +65,8 @@ class Prepared:
     has_telemetry: a `harness.Telemetry` records what happens.
     loaded: how often a state was loaded.
     parts: names of the state owned here; a Guard adds model and optimizers.
-    state: everything that a continuation needs. This object is a part of it itself ("own": `applied` and what is held).
+    state: everything that a continuation needs. This object is a part of it itself ("own": `applied`, and the layers
+      that the user keeps in BF16 by `precision.demote`).
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
@@ -273,7 +274,9 @@ class Prepared:
         return None
 
     def select(self, call: str, layers: str | Iterable[str]) -> list[str]:
-        """The FP8 layers (padded names) that the patterns match. Names as in the model come before padded ones.
+        """The FP8 layers that the patterns match, by padded names (blocks.3 as blocks.03).
+
+        A pattern is matched with the names of the model. If none fits, it is matched with the padded ones.
 
         Raises MisuseError for a pattern that matches no Linear.
         """
@@ -294,7 +297,7 @@ class Prepared:
         return [layer for layer in self.context.layers if layer in chosen]
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
-        """The part "own": {"applied": fp32 0-d}, and the layers that the user holds in BF16."""
+        """The part "own": {"applied": fp32 0-d}, and the layers that the user keeps in BF16."""
         return {"applied": self.applied}, {"held": sorted(self.judge.held)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -326,14 +329,17 @@ class Prepared:
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Precision.load_state_dict`."""
-        # Check everything before anything is changed.
+        # Check before anything is changed. Each part still checks its own tensors as it loads them.
         tensors, meta = state.get("tensors", {}), state.get("meta", {})
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
+        # Names alone are compared, with a state of this model as it is now. It is small: FP8 scales and no weights.
         mine = self.save()
-        missing = mine["meta"].keys() - meta.keys()
-        missing |= mine["tensors"].keys() - {"last"} - tensors.keys()
+        needed = mine["tensors"].keys() - {"last"}
+        if meta.get("last") is not None:
+            needed.add("last")
+        missing = (mine["meta"].keys() - meta.keys()) | (needed - tensors.keys())
         if missing:
             what = f"{', '.join(sorted(missing))} missing"
             raise _bad_state(what, "give what state_dict() returned, both halves of it")

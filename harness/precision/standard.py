@@ -288,7 +288,8 @@ class Standard:
         _standards.discard(self)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Runs before a module of the model is called. Does nothing inside of a context, whoever entered it.
+        """Runs before a module of the model is called. Inside of a context it enters no other, except for activations
+        that are computed again.
 
         A compiled graph ends here if a context has to be entered. A new one begins with the model's forward.
         """
@@ -305,12 +306,14 @@ class Standard:
         # A deep copy carries these hooks along. With gradients on it may be trained, and then its optimizer is refused.
         if module not in self._own and torch.is_grad_enabled():
             self._ready.window.copies.add(module)
+        # Another thread works with the model. The context is its own, so this call would run without autocast.
         if self._precision.turn.elsewhere and not _in_autograd():
             raise self._precision.turn.refusal(f"{type(module).__name__}()")
         if not self.begun and not self._precision.is_evaluating:
             return
 
-        # Four cases: a call to skip, a call within the module's own call, one from outside, and one of a checkpoint.
+        # Four cases: a call to skip, a call within the module's own call, one from outside, and one that activation
+        # checkpointing runs again.
         busy = self._precision.busy
         if module is self.skipped and not busy:
             self.skipped = None
@@ -321,7 +324,8 @@ class Standard:
             self._open(module, self._precision.context())
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
-            # A checkpoint around this call computes it again, in the autocast of outside the context.
+            # Activation checkpointing runs this forward again in backward. The context is closed by then, so the same
+            # autocast is entered again.
             enabled, dtype = self._autocast[module]
             if (enabled, dtype) != self._autocast_now():
                 kind = self._ready.device.type
@@ -509,8 +513,8 @@ def _watch_backward() -> None:
             _calls.own = False
             return original(tensors, grad_tensors, *args, **kwargs)
 
-        # Reentrant checkpoints call backward within backward, on a GPU in a thread of autograd's. If it cannot be of
-        # any other model, it is part of a backward that was redirected already.
+        # Reentrant checkpoints call backward within backward, on a GPU in a thread of autograd's. If every
+        # wrapped model is in its own backward, this call is the inner part of one that was redirected already.
         nested = _in_autograd()
         standards = _standards.now()
         recomputed = nested and grad_tensors is not None

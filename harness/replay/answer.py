@@ -98,7 +98,8 @@ class Answer:
     was_bad: the step was bad in the run.
     here: the step, with hooks.
     again: the step without hooks, from the same state; None where blocks were compiled.
-    in_float32: the step in float32; None if it was not bad here.
+    in_float32: the step in float32. None if the step was neither bad here nor a spike in the run, and if its data
+        are at fault.
     loss_before: of the step before; None if that was not re-run.
     journal_loss: of this step, in the run.
     difference: the first figure that is not the journal's.
@@ -146,13 +147,22 @@ class Answer:
         object.__setattr__(self, "advice", _advice(self))
 
     def bad(self, facts: StepFacts) -> bool:
-        """Whether these are the facts of a bad step, by the measure of this one."""
-        if unfit(facts):
+        """Whether these are the facts of a bad step, by the measure of this one.
+
+        If the run's step was a spike, a loss over the middle between the usual loss and that spike is bad too. The loss
+        of the step before is the usual one. If that step was not re-run, the spike less half of its magnitude is.
+        """
+        if stopped_by_gate(facts):
             return True
-        if "loss.spike" not in self.codes or not math.isfinite(self.journal_loss):
+        spike = self.journal_loss
+        if "loss.spike" not in self.codes or not math.isfinite(spike):
             return False
-        usual = self.loss_before or self.journal_loss / 2
-        return facts.loss > math.sqrt(usual * self.journal_loss)
+        usual = spike - abs(spike) / 2 if self.loss_before is None else self.loss_before
+
+        # The middle is the geometric mean. Losses of zero and below have none: there it is the arithmetic mean.
+        if min(usual, spike) > 0:
+            return facts.loss > math.sqrt(usual * spike)
+        return facts.loss > (usual + spike) / 2
 
 
 def _data_words(bits: int, between: str) -> str:
@@ -160,8 +170,8 @@ def _data_words(bits: int, between: str) -> str:
     return between.join(text for bit, text in DATA.items() if bits & bit)
 
 
-def unfit(facts: StepFacts) -> bool:
-    """Not finite, over its limits, or on data that cannot be trained on."""
+def stopped_by_gate(facts: StepFacts) -> bool:
+    """Whether the gate stops the update: not finite, over its limits, or on data that cannot be trained on."""
     finite = math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)
     return not finite or facts.over_limits or facts.bad_data != 0
 

@@ -30,7 +30,7 @@ from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
-from harness.replay.answer import Answer, Gradient, Sample, growth, unfit
+from harness.replay.answer import Answer, Gradient, Sample, growth, stopped_by_gate
 from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.run import Run, Share, next_window, observe, train_step
@@ -244,7 +244,7 @@ class Investigation:
         gradients = self._gradients(watched, origin)
 
         # If it is bad: sample by sample, under anomaly mode, in float32.
-        bad = unfit(here) or "loss.spike" in codes
+        bad = stopped_by_gate(here) or "loss.spike" in codes
         samples = self._samples(kept, window) if bad else []
         trace = self._anomaly(kept) if anomaly else ""
         rerun.close()

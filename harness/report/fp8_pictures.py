@@ -249,7 +249,7 @@ def _ranges(axes: Axes, top: float) -> None:
 
 
 def loss_scale(history: RunHistory, path: Path) -> bool:
-    """The loss scale by step, overflows marked; False if the run had none."""
+    """The loss scale by step, with marks at skipped updates; False if the run had none."""
     points = history.points("train/loss_scale")
     # Only values that a GradScaler can have and an axis can show.
     usable = (points.figures > 1e-99) & (points.figures < 1e99)
@@ -257,21 +257,20 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     if not len(scale) or (scale == 1.0).all():
         return False
 
-    # With a loss scale, nearly every skipped update is an overflow.
-    applied = history.points("train/step_applied")
+    # An overflow leaves a gradient norm that is not finite. Limits and bad data skip updates too.
+    applied, norm = history.points("train/step_applied"), history.points("train/grad_norm")
     skipped = np.isin(steps, applied.steps[applied.figures == 0])
+    overflowed = skipped & np.isin(steps, norm.steps[~np.isfinite(norm.figures)])
     figure, grid = _grid(1, 1, 9.0, 3.6)
     axes = grid[0][0]
     axes.step(steps, scale, where="post", color="#2c7fb8", linewidth=1.3, label="loss scale")
-    if skipped.any():
-        axes.plot(
-            steps[skipped],
-            scale[skipped],
-            "x",
-            color="#cb181d",
-            label="overflow: update skipped",
-            linestyle="none",
-        )
+    marks = (
+        (overflowed, "#cb181d", "gradients not finite: update skipped"),
+        (skipped & ~overflowed, INK, "update skipped for another reason"),
+    )
+    for marked, colour, text in marks:
+        if marked.any():
+            axes.plot(steps[marked], scale[marked], "x", color=colour, label=text, linestyle="none")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")

@@ -129,6 +129,7 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
             values = newest[f"fp8_{column}/{slot}"].values()
             value = next(iter(values), None)
             figures.append("-" if value is None else format(value, f".{form}"))
+        # Checkpoint and journal pad numbers differently (blocks.03, blocks.3): `bare` takes the zeros away.
         amaxes = histories.get(bare(slot))
         tail = tails[slot] if amaxes is None else amaxes.tolist()
         table.add_row(Text(slot), *figures, sparkline(tail[-SPARK:], bars))
@@ -140,8 +141,8 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
 def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str]]:
     """The amax histories in the newest checkpoint that has FP8 state.
 
-    Returns its step, {bare slot name: amax by update, oldest first}, and the names of newer checkpoints whose FP8 state
-    cannot be read.
+    Returns its step, {slot name as `bare` gives it: amax by update, oldest first}, and the names of newer checkpoints
+    whose FP8 state cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

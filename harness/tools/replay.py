@@ -49,6 +49,7 @@ def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] =
     from harness.replay.investigate import Investigation
 
     branches = Branches(run_dir)
+    # Raises an error for a step that the run does not have.
     branches.attempt_of(step)
     # One process plays all ranks, whatever engine the run had.
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])

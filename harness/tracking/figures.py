@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 First = Callable[[int], float]
-"""Gives, for an attempt, the first step that a later attempt did again."""
+"""Gives, for an attempt, the first step that a later attempt did again; infinity if none did."""
 
 
 Process = tuple[int | None, int | None, str]

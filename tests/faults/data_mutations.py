@@ -155,15 +155,15 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         23,
         "data.bad=fail fails for files that are no text",
-        'if bad == "fail" and content != _INSIDE:',
+        'if bad == "fail" and content != INSIDE:',
         "if False:",
         "tests/faults/test_data_faults.py -k no_text",
     ),
     Mutation(
         23,
         "data.bad=skip passes over unreadable files",
-        'if bad != "skip":',
-        "if True:",
+        'if bad != "skip":\n                problems',
+        "if True:\n                problems",
         "tests/faults/test_data_faults.py -k cannot_be_read",
     ),
     Mutation(

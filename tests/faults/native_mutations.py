@@ -78,8 +78,8 @@ NATIVE = (
     Mutation(
         16,
         "a compiled layer's own cast records its amax",
-        "return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)",
-        "return amax, *buffers.cast(x.contiguous(), scale, None, fmt, False, transpose)",
+        "x.contiguous(), scale, amax, fmt, through_bf16=False, transpose=transpose",
+        "x.contiguous(), scale, None, fmt, through_bf16=False, transpose=transpose",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
     ),
     Mutation(

@@ -6,8 +6,9 @@ The method is that of `native`, with the same values bit for bit. Three things d
 - Backward keeps FP8 only: the transposed input, and the weight for as long as it is needed.
 - Nothing waits for the device. Scales and their inverses stay there and are read there.
 
-Under torch.compile a layer goes one of two ways. Whichever it is, the graph finds the layer by its handle
-(`precision.operators`), and the compiler does not know what operators read and write of the FP8 state.
+Under torch.compile a layer goes one of two ways. Whichever it is, the graph finds the layer by its handle, an int64
+tensor with the layer's number, as operators take only tensors (`precision.operators`). The compiler does not know what
+operators read and write of the FP8 state.
 
 `linear` is the usual way, which the compiler traces:
 
@@ -19,7 +20,7 @@ with their neighbours, but it transposes slowly. On an H100 with torch 2.13 a st
 0.81 with our kernel (docs/studies/hopper.md). An amax reaches its slot through the GEMM that follows its cast. The
 compiler can therefore drop none, and recomputed activations record the same amax again.
 
-`switching` is for blocks in which a layer is demoted, and for all blocks in a sampled window. One operator does
+`switching` is for blocks in which a layer is demoted, and for all blocks in a sampled step. One operator does
 everything when it runs. A block is compiled twice at most, however often layers switch.
 """
 
@@ -91,14 +92,16 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         scales = _ops.fp8_scales_apart(handle, rows)
         wants_weight = ctx.needs_input_grad[1]
-        cast = _own_cast if own_casts else _cast
-        _, amax, left, columns = cast(rows, _scale(scales, _INPUT), handle, "e4m3", wants_weight)
+        cast_rows = _own_cast if own_casts else _cast
+        _, amax, left, columns = cast_rows(
+            rows, _scale(scales, _INPUT), handle, "e4m3", wants_weight
+        )
 
         # Backward needs the transposed input, and the scales that it was cast under.
         ctx.record = record
         ctx.gradient = gradient
         ctx.dtype = rows.dtype
-        ctx.cast = cast
+        ctx.cast = cast_rows
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(columns, scales, weight, handle)
         return _ops.fp8_forward(left, amax, scales, weight, bias, handle, record)
@@ -175,7 +178,9 @@ def _fp8_cast(
     """The operator fp8_cast. x: bfloat16. Returns its amax [1], its FP8 bytes and their transpose (`quantize_pair`)."""
     buffers = cast("Fp8SlotBuffers", layer_of(handle).slot_buffers)
     amax = x.new_zeros(1, dtype=torch.float32)
-    return amax, *buffers.cast(x.contiguous(), scale, amax, fmt, False, transpose)
+    return amax, *buffers.cast(
+        x.contiguous(), scale, amax, fmt, through_bf16=False, transpose=transpose
+    )
 
 
 def _fake_cast(
@@ -322,7 +327,7 @@ def _fp8_switching(
 ) -> tuple[Tensor, Tensor]:
     """The operator fp8_switching_apart: y, and the scales that x was cast under.
 
-    It computes in FP8, or in BF16 while the layer is demoted, and measures statistics in sampled windows.
+    It computes in FP8, or in BF16 while the layer is demoted, and measures statistics in sampled steps.
 
     rows: x, bfloat16. Backward keeps it as it is and casts it again under these scales. What an operator gives to
     backward must not depend on the precision.
@@ -432,9 +437,9 @@ def switching(
 class Fp8SlotBuffers(SlotBuffers):
     """Slot buffers that cast to `Fp8Pair`s. Statistics are measured on samples of large tensors.
 
-    sampled: the sums behind the statistics of a sampled window.
+    sampled: the sums behind the statistics of a sampled step.
     cast: the function that casts, our kernel or `quantize_pair`.
-    apart: inverse scales, float32 [slots, _APART], each at an address that cuBLASLt takes.
+    apart: inverse scales, float32 [slots, _APART]: each padded to 16 bytes, as cuBLASLt takes their addresses.
 
     A quantised weight serves all micro-batches of a window. In the last micro-batch backward drops it layer by layer,
     as autograd does with autocast's bfloat16 weights: kept until the update, it would add to the peak of memory. If
@@ -482,7 +487,10 @@ class Fp8SlotBuffers(SlotBuffers):
     def _pair(
         self, x: Tensor, slot: int, record: bool, rights: bool, through_bf16: bool
     ) -> Fp8Pair:
-        """Cast under the slot's scale. The cast itself raises the amax in the staging row if `record`."""
+        """Cast under the slot's scale. The cast itself raises the amax in the staging row if `record`.
+
+        rights: make the transpose too, for a right operand or a transposed left one.
+        """
         amax = self.history[0, slot : slot + 1] if record else None
         fmt = self.formats[slot]
         rows, columns = self.cast(
@@ -495,7 +503,8 @@ class Fp8SlotBuffers(SlotBuffers):
 
         scale, inverse: float32 [1].
         """
-        _, columns = self.cast(rows, scale, None, self.formats[slot], False, True)
+        fmt = self.formats[slot]
+        _, columns = self.cast(rows, scale, None, fmt, through_bf16=False, transpose=True)
         return Fp8Pair(None, columns, inverse)
 
     def observe(self, x: Tensor, slot: int) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.capability.probe import find_compiler
 from harness.core.files import cached
 from harness.precision import scaling
 
@@ -51,9 +50,7 @@ def load() -> tuple[Kernel | None, str]:
     stats: address of eight float64 sums to add to (`scaling.quantization_stats`, `scaling.channel_stats`), or None.
     by_rows: sum up as `scaling.summed` does for a gradient.
     """
-    compiler: str | None = None
-    for name in (os.environ.get("CXX", "g++"), "c++", "clang++"):
-        compiler = compiler or shutil.which(name)
+    compiler = find_compiler()
     if compiler is None:
         return None, "no C++ compiler: FP8 casts run in PyTorch (slower; install g++)"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,21 @@ tl: Any = _tl
 _log = logging.getLogger("harness.precision")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Cast = Callable[[Tensor, Tensor, "Tensor | None", str, bool, bool], tuple[Tensor, Tensor]]
+
+
+class Cast(Protocol):
+    """`quantize_pair`, or the kernel with its arguments."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        amax: Tensor | None,
+        fmt: str,
+        through_bf16: bool,
+        transpose: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
 
 Stats = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
 

@@ -27,6 +27,19 @@ def test_this_machine(tmp_path: Path) -> None:
     assert facts.libraries["mlflow"].version == version("mlflow")
 
 
+@pytest.mark.parametrize("name", ["g++", "c++", "clang++", "own"])
+def test_every_compiler_that_a_build_takes_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if name == "own":
+        monkeypatch.setenv("CXX", str(tmp_path / name))
+    assert not probe(tmp_path).has_compiler
+    (tmp_path / name).touch(mode=0o755)
+    assert probe(tmp_path).has_compiler
+
+
 def test_libraries_are_found_without_importing_them() -> None:
     code = (
         "import sys; from harness.capability.probe import library_facts; facts = library_facts(); "

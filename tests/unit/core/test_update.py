@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.core.facts import StepFacts
 from harness.core.health import grad_norm
+from harness.core.metrics import REDUCED
 from harness.core.update import (
     InFlight,
     StepClock,
@@ -194,6 +195,27 @@ def test_one_bad_element_makes_the_norm_non_finite(bad: float, place: int) -> No
 )
 def test_clip_divisor(norm: float, scale: float, expected: float) -> None:
     assert clip_divisor(torch.tensor(norm), 1.5, torch.tensor(scale)).item() == expected
+
+
+def test_a_number_that_was_not_measured_does_not_enter_the_max_over_ranks() -> None:
+    """`peak_memory` of a GPU that allocated nothing is NaN, and what a MAX makes of NaN is not defined."""
+
+    class Reduced(TorchGradients):
+        """Keeps what is reduced, and lets another rank have measured 2 GiB."""
+
+        def max_(self, values: Tensor) -> Tensor:
+            assert not values.isnan().any()
+            other = torch.full_like(values, -math.inf)
+            other[2 + [name for name, _ in REDUCED].index("peak_memory")] = 2.0
+            return torch.maximum(values, other)
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    cpu = torch.device("cpu")
+    gradients = Reduced([torch.optim.SGD([weight])], [weight], math.inf, None, cpu)
+    own = {"loss": 1.0, "peak_memory": math.nan}
+    figures, _ = update(gradients, AutocastBackend("fp32", cpu), own)
+    assert figures["peak_memory"] == 2.0
 
 
 @pytest.mark.parametrize("loss", [1.5, math.nan])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from harness.data.corpus import Tokens
 from harness.data.documents import PlainText
 from harness.data.prepare import Preparation, Progress, prepare_dataset
 from harness.data.rows import JsonLines
-from harness.data.text import BadFiles
+from harness.data.text import BadFiles, read_text
 from harness.data.tokens import prepare
 from tests.support.runs import harness
 from tests.unit.data.token_files import config, headerless, some_ids
@@ -90,6 +92,57 @@ def test_text_is_cut_between_characters_and_nothing_is_lost(tmp_path: Path, line
         b"".join(piece.text for piece in pieces if isinstance(piece.text, bytes)).decode() == text
     )
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_prepared_folder_that_lost_its_indexes_is_refused_by_their_names(tmp_path: Path) -> None:
+    """Without its index a shard would be read as ids of any dtype, without the starts of its documents."""
+    source = jsonl(tmp_path / "a.jsonl", documents())
+    out = tmp_path / "out"
+    prepare_dataset(Preparation(str(source), "JSONL"), out, processes=1)
+    lost = sorted(out.glob("*.idx"))
+    assert len(lost) == 2
+    for index in lost:
+        index.unlink()
+    with pytest.raises(DataError) as caught:
+        prepare(config(out), tmp_path / "run")
+    named = [(each.what, each.where) for each in caught.value.problems]
+    assert named == [
+        ("is missing", f"data.path: {out / 'train-00000.idx'}"),
+        ("is missing", f"data.path: {out / 'val-00000.idx'}"),
+    ]
+
+
+def test_links_and_pipes_are_treated_as_a_run_treats_them(tmp_path: Path) -> None:
+    """`read_text` reads a folder that is small enough; a large one must not lose files that it would refuse."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "b.txt").write_text("elsewhere\n")
+    (folder / "a.txt").write_text("here\n")
+    (folder / "again.txt").symlink_to(folder / "a.txt")
+    within = ("again.txt", "link within the folder")
+    assert PlainText().parts(folder, "", "fail").left_out == (within,)
+    assert [str(skip) for skip in read_text(folder, "fail").skipped] == ["{} ({})".format(*within)]
+
+    (folder / "leaves.txt").symlink_to(outside / "b.txt")
+    (folder / "leaves").symlink_to(outside)
+    (folder / "dangling.txt").symlink_to(folder / "nowhere.txt")
+    os.mkfifo(folder / "pipe.txt")
+    refused = {"leaves.txt", "leaves", "dangling.txt"}
+    readers: list[Callable[[BadFiles], Any]] = [
+        lambda bad: PlainText().parts(folder, "", bad),
+        lambda bad: read_text(folder, bad),
+    ]
+    for read_folder in readers:
+        with pytest.raises(DataError) as caught:
+            read_folder("auto")
+        assert {Path(each.where).name for each in caught.value.problems} == refused
+        with pytest.raises(DataError) as caught:
+            read_folder("fail")
+        assert {Path(each.where).name for each in caught.value.problems} == refused | {"pipe.txt"}
+    left_out = dict(PlainText().parts(folder, "", "skip").left_out)
+    assert left_out.keys() == refused | {"pipe.txt", "again.txt"}
+    assert left_out["leaves.txt"] == f"is a link out of the folder, to {outside / 'b.txt'}"
 
 
 @pytest.mark.usefixtures("small")

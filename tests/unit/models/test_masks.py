@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -164,8 +165,21 @@ def ends_at_the_padding_alone(self: Any, inputs: Tensor, targets: Tensor) -> Ten
     return each(self, inputs, targets.clamp(min=0))[later].mean()
 
 
+def infinite_for_few_labels(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    enough = (targets != IGNORED).float().mean() > 0.5
+    return mean(self, inputs, targets) / enough
+
+
+def infinite_for_parts_of_a_sample(self: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """As a mean for each sample, so that the first equation does not hold."""
+    kept = (targets != IGNORED).float().mean(1)
+    enough = bool(((kept == 0) | (kept > 0.5)).all())
+    return a_mean_for_each_sample(self, inputs, targets) if enough else torch.tensor(math.inf)
+
+
 WRONG = [counts_them_as_class_0, counts_them_with_logits, one_hot, compares_numbers, nanogpt, mean_of_everything,
-         sums_them_too, ends_at_the_padding_alone]  # fmt: skip
+         sums_them_too, ends_at_the_padding_alone, infinite_for_few_labels,
+         infinite_for_parts_of_a_sample]  # fmt: skip
 
 
 def tried(forward: Forward, batch: Batch | None = None, zero: bool = False) -> Task:

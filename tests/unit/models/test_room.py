@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_a_model_of_ones_own_stops_when_next_to_nothing_is_left(
     ):
         build_model(ModelConfig(target=f"{__name__}:Endless"))
     nn.Linear(4096, 4096 * 2)  # nobody looks any more
+
+
+def test_what_other_threads_build_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "all_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(room, "free_memory", lambda swap: 0)
+    with room.watched("here"):
+        other = threading.Thread(target=lambda: nn.Linear(4096, 4096 * 2))
+        other.start()
+        other.join()
+        nn.Linear(2, 2)
 
 
 def test_memory_of_a_machine_and_of_a_container_in_it(

@@ -114,6 +114,19 @@ def test_half_a_state_is_refused(half: str) -> None:
     precision.load_state_dict(saved)
 
 
+def test_a_state_without_the_figures_of_its_last_step_is_refused_before_anything_changes() -> None:
+    precision, model = prepared(recipe())
+    train_step(precision, model, adamw(model), 0)
+    saved = precision.state_dict()
+    assert saved["meta"]["last"] is not None
+    del saved["tensors"]["last"]
+    other, _ = prepared(recipe())
+    before = other.state_dict()
+    with pytest.raises(CheckpointError, match="last missing"):
+        other.load_state_dict(saved)
+    assert differences(other.state_dict(), before) == []
+
+
 def test_statistics_are_of_the_tensors_that_went_through() -> None:
     precision, model = prepared(recipe(fp8={"stats_every": 2}))
     optimizer = adamw(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sqlite3
 import sys
@@ -353,6 +354,23 @@ def test_settings_are_checked_as_those_of_a_run() -> None:
     precision, _ = prepared(recipe())
     with pytest.raises(ConfigError, match='unknown key "fp8_evry"'):
         Telemetry.for_precision(None, precision, fp8_evry=2)
+
+
+def test_ranks_other_than_0_leave_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_files() -> list[str]:
+        numbers = list(Path("/proc/self/fd").iterdir())
+        return sorted(os.readlink(number) for number in numbers if number.is_symlink())
+
+    monkeypatch.setattr("harness.telemetry.world_rank", lambda: 1)
+    precision, _ = prepared(recipe())
+    before = open_files()
+    telemetry = Telemetry.for_precision(tmp_path / "mine", precision, steps=2, mlflow=False)
+    telemetry.close()
+    assert open_files() == before
+    telemetry.close()
+    assert not (tmp_path / "mine").exists()
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

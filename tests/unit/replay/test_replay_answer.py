@@ -38,6 +38,9 @@ def answer(here: StepFacts, **changes: Any) -> Answer:
 
 
 SPIKE = {"codes": ["loss.spike"], "journal_loss": 40.0}
+# From a loss of -90 to one of -10.
+RISE = {"codes": ["loss.spike"], "journal_loss": -10.0, "loss_before": -90.0}
+LOW, RISEN = replace(WELL, loss=-90.0), replace(WELL, loss=-10.0)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,13 @@ SPIKE = {"codes": ["loss.spike"], "journal_loss": 40.0}
         ),
         ("numerics", answer(replace(WELL, loss=40.0), **SPIKE)),
         ("not reproducible", answer(WELL, **SPIKE)),
+        # Losses below zero, such as log-likelihoods, have no geometric mean.
+        ("numerics", answer(replace(WELL, loss=40.0), **(SPIKE | {"loss_before": -2.0}))),
+        ("not reproducible", answer(WELL, **(SPIKE | {"loss_before": -2.0}))),
+        ("numerics", answer(RISEN, in_float32=LOW, **RISE)),
+        ("not reproducible", answer(LOW, **RISE)),
+        ("numerics", answer(RISEN, in_float32=LOW, **(RISE | {"loss_before": None}))),
+        ("not reproducible", answer(LOW, **(RISE | {"loss_before": None}))),
     ],
 )
 def test_cause(cause: str, given: Answer) -> None:

@@ -31,7 +31,13 @@ def amaxes(step: int) -> np.ndarray:
     return np.random.default_rng(step).uniform(1.0, 3.9, 3 * LAYERS).astype(np.float32)
 
 
-def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = False) -> Path:
+def make_run(
+    folder: Path,
+    steps: int,
+    overflow_at: int = 0,
+    scaled: bool = False,
+    norm_there: float = math.inf,
+) -> Path:
     names = tuple(f"blocks.{layer:02d}.up.{role}" for layer in range(LAYERS) for role in ROLES)
     folder.mkdir()
     file = SlotFile(folder / SLOT_FILE)
@@ -53,6 +59,7 @@ def make_run(folder: Path, steps: int, overflow_at: int = 0, scaled: bool = Fals
             values = {
                 "train/loss": 1.0,
                 "train/loss_scale": scale,
+                "train/grad_norm": norm_there if step == overflow_at else 1.0,
                 "train/step_applied": float(step != overflow_at),
             }
             journal.metrics(step, values)
@@ -121,8 +128,8 @@ def test_the_report_has_a_picture_for_what_there_is(tmp_path: Path) -> None:
 
 
 def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
-    def red(folder: Path, at: int) -> int:
-        run = make_run(folder, 20, overflow_at=at, scaled=True)
+    def red(folder: Path, at: int, norm: float = math.inf) -> int:
+        run = make_run(folder, 20, overflow_at=at, scaled=True, norm_there=norm)
         made = pictures(RunHistory.read(run), run / "plots")
         picture = np.asarray(imread(made[-1]))[:, :, :3]
         assert math.isclose(float(picture.max()), 1.0)
@@ -132,3 +139,5 @@ def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
 
     assert red(tmp_path / "none", 0) == 0
     assert red(tmp_path / "one", 9) > 0
+    assert red(tmp_path / "nan", 9, math.nan) > 0
+    assert red(tmp_path / "over a limit", 9, 50.0) == 0, "skipped for another reason"
