@@ -239,7 +239,7 @@ def scene_cards(_: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for card in ("H100", "L4", "A100", "T4", "V100"):
         for name in ("fp8_hybrid", "auto", "bf16"):
-            taken = resolve(load_recipe(name), facts_of(find_card(card), others=False))[0]
+            taken = resolve(load_recipe(name), facts_of(find_card(card), replaced=False))[0]
             found[f"{card} {name}"] = taken.name if taken else None
     for card, rung in (
         ("T4", "autocast:fp16"),

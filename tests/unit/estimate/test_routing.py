@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.estimate.routing import Routing
 
@@ -47,7 +47,7 @@ def test_what_is_made_like_a_tensor_depends_on_its_shape_alone(
     routed: Routed, make: Callable[[Tensor], Tensor]
 ) -> None:
     found = routed.routing.value(make(torch.empty(6, 4)))
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         expected = make(torch.empty(6, 4))
         assert found is not None
         assert found.dtype == expected.dtype
@@ -65,7 +65,7 @@ def test_a_mask_scattered_from_choices_counts_rows(routed: Routed) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_stable_sort_takes_its_dimension_by_name(routed: Routed, dim: int) -> None:
     places = routed.routing.value(torch.empty(3, 4).sort(stable=True, dim=dim).indices)
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         assert places is not None
         sizes = torch.arange((3, 4)[dim])
         expected = sizes[:, None].expand(3, 4) if dim == 0 else sizes.expand(3, 4)
