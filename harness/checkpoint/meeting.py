@@ -38,8 +38,8 @@ from harness.core.files import dump_json, read_json
 
 ENTRY, CHECKED = "entry", "checked"
 """The two rounds of a save: pieces written, shares read again."""
-_FAILED = "failed"
-_LEFT = re.compile(rf"({ENTRY}|{CHECKED}|{_FAILED})-(\d{{5,}})\.json")
+FAILED = "failed"
+_LEFT = re.compile(rf"({ENTRY}|{CHECKED}|{FAILED})-(\d{{5,}})\.json")
 # Seconds between two looks into the folder: at first, and at most. With 1,024 ranks a look costs milliseconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 # A rank's patience with rank 0, in waits of rank 0.
@@ -128,7 +128,7 @@ class Meeting:
             match = _LEFT.fullmatch(name)
             if match is None:
                 continue
-            rank, failed = int(match[2]), match[1] == _FAILED
+            rank, failed = int(match[2]), match[1] == FAILED
             wanted = match[1] == kind and rank not in found and 0 < rank < self.ranks
             if not failed and not wanted:
                 continue
@@ -149,10 +149,15 @@ class Meeting:
         if failures:
             raise CheckpointError(failures[:_NAMED])
 
-    def clear(self, folder: Path) -> None:
-        """Remove what ranks left. Raises OSError."""
+    def clear(self, folder: Path, *kinds: str) -> None:
+        """Remove what ranks left of these kinds. Raises OSError.
+
+        After the first round FAILED stays: a rank may have failed since the last look. After the last round it goes,
+        since that rank has done its part before it failed.
+        """
         for name in os.listdir(folder):
-            if _LEFT.fullmatch(name):
+            match = _LEFT.fullmatch(name)
+            if match is not None and match[1] in kinds:
                 (folder / name).unlink()
 
     # What the other ranks do.
@@ -197,10 +202,10 @@ class Meeting:
             with suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         try:
-            self.leave(folder, _FAILED, {"why": _reason(error)})
+            self.leave(folder, FAILED, {"why": _reason(error)})
         except OSError:
             with suppress(OSError):
-                (folder / f"{_FAILED}-{self.rank:05d}.json").open("xb").close()
+                (folder / f"{FAILED}-{self.rank:05d}.json").open("xb").close()
 
 
 def _is_there(folder: Path, name: str) -> bool:

@@ -83,7 +83,7 @@ from harness.checkpoint.manifest import (
     read_manifest,
     read_shards,
 )
-from harness.checkpoint.meeting import CHECKED, ENTRY, Meeting
+from harness.checkpoint.meeting import CHECKED, ENTRY, FAILED, Meeting
 from harness.checkpoint.pieces import SHARDS, Shards, part_file, piece_file
 from harness.checkpoint.slices import read_tensors
 from harness.core.errors import CheckpointError, MisuseError, Problem
@@ -304,7 +304,7 @@ class Store:
                 raise ValueError(f"rank {rank} wrote other files than its pieces: {sorted(theirs)}")
             files |= theirs
         files = dict(sorted(files.items()))  # not in the order in which ranks were done
-        meeting.clear(folder)
+        meeting.clear(folder, ENTRY)
 
         # The other ranks begin to read when they see the manifest, so it must appear at once.
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -316,8 +316,11 @@ class Store:
         problems = check_files(folder, files, meeting.rank, meeting.ranks)
         if problems:
             raise CheckpointError(problems)
-        meeting.gather(folder, CHECKED)
-        meeting.clear(folder)
+        mine = {"manifest": read_manifest(folder)["sha256"]}
+        for rank, content in meeting.gather(folder, CHECKED).items():
+            if content != mine:
+                raise ValueError(f"rank {rank} did not say that it read these files")
+        meeting.clear(folder, CHECKED, FAILED)
 
         if differ := set(os.listdir(folder)) ^ {*files, MANIFEST}:
             raise ValueError(f"files came or went meanwhile: {sorted(differ)}")
@@ -712,10 +715,10 @@ def _leave_check(folder: Path, meeting: Meeting) -> None:
 
     Raises CheckpointError, OSError and ValueError.
     """
-    files = read_manifest(folder)["files"]
-    if problems := check_files(folder, files, meeting.rank, meeting.ranks):
+    manifest = read_manifest(folder)
+    if problems := check_files(folder, manifest["files"], meeting.rank, meeting.ranks):
         raise CheckpointError(problems)
-    meeting.leave(folder, CHECKED, {})
+    meeting.leave(folder, CHECKED, {"manifest": manifest["sha256"]})
 
 
 def _layout(tensors: Mapping[str, Mapping[str, Tensor]], rows: ShardedRows) -> str:

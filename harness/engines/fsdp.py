@@ -20,9 +20,11 @@ Traps that this file takes care of:
 - Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
   rank 0's weights; here the ranks' weights are compared before they are cut.
 - Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
-- Ranks that call blocks in another order, or other blocks, gather halves of different weights, and nothing fails if the
-  sizes agree. So the order of calls travels with the norms: where ranks differ the update is skipped, and in the first
-  step the run ends with an error.
+- Ranks that call blocks in another order gather halves of different weights, and nothing fails if the sizes agree. So
+  the order of calls travels with the norms: where ranks differ the update is skipped, and in the first step the run
+  ends with an error. A rank that calls fewer blocks than another hangs before that, until `timeout_seconds`. Calls
+  without gradients are not compared.
+- The optimizer works on the memory that FSDP2 gathers from. The first step checks that it still is the same memory.
 - 0-d parameters cannot be cut. Every rank holds them, and their gradients are averaged here.
 """
 
@@ -243,6 +245,10 @@ class FsdpEngine(ProcessGroup):
         self._calls.value = 0
         figures = self._gradients.measure(thorough)
 
+        # Once: FSDP2 may give a piece new memory if the model was moved or cast after it was sharded.
+        if not self._checked:
+            self._require_same_memory()
+
         # The host reads this once. In later steps the gate skips such an update.
         if not self._checked and not self._gradients.same_order.item():
             what = "the ranks called different blocks of the model, or in another order"
@@ -251,6 +257,19 @@ class FsdpEngine(ProcessGroup):
             raise ConfigError(Problem(what, _WHERE, why, fix))
         self._checked = True
         return figures
+
+    def _require_same_memory(self) -> None:
+        """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers."""
+        moved: list[str] = []
+        for name, param in self._sharded.items():
+            local, weight = param.to_local(), self._shards.weights[name]
+            if local.numel() and local.data_ptr() != weight.data_ptr():
+                moved.append(name)
+        if moved:
+            what = f"weights have new memory since the model was sharded: {some(moved, _NAMED)}"
+            why = "the optimizer would update the old one, and the model would not change"
+            fix = "do not move or cast the model, or assign its .data, once training begins"
+            raise ConfigError(Problem(what, _WHERE, why, fix))
 
     def _average_scalars(self) -> None:
         """Average the gradients of 0-d parameters over ranks; a rank without one counts as zero. Collective."""
@@ -296,8 +315,8 @@ class FsdpEngine(ProcessGroup):
 
 
 def _require_same_weights(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError naming parameters that are not the same on every rank. Collective."""
-    weights = dict(model.named_parameters())
+    """Raise ConfigError naming parameters and buffers that are not the same on every rank. Collective."""
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     flags = differing(Fingerprint(device).of(weights.values())).tolist()
     names = [name for name, differs in zip(weights, flags, strict=True) if differs]
     if names:

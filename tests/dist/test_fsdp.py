@@ -319,6 +319,21 @@ def unused_on_some_ranks() -> list[float]:
     return [train(engine, 0)["norm"], math.sqrt(squares)]
 
 
+def moved_memory() -> str:
+    """A weight whose memory is replaced after the engine was built, before the first step."""
+    engine = make_fsdp(net())
+    head = engine.module.get_submodule("head")
+    local: Any = head.weight
+    local._local_tensor = local._local_tensor.clone()
+    return refused(lambda: train(engine, 0))
+
+
+def other_buffers(rank: int) -> nn.Module:
+    model = net()
+    model.register_buffer("order", torch.arange(4).roll(rank), persistent=False)
+    return model
+
+
 def said_of(call: Callable[[], object]) -> str:
     try:
         call()
@@ -344,6 +359,8 @@ def rank_main(folder: Path) -> None:
         "collectives": counted_collectives(),
         "different": refused(lambda: make_fsdp(net(seed=rank))),
         "loops": in_a_loop_of_ones_own(),
+        "memory": moved_memory(),
+        "buffers": refused(lambda: make_fsdp(other_buffers(rank))),
         "dtypes": refused(lambda: make_fsdp(mixed())),
     }
     result["bytes"] = bytes_of_engines()
@@ -416,6 +433,18 @@ def test_ranks_with_other_weights_are_refused(two_ranks: list[dict[str, Any]]) -
     for result in two_ranks:
         assert "the ranks built the model with different weights" in result["different"]
         assert "patchwork" in result["different"]
+
+
+def test_ranks_with_other_buffers_are_refused(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert "different weights: order" in result["buffers"]
+
+
+def test_an_optimizer_on_old_memory_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        assert (
+            "weights have new memory since the model was sharded: head.weight" in result["memory"]
+        )
 
 
 def test_a_block_of_two_dtypes_is_refused_by_name(two_ranks: list[dict[str, Any]]) -> None:

@@ -62,7 +62,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         3,
         "a rank without room for the reason makes an empty file",
-        '(folder / f"{_FAILED}-{self.rank:05d}.json").open("xb").close()',
+        '(folder / f"{FAILED}-{self.rank:05d}.json").open("xb").close()',
         "pass",
         f"{_SAVES} -k without_room",
     ),
@@ -97,7 +97,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         4,
         "every byte is read again before the commit, by one of the ranks",
-        "    if problems := check_files(folder, files, meeting.rank, meeting.ranks):\n",
+        '    if problems := check_files(folder, manifest["files"], meeting.rank, meeting.ranks):\n',
         "    if problems := []:\n",
         f"{_SAVES} -k changes_before_the_commit",
     ),

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from harness.checkpoint import manifest, slices, store
 from harness.checkpoint.manifest import file_entry, manifest_bytes
-from harness.checkpoint.meeting import Meeting, Writers
+from harness.checkpoint.meeting import CHECKED, Meeting, Writers
 from harness.checkpoint.recovery import move_from_fallback
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
@@ -269,6 +270,26 @@ def test_a_rank_that_comes_late_brings_no_folder_back(tmp_path: Path) -> None:
         disks[1].save_piece(3, *parts[1], late, META)
     assert time.monotonic() - began < 10, "it does not wait for ever"
     assert names(tmp_path) == []
+
+
+def test_a_rank_that_did_not_read_its_share_is_not_taken_at_its_empty_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = Meeting.leave
+
+    def spoilt(self: Meeting, folder: Path, kind: str, content: Mapping[str, Any]) -> None:
+        leave(self, folder, kind, {} if kind == CHECKED else content)
+
+    monkeypatch.setattr(Meeting, "leave", spoilt)
+    meetings, disks = [each.next_try() for each in writers(2)], stores(tmp_path, 2)
+
+    def work(rank: int) -> None:
+        tensors, rows = held_by(whole_state(1), rank, 2)
+        disks[rank].save_piece(3, tensors, rows, meetings[rank], META)
+
+    lead, _ = in_threads(2, work)
+    assert "rank 1 did not say that it read these files" in str(lead)
+    assert disks[0].steps() == []
 
 
 def test_a_piece_of_a_try_that_failed_is_in_no_later_checkpoint(
@@ -580,7 +601,8 @@ def test_a_thousand_ranks_fit_and_one_tensor_is_read_without_the_others(
             if rank in (1, 500, RANKS - 1):
                 store._leave_check(folder, meetings[rank])
             else:
-                meetings[rank].leave(folder, "checked", {})
+                said = {"manifest": manifest.read_manifest(folder)["sha256"]}
+                meetings[rank].leave(folder, CHECKED, said)
 
     thread = threading.Thread(target=others)
     thread.start()
