@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.core.processes import find_compiler
+
 
 class LibraryFacts(NamedTuple):
     """What is known of one library without importing it.
@@ -174,15 +176,6 @@ def probe(folder: Path | None = None) -> MachineFacts:
         libraries=library_facts(),
         **torch_facts,
     )
-
-
-def find_compiler() -> str | None:
-    """Path of the C++ compiler that builds take: $CXX, else g++, c++ or clang++. None if there is none."""
-    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
-        found = shutil.which(name)
-        if found:
-            return found
-    return None
 
 
 def _cpu_cores() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 
@@ -30,3 +32,12 @@ def _stat(pid: int, place: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[place]
     except (OSError, IndexError):
         return ""
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler that builds take: $CXX, else g++, c++ or clang++. None if there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    return None

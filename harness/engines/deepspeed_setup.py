@@ -30,11 +30,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.capability.probe import find_compiler
 from harness.core.config import flat, merge
 from harness.core.errors import ConfigError, HarnessError, MachineError, Problem
 from harness.core.files import read_json, resource_dir
-from harness.core.processes import command_of
+from harness.core.processes import command_of, find_compiler
 
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
 # Largest DeepSpeed JSON of the user that is read.

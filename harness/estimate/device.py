@@ -19,9 +19,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.capability.probe import find_compiler
 from harness.core.errors import MachineError, MisuseError, Problem
 from harness.core.files import cached
+from harness.core.processes import find_compiler
 
 _SOURCE = Path(__file__).with_name("paper_device.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")

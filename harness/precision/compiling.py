@@ -12,9 +12,9 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from harness.capability.probe import find_compiler
 from harness.core.blocks import blocks_of
 from harness.core.errors import Problem
+from harness.core.processes import find_compiler
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import Rung
 

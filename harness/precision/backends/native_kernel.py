@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.capability.probe import find_compiler
 from harness.core.files import cached
+from harness.core.processes import find_compiler
 from harness.precision import scaling
 
 _SOURCE = Path(__file__).with_name("native_kernel.cpp")

@@ -53,7 +53,7 @@ def followed(folder, rows):
         def deliver(self, rows):
             self.rows += len(rows)
             yield len(rows)
-        def rest(self):
+        def caught_up(self):
             pass
 
     follower, made = shipper._Follower(folder, "e", None, 0, 60.0), []
