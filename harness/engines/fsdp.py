@@ -43,15 +43,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from harness.core.blocks import blocks_of
-from harness.core.collectives import Fingerprint, differing, gather_over_ranks
-from harness.core.config import EngineConfig, RunConfig
+from harness.core.collectives import Fingerprint, differing, gather_over_ranks, world_rank
+from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.protocols import Stateful
 from harness.core.shards import Rows
-from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers
+from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
-from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state, settings_of
-from harness.engines.process_group import ProcessGroup, join, leave, lost_rank_named, read_launch
+from harness.engines.own_update import OwnUpdate
+from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state
+from harness.engines.process_group import join, leave, lost_rank_named, read_launch
 
 if TYPE_CHECKING:
     from harness.core.protocols import MakeOptimizer
@@ -99,8 +100,8 @@ class ShardGradients(TorchGradients):
         return total
 
 
-class FsdpEngine(ProcessGroup):
-    """Engine for models that are sharded over ranks (see `core.protocols.Engine`).
+class FsdpEngine(OwnUpdate):
+    """Engine for models that are sharded over ranks (see `core.protocols.Engine` and `OwnUpdate`).
 
     Raises ConfigError if the ranks hold different weights, or for parameters that FSDP2 cannot put into one group.
 
@@ -115,21 +116,9 @@ class FsdpEngine(ProcessGroup):
     """
 
     name = "fsdp"
-    owns_loss_scale: ClassVar = False
-    snapshots: ClassVar = True
     sharded: ClassVar = True
     # An optimizer sees rows alone: no whole matrices for Muon, and blocks of 8-bit moments would be cut.
     any_optimizer: ClassVar = False
-
-    @classmethod
-    def lacking(cls, device: str) -> list[Problem]:
-        """What this engine needs and this machine lacks: nothing. device: "cpu" or "cuda"."""
-        return []
-
-    @classmethod
-    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
-        """Why this engine cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
-        return []
 
     @classmethod
     def build(
@@ -167,24 +156,16 @@ class FsdpEngine(ProcessGroup):
         timeout_seconds: float = 600.0,
     ) -> None:
         join(read_launch(), device, timeout_seconds)
-        super().__init__(device)
         _require_same_weights(model, device)
         frozen = kept_state(model)[1].get("frozen")
         scalars = {name: param for name, param in model.named_parameters() if param.ndim == 0}
-        blocks = _shard(model, device, set(scalars.values()))
-        self._calls = CallOrder(blocks)
-        self._checked = False
-
-        self.lr_factor = 1.0
-        self.module = model
-        self._model = model
-        self._schedule = schedule
+        self._scalars = {name: param for name, param in scalars.items() if param.requires_grad}
+        self._calls = CallOrder(_shard(model, device, set(scalars.values())))
         self._every_micro_batch = every_micro_batch
-        self._loss_scale = loss_scale
+        self._checked = False
 
         # What everybody else sees: a plain Parameter over the memory of each DTensor's local rows.
         self._sharded: dict[str, DTensor] = {}
-        self._scalars = {name: param for name, param in scalars.items() if param.requires_grad}
         weights: dict[str, nn.Parameter] = {}
         rows: dict[str, Rows] = {}
         for name, param in model.named_parameters():
@@ -193,24 +174,17 @@ class FsdpEngine(ProcessGroup):
                 self._sharded[name] = param
                 local = param.to_local().detach()
                 weights[name] = nn.Parameter(local, requires_grad=param.requires_grad)
-                rows[name] = _rows_of(param, self.rank)
+                rows[name] = _rows_of(param, world_rank())
         self._shards = Shards(weights, rows, frozen, self._reshard)
 
-        self.optimizer = make_optimizer(weights)
-        self._initial = settings_of(self.optimizer)
-        self._applied = torch.zeros((), dtype=torch.float32, device=device)
-        # One tensor that all parameter groups share: the host reads nothing.
-        self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr
-
         # Rank 0 alone counts what every rank holds whole, or a sum over ranks would count it once for each rank.
-        counted = [weights[name] for name in weights if name in rows or self.rank == 0]
+        optimizer = make_optimizer(weights)
+        counted = [weights[name] for name in weights if name in rows or world_rank() == 0]
         trained = [weight for weight in counted if weight.requires_grad]
-        self._gradients = ShardGradients(
-            [self.optimizer], trained, max_grad_norm, loss_scale, device
-        )
-        self._buffers = WindowBuffers(model)
+        self._of_rows = ShardGradients([optimizer], trained, max_grad_norm, loss_scale, device)
+        super().__init__(model, optimizer, self._of_rows, schedule, loss_scale, device)
+        self.module = model
+
         # As under DDP, the later micro-batches of a window go on with each rank's own buffers.
         self._window_begun = False
         if self.world_size > 1 and shares_buffers(model):
@@ -227,12 +201,6 @@ class FsdpEngine(ProcessGroup):
             yield
         self._window_begun = not last
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of `loss`, times the loss scale if there is one."""
-        if self._loss_scale is not None:
-            loss = loss * self._loss_scale.value
-        loss.backward()
-
     @lost_rank_named()
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`."""
@@ -241,25 +209,22 @@ class FsdpEngine(ProcessGroup):
             grad = param.grad
             self._shards.weights[name].grad = grad.to_local() if isinstance(grad, DTensor) else None
         self._average_scalars()
-        self._gradients.order = self._calls.value
+        self._of_rows.order = self._calls.value
         self._calls.value = 0
         figures = self._gradients.measure(thorough)
 
-        # Once: FSDP2 may give a piece new memory if the model was moved or cast after it was sharded.
+        # The host reads this once. In later steps the gate skips an update whose ranks called different blocks.
         if not self._checked:
+            self._checked = True
             self._require_same_memory()
-
-        # The host reads this once. In later steps the gate skips such an update.
-        if not self._checked and not self._gradients.same_order.item():
-            what = "the ranks called different blocks of the model, or in another order"
-            why = "each would gather halves of other weights"
-            fix = "call every block on every rank, or start with torchrun alone (engine ddp)"
-            raise ConfigError(Problem(what, _WHERE, why, fix))
-        self._checked = True
+            self._require_same_order()
         return figures
 
     def _require_same_memory(self) -> None:
-        """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers."""
+        """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers.
+
+        FSDP2 may give a piece new memory if the model was moved or cast after it was sharded.
+        """
         moved: list[str] = []
         for name, param in self._sharded.items():
             local, weight = param.to_local(), self._shards.weights[name]
@@ -269,6 +234,14 @@ class FsdpEngine(ProcessGroup):
             what = f"weights have new memory since the model was sharded: {some(moved, _NAMED)}"
             why = "the optimizer would update the old one, and the model would not change"
             fix = "do not move or cast the model, or assign its .data, once training begins"
+            raise ConfigError(Problem(what, _WHERE, why, fix))
+
+    def _require_same_order(self) -> None:
+        """Raise ConfigError if the ranks called different blocks in this window."""
+        if not self._of_rows.same_order.item():
+            what = "the ranks called different blocks of the model, or in another order"
+            why = "each would gather halves of other weights"
+            fix = "call every block on every rank, or start with torchrun alone (engine ddp)"
             raise ConfigError(Problem(what, _WHERE, why, fix))
 
     def _average_scalars(self) -> None:
@@ -285,15 +258,11 @@ class FsdpEngine(ProcessGroup):
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
-        self._lr.copy_(self._schedule(self._applied) * self.lr_factor)
-        figures = self._gradients.apply(skip, overflow, norm, clip)
-        self._buffers.settle(figures["applied"])
-        self._applied += figures["applied"]
-        for name, weight in self._shards.weights.items():
-            weight.grad = None
-            if name in self._sharded:
-                self._sharded[name].grad = None
-        return {**figures, "applied_steps": self._applied.clone()}
+        figures = super().apply(skip, overflow, norm, clip)
+        # The optimizer dropped those of its own weights.
+        for param in self._sharded.values():
+            param.grad = None
+        return figures
 
     def _reshard(self) -> None:
         """Drop what is gathered: the next forward gathers it anew."""

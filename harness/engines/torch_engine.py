@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.core.config import EngineConfig, RunConfig
+from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.protocols import Stateful
-from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers, takes_found_inf
+from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import shares_buffers
-from harness.engines.parts import ModelPart, OptimizerPart, settings_of
-from harness.engines.process_group import ProcessGroup, join, leave, lost_rank_named, read_launch
+from harness.engines.own_update import OwnUpdate
+from harness.engines.parts import ModelPart, OptimizerPart
+from harness.engines.process_group import join, leave, lost_rank_named, read_launch
 
 if TYPE_CHECKING:
     from harness.core.protocols import MakeOptimizer
@@ -33,11 +34,8 @@ _SYNC_BUFFERS = (
 )
 
 
-class TorchEngine(ProcessGroup):
-    """Engine for plain torch (see `core.protocols.Engine`).
-
-    A step reads nothing on the host if the optimizer takes `found_inf`. The learning rate is then one 0-d tensor that
-    all parameter groups share.
+class TorchEngine(OwnUpdate):
+    """Engine for plain torch (see `core.protocols.Engine` and `OwnUpdate`).
 
     model, optimizer: on `device`.
     schedule: learning rate by the count of applied updates, both 0-d tensors.
@@ -46,20 +44,8 @@ class TorchEngine(ProcessGroup):
     timeout_seconds: after which a collective gives up on a rank.
     """
 
-    owns_loss_scale: ClassVar = False
-    snapshots: ClassVar = True
     sharded: ClassVar = False
     any_optimizer: ClassVar = True
-
-    @classmethod
-    def lacking(cls, device: str) -> list[Problem]:
-        """What this engine needs and this machine lacks: nothing. device: "cpu" or "cuda"."""
-        return []
-
-    @classmethod
-    def refusals(cls, config: EngineConfig, precision: str, device: str) -> list[Problem]:
-        """Why this engine cannot train in `precision` ("fp32" | "bf16" | "fp16" | "fp8"): it always can."""
-        return []
 
     @classmethod
     def build(
@@ -95,27 +81,10 @@ class TorchEngine(ProcessGroup):
         timeout_seconds: float = 600.0,
     ) -> None:
         join(read_launch(), device, timeout_seconds)
-        super().__init__(device)
-        self.name = "ddp" if self.world_size > 1 else "single"
-        self.optimizer = optimizer
-        self.lr_factor = 1.0
-        self._model = model
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
-        self._buffers = WindowBuffers(model)
-        self._schedule = schedule
-        self._loss_scale = loss_scale
-        self._applied = torch.zeros((), dtype=torch.float32, device=device)
-
-        # A tensor as learning rate is read by kernels on the device. torchao's optimizers accept nothing else.
-        self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        has_tensors = all(isinstance(rate, Tensor) for rate in rates)
-        self._lr_on_device = has_tensors or takes_found_inf(optimizer)
-        self._initial = settings_of(optimizer)
-        if self._lr_on_device:
-            for group in optimizer.param_groups:
-                group["lr"] = self._lr
+        gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
+        super().__init__(model, optimizer, gradients, schedule, loss_scale, device)
+        self.name = "ddp" if self.world_size > 1 else "single"
 
         # DDP averages the gradients of all ranks during backward.
         self._ddp: DistributedDataParallel | None = None
@@ -138,34 +107,12 @@ class TorchEngine(ProcessGroup):
         with lost_rank_named(), exchange:
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of `loss`, times the loss scale if there is one."""
-        if self._loss_scale is not None:
-            loss = loss * self._loss_scale.value
-        loss.backward()
-
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters without a gradient under DDP."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
         return self._gradients.measure(thorough)
-
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
-        """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
-        self._set_lr()
-        figures = self._gradients.apply(skip, overflow, norm, clip)
-        self._buffers.settle(figures["applied"])
-        self._applied += figures["applied"]
-        self.optimizer.zero_grad(set_to_none=True)
-        return {**figures, "applied_steps": self._applied.clone()}
-
-    def _set_lr(self) -> None:
-        """Set the learning rate of the next update."""
-        self._lr.copy_(self._schedule(self._applied) * self.lr_factor)
-        if not self._lr_on_device:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._lr.item()
 
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`; the loss scale is a part of its own."""
