@@ -182,10 +182,9 @@ class Store:
         """
         self._check_writer()
 
-        # This step may be there already, after a rollback or a repeated command.
         final = self.path(step)
-        problems = self.verify(step) if os.path.lexists(final) else []
-        if final.exists() and not problems:
+        there, problems = self._earlier_save(step)
+        if there:
             try:
                 # An earlier save of this step may have failed in exactly this call.
                 sync_folder(self.root)
@@ -196,10 +195,7 @@ class Store:
         temporary = self.root / f"{_TMP}{final.name}"
         try:
             self._write(temporary, step, tensors, meta, metrics or {})
-            if problems:
-                self._quarantine(step, problems)
-            temporary.rename(final)
-            sync_folder(self.root)
+            self._commit(temporary, step, problems)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise self._not_written(final, error) from error
         finally:
@@ -236,18 +232,14 @@ class Store:
         try:
             folder.mkdir()
             self._remove_leftovers(but=folder)
-            # As in `save`: this step may be there already.
-            problems = self.verify(step) if os.path.lexists(final) else []
-            if final.exists() and not problems:
+            there, problems = self._earlier_save(step)
+            if there:
                 sync_folder(self.root)
                 return final
             looks = self._write_with_others(
                 folder, step, tensors, rows, meeting, meta, metrics or {}
             )
-            if problems:
-                self._quarantine(step, problems)
-            folder.rename(final)
-            sync_folder(self.root)
+            self._commit(folder, step, problems)
         except CheckpointError as error:
             # Of another rank, which it names.
             first, *others = error.problems
@@ -262,6 +254,29 @@ class Store:
         # All ranks together have read every byte of it.
         self._register(step, looks)
         return final
+
+    def _earlier_save(self, step: int) -> tuple[bool, list[Problem]]:
+        """Whether `step` was saved already, after a rollback or a repeated command, and what is wrong with that save.
+
+        A damaged one counts as not saved.
+        """
+        final = self.path(step)
+        problems = self.verify(step) if os.path.lexists(final) else []
+        return final.exists() and not problems, problems
+
+    def _commit(self, temporary: Path, step: int, problems: list[Problem]) -> None:
+        """Give a finished checkpoint its name. problems: of the damaged one that has the name now. Raises OSError."""
+        if problems:
+            self._quarantine(step, problems)
+        temporary.rename(self.path(step))
+        sync_folder(self.root)
+
+    def _manifest_bytes(
+        self, step: int, files: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, float]
+    ) -> bytes:
+        """The manifest of `files`, without metrics that are not finite."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        return manifest_bytes(step, files, self._versions, finite)
 
     def _write_with_others(
         self,
@@ -307,9 +322,8 @@ class Store:
         meeting.clear(folder, ENTRY)
 
         # The other ranks begin to read when they see the manifest, so it must appear at once.
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         unfinished = folder / f"{MANIFEST}{_UNFINISHED}"
-        _write_synced(unfinished, manifest_bytes(step, files, self._versions, finite))
+        _write_synced(unfinished, self._manifest_bytes(step, files, metrics))
         looks = [look for look in _look(folder) if look[0] in files]
         unfinished.rename(folder / MANIFEST)
         looks = sorted([*looks, *(look for look in _look(folder) if look[0] == MANIFEST)])
@@ -598,8 +612,7 @@ class Store:
 
         # The hashes are of what the files hold now, read back.
         files = {name: file_entry(folder / name) for name in (*contents, STATE)}
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        _write_synced(folder / MANIFEST, manifest_bytes(step, files, self._versions, finite))
+        _write_synced(folder / MANIFEST, self._manifest_bytes(step, files, metrics))
         sync_folder(folder)
 
     def _not_written(self, final: Path, error: Exception) -> CheckpointError:
@@ -679,10 +692,8 @@ def _own_pieces(
             if name not in tensors.get(part, {}):
                 raise ValueError(f"rank {meeting.rank} has no tensor {name!r} of {part}")
             piece[name] = tensors[part][name]
-            shape, due = (
-                tuple(piece[name].shape),
-                Rows.of_rank(each.shape, meeting.rank, meeting.ranks),
-            )
+            shape = tuple(piece[name].shape)
+            due = Rows.of_rank(each.shape, meeting.rank, meeting.ranks)
             if each != due or shape != due.local_shape:
                 text = f"rank {meeting.rank} holds {list(shape)} of {name!r} of {part}"
                 raise ValueError(
