@@ -70,10 +70,10 @@ def grad_health(
     limit: float | Tensor = _NEAR_LIMIT
     if divided_by is not None:
         limit = _NEAR_LIMIT / divided_by
-    counts = squares.new_zeros(4)
-    for gradient in gradients:
-        counts += _counts(gradient, limit).to(squares.device)
-    return GradHealth(torch.cat([squares, counts]))
+    # Added in one operation: there are thousands of gradients. The first row is for a model without any.
+    counts = [squares.new_zeros(4)]
+    counts += [_counts(gradient, limit).to(squares.device) for gradient in gradients]
+    return GradHealth(torch.cat([squares, torch.stack(counts).sum(0)]))
 
 
 @torch.no_grad()

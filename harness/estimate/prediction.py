@@ -238,10 +238,15 @@ def _check_estimable(config: RunConfig, ranks: int) -> None:
 
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
 
-    name = config.engine.name
-    key = "engine.deepspeed" if config.engine.deepspeed is not None else "engine.name"
-    if name in ("deepspeed", "fsdp") or config.engine.deepspeed is not None:
-        what = f"the engine {name if name == 'fsdp' else 'DeepSpeed'} is not estimated"
+    engine, key = "", "engine.name"
+    if config.engine.deepspeed is not None:
+        engine, key = "DeepSpeed", "engine.deepspeed"
+    elif config.engine.name == "deepspeed":
+        engine = "DeepSpeed"
+    elif config.engine.name == "fsdp":
+        engine = "fsdp"
+    if engine:
+        what = f"the engine {engine} is not estimated"
         why = "it moves memory and gradients in ways of its own"
         fix = "leave it out to estimate the engine for torch; docs/guide/engines.md says what others hold"
         raise ConfigError(Problem(what, key, why, fix))
