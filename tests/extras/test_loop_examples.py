@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from loop_support import ROOT, amaxes
+from loop_support import amaxes
+
+from tests.support.runs import ROOT, program
 
 PLAIN = "standard_loop"
 
@@ -17,24 +16,9 @@ PLAIN = "standard_loop"
 def last_loss(example: str, recipe: str, folder: Path) -> str:
     """What the example prints of its last loss, after everything that has to happen has happened."""
     folder.mkdir()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
-    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), recipe]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    store = f"sqlite:///{folder}/mlflow.db"
+    script = ROOT / "examples" / f"{example}.py"
+    done = program(script, folder, recipe, options=(), timeout=900, MLFLOW_TRACKING_URI=store)
     assert "guard.rollback x 1, nonfinite.skip x 6" in done.stdout
     assert ("precision.demote x 1" in done.stdout) == (recipe == "fp8_hybrid")
     assert re.search(r"peak memory \d\.\d\d GiB", done.stdout)

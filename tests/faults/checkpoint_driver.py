@@ -127,6 +127,19 @@ def look(root: Path) -> dict[str, Any]:
     return {"before": before, "newest": newest, "valid": valid, "wrong": wrong, "names": names}
 
 
+def ended(status: int, fired: Path) -> dict[str, Any]:
+    """How a process ended that `waitpid` gave `status` of, and how often its fault fired, as it wrote to `fired`."""
+    return {
+        "killed": was_killed(status),
+        "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+        "fired": int(fired.read_text()) if fired.exists() else 0,
+    }
+
+
+def was_killed(status: int) -> bool:
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
 def sweep(library: ctypes.CDLL, scratch: Path, scenario: str, mode: str) -> list[dict[str, Any]]:
     """Results for n = 1, 2, ... until the operation makes fewer than n calls; that last one is included."""
     original, operate = scratch / "base", SCENARIOS[scenario]
@@ -145,15 +158,7 @@ def sweep(library: ctypes.CDLL, scratch: Path, scenario: str, mode: str) -> list
                 (scratch / f"{n}.fired").write_text(str(fired))
 
         status = in_fork(work)
-        result = {
-            "n": n,
-            "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-            "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "fired": int((scratch / f"{n}.fired").read_text())
-            if (scratch / f"{n}.fired").exists()
-            else 0,
-            **look(root),
-        }
+        result = {"n": n, **ended(status, scratch / f"{n}.fired"), **look(root)}
         operate(root)
         result["again"] = look(root)
         results.append(result)
@@ -251,16 +256,9 @@ def sweep_together(
 
         statuses = save_together(root, 60, arm, disarm)
         fired = scratch / f"{n}.fired"
-        status = statuses[failing]
+        result = {"n": n, **ended(statuses[failing], fired), **look(root)}
         lead = statuses[0]
-        result = {
-            "n": n,
-            "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-            "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-            "fired": int(fired.read_text()) if fired.exists() else 0,
-            "lead": os.WEXITSTATUS(lead) if os.WIFEXITED(lead) else None,
-            **look(root),
-        }
+        result["lead"] = os.WEXITSTATUS(lead) if os.WIFEXITED(lead) else None
         unharmed(root)
         result["again"] = look(root)
         results.append(result)
@@ -291,12 +289,7 @@ def random_kills(scratch: Path, kills: int, elements: int) -> list[dict[str, Any
         time.sleep(chance.uniform(0.01, 0.12))
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        results.append(
-            {
-                "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-                **look(root),
-            }
-        )
+        results.append({"killed": was_killed(status), **look(root)})
     return results
 
 

@@ -72,6 +72,28 @@ def train(
     )
 
 
+def program(
+    script: Path,
+    folder: Path,
+    *words: str,
+    options: Sequence[str] = ("-W", "error"),
+    timeout: float = 500,
+    **extra: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *options script *words` in `folder`, without a GPU, to its end; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *options, str(script), *words],
+        cwd=folder,
+        env=environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", **extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 def train_ranks(
     folder: Path, ranks: int, *arguments: str, kind: str = "torchrun", program: Path | None = None
 ) -> subprocess.CompletedProcess[str]:

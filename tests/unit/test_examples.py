@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.runs import ROOT, program
+
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
 GUARDED_LOOP = ROOT / "examples" / "guarded_loop.py"
 DDP_LOOP = ROOT / "examples" / "ddp_loop.py"
@@ -26,22 +27,7 @@ STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
     ("recipe", "resolved", "slots"), [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)]
 )
 def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(PLAIN_LOOP), recipe],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,  # a busy machine: it takes seconds
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = program(PLAIN_LOOP, tmp_path, recipe)
     assert f"{recipe} runs as {resolved}" in done.stdout
     losses = [float(found) for found in re.findall(r"loss (\S+)", done.stdout)]
     assert losses[-1] < 0.1 * losses[0]
@@ -52,23 +38,7 @@ def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> N
 
 def test_guarded_loop(tmp_path: Path) -> None:
     """Five bad batches, a rollback, and a run folder that can be read."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-W", "error", str(GUARDED_LOOP)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = program(GUARDED_LOOP, tmp_path)
     assert "back at step 60, next comes window 60" in done.stdout
     assert "guard.rollback x 1, nonfinite.skip x 5" in done.stdout
     assert "6 of 6 FP8 slots saw a nonzero amax" in done.stdout
@@ -80,23 +50,8 @@ def test_guarded_loop(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_ddp_loop(tmp_path: Path) -> None:
     """One rank has bad batches; both skip them and roll back to the same step."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(DDP_LOOP)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = program(DDP_LOOP, tmp_path, options=launcher)
     for rank in (0, 1):
         assert f"rank {rank}: back at step 60, next is window 60" in done.stdout
     assert done.stdout.count("events     guard.rollback x 1, nonfinite.skip x 5") == 1
@@ -106,23 +61,7 @@ def test_ddp_loop(tmp_path: Path) -> None:
 
 
 def run_example(example: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-W", "error", str(example), *words]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = program(example, folder, *words)
     assert re.search(r"peak memory \d+\.\d\d GiB", done.stdout)
     return done
 
