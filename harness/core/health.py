@@ -34,12 +34,23 @@ class GradHealth:
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
-        squares, zeros, inside, near, elements = sums.unbind()
-        self.norm = squares.sqrt().float()
+
+    # Computed when asked for: sums are added up over ranks first, and each operation is a launch on a GPU.
+
+    @property
+    def norm(self) -> Tensor:
         """L2 norm of the gradients as they are, fp32 0-d."""
-        self.zeros = (zeros / inside).float()
-        self.near_limit = (near / elements).float()
-        """Shares in [0, 1], fp32 0-d."""
+        return self.sums[0].sqrt().float()
+
+    @property
+    def zeros(self) -> Tensor:
+        """Share of exact zeros in [0, 1], fp32 0-d; see `grad_health`."""
+        return (self.sums[1] / self.sums[2]).float()
+
+    @property
+    def near_limit(self) -> Tensor:
+        """Share of values near fp16's limit in [0, 1], fp32 0-d; see `grad_health`."""
+        return (self.sums[3] / self.sums[4]).float()
 
 
 @torch.no_grad()
