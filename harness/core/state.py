@@ -1,7 +1,7 @@
 """TrainState: everything that a resume needs, in one object; and RunLedger, what a rollback must not undo.
 
-Saves, rollbacks and the comparison of states by hash all use this one object. The next step is a function of it and of
-the run's config and data. State that is missing here breaks the test that resumes bit for bit.
+Saves, snapshots and rollbacks all use this one object. The next step is a function of it and of the run's config and
+data. State that is missing here breaks the test that resumes bit for bit.
 
 The ledger (skipped windows, budgets, attempt) is not part of what a rollback restores. A rollback would otherwise
 forget why it happened, and train on the same bad windows again.
@@ -159,7 +159,7 @@ class RunLedger:
         """The ledger that is `raw` in JSON, as `asdict` gives it. Raises ValueError saying why it is not one."""
         raw = raw if isinstance(raw, dict) else {}
 
-        # The keys, and the type of each value: somebody may have written the file.
+        # The keys, and the type of each value.
         keys = {each.name for each in fields(cls)}
         lists = [raw.get(key) for key in (*_LISTS, "hashes")]
         if set(raw) != keys or not _all_are(list, lists):
@@ -443,17 +443,6 @@ def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kin
 
     items = [_put_together(each, tensors, kinds) for each in value]
     return tuple(items) if kind == "tuple" else items
-
-
-def state_hash(tensors: Tensors, meta: Meta) -> str:
-    """SHA-256, in hex, of names, dtypes, shapes and bytes of `tensors`, in any order, and of `meta` as JSON."""
-    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
-    for part, named in sorted(tensors.items()):
-        for name, tensor in sorted(named.items()):
-            digest.update(f"{part}/{name}: {tensor.dtype} {list(tensor.shape)}".encode())
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(data.numpy().data)
-    return digest.hexdigest()
 
 
 @dataclass
