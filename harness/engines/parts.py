@@ -159,7 +159,11 @@ class ModelPart:
 
     def rows(self) -> dict[str, Rows]:
         """The rows that this rank holds of each sharded tensor; empty if every rank holds all."""
-        return {} if self._shards is None else dict(self._shards.rows)
+        if self._shards is None:
+            return {}
+        # Frozen weights that stay in their folder are sharded, and no part of the checkpoint.
+        kept, _ = self._kept()
+        return {name: rows for name, rows in self._shards.rows.items() if name in kept}
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """Tensors by state_dict key, tied ones once, and meta data: see `kept_state`."""

@@ -16,6 +16,7 @@ from harness.core.errors import CheckpointError
 from harness.engines.parts import ModelPart
 from harness.models import Task
 from harness.precision.api import Precision
+from tests.dist.test_fsdp_runs import assert_same_state, different, figures, ran, state
 from tests.extras.tiny_models import batch, load, save
 from tests.support.runs import harness, metrics, train
 
@@ -189,6 +190,24 @@ def test_adapters_beside_fresh_weights_are_saved_with_them(tmp_path: Path) -> No
     ).state_dict()
     assert "frozen" not in meta
     assert any("base_layer" in name for name in tensors)
+
+
+def test_adapters_train_under_fsdp_as_under_ddp(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", "llama")
+    args = (
+        "--recipe",
+        "fp8_hybrid",
+        f"model.target=hf:{base}",
+        "model.args={lora: {r: 8}}",
+        "data.context=32",
+    )
+    ddp, fsdp = (ran(tmp_path / name, name, "r", *args, steps=4) for name in ("ddp", "fsdp"))
+    assert different(figures(fsdp), figures(ddp)) == []
+
+    # The frozen weights are sharded, and no part of the checkpoint.
+    saved = state(fsdp, 4)
+    assert all("lora_" in name for name in saved["model"])
+    assert_same_state(saved, state(ddp, 4))
 
 
 def test_a_run_with_adapters_is_resumed_bit_for_bit(tmp_path: Path) -> None:
