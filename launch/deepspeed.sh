@@ -5,7 +5,7 @@
 #   LAUNCHER_ARGS  more options for the launcher
 # It prints the command, which can be used alone.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 . launch/outcome.sh
 
 missing=''

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The wrappers beside this file source it, to return a run's true exit code:
 #   0 done, 2 usage, 3 halted, 4 machine, 75 stopped (resume)
 # Launchers swallow it: torchrun turns every failure into 1, and the deepspeed launcher answers SIGTERM with 143 while its
@@ -65,6 +66,7 @@ wait_for_ranks() {
 rank_runs() {
   local file
   # A zombie has no environment, so it does not count.
+  # shellcheck disable=SC2013 # names under /proc have no spaces
   for file in $(grep -lzx "HARNESS_EXIT_CODE_FILE=$1" /proc/[0-9]*/environ 2>/dev/null); do
     grep -qs tracking.shipper "${file%environ}cmdline" || return 0
   done

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# torchrun launch/train.py ARGS... (DDP), returning the run's true exit code.
+# torchrun launch/train.py ARGS..., returning the run's true exit code. It trains under DDP; engine.name=fsdp shards the model.
 # Environment:
 #   RANKS          default: every GPU, or 1 on a CPU
-#   LAUNCHER_ARGS  default: one machine; for several nodes see slurm.sbatch
+#   LAUNCHER_ARGS  default: one machine. On several, start it on each of them with
+#                  "--nnodes 2 --node_rank 0 --master_addr HOST --master_port 29500" (node_rank 1 on the second machine).
+#                  All must see one folder runs/.
 #   OUTCOME_WAIT   seconds that ranks have to finish a step and save when asked to stop; default: 120
 # It prints the command, which can be used alone.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 . launch/outcome.sh
 
 command -v torchrun >/dev/null || {
+  # shellcheck disable=SC2016 # for the reader's shell to expand
   echo 'no torchrun on PATH: make setup, then export PATH="$PWD/.venv/bin:$PATH"' >&2
   exit 4
 }
