@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from statistics import correlation, mean, median
+from statistics import correlation, mean
 from typing import Any
 
 import pytest
@@ -269,27 +269,21 @@ def test_cost_of_fp8_larger_sizes() -> None:
 
 
 def test_cost_of_fp8_spread() -> None:
-    rows = cost_rows("| 1") | cost_rows("| 3M")
-    for size, record in cost_stages().items():
-        result = record["variants"]["fp8"]["result"]
-        pooled = result["pooled"]
-        deviations = [
-            pooled["sd"],
-            *(result["by_corpus"][corpus]["sd"] for corpus in ("python", "licences")),
-        ]
+    farthest: list[str] = []
+    seeds: list[str] = []
+    for record in cost_stages().values():
         losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
         groups = [
             [losses[name, corpus, seed] for name in CONTROLS if (name, corpus, seed) in losses]
             for corpus, seed in sorted({(corpus, seed) for _, corpus, seed in losses})
         ]
         apart = [max(group) / min(group) - 1 for group in groups if len(group) == len(CONTROLS)]
-        wanted = record["target"]
-        assert rows[size] == [
-            "; ".join(f"{100 * sd:.2f}" for sd in deviations),
-            f"{100 * median(apart):.3f}; {100 * max(apart):.2f}",
-            str(samples_needed(pooled["sd"], wanted)),
-            str(samples_needed(pooled["sd"], wanted - pooled["mean"])),
-        ]
+        farthest.append(f"{100 * max(apart):.2f}")
+        deviation = record["variants"]["fp8"]["result"]["pooled"]["sd"]
+        seeds.append(str(samples_needed(deviation, record["target"])))
+    text = " ".join(COST.split())
+    assert "up to {}, {} and {} apart at 1.4M, 3M and 10M".format(*farthest) in text
+    assert "would take {}, {} and {} seeds".format(*seeds) in text
 
 
 def test_limits_of_common_parts_and_small_groups() -> None:
