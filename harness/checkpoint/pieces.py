@@ -139,9 +139,14 @@ class Shards:
 
 
 def set_problems(shards: Shards | None, files: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the set of `files`, a manifest's, as texts that begin with a verb; empty if it is complete.
+    """The problems of a checkpoint that has not exactly one piece for each rank and part; empty if it has.
 
-    It does not cost more than the manifest is long, whatever number of ranks `shards` claims.
+    They are texts that begin with a verb.
+
+    shards: what state.json says of the pieces; None if it says nothing.
+    files: by name, the files that the manifest lists.
+
+    The cost grows with `files` alone: a damaged state.json may claim any number of ranks.
     """
     pieces = [name for name in files if is_piece(name)]
     if shards is None:
@@ -154,7 +159,8 @@ def set_problems(shards: Shards | None, files: Mapping[str, Any]) -> list[str]:
             f"lists pieces that are not of these {shards.ranks} ranks: {_some(foreign)}"
         )
 
-    # Names are tried only until enough are found missing: at most as many as there are pieces are not.
+    # No list of all names: `shards` may claim millions of ranks. There are len(pieces) files, so among the first
+    # len(pieces) + _LISTED names of a rank at least _LISTED are missing, and that is as many as the message lists.
     missing: list[str] = []
     for rank in range(min(shards.ranks, len(pieces) + 1)):
         names = islice(shards.names_of(rank), len(pieces) + _LISTED)

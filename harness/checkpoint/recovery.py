@@ -180,11 +180,14 @@ class Recovery:
         if saver is not None:
             # The journal must not be behind a checkpoint, or a resume would miss rows.
             self.tracker.flush()
+            # `waiting`: the checkpoints that are not good yet, with their healthy steps so far. A resume counts on.
             complete = {**meta, "waiting": self.good.waiting(), "bound": self.bound}
             rows = self.state.rows() if meeting is not None else None
             saver.begin(
                 step, tensors, complete, metrics, blocking=blocking, rows=rows, meeting=meeting
             )
+            # From here on this checkpoint waits to become good, too: it still needs healthy steps after it, and its
+            # save has only begun. Not in the fallback folder, to which no rollback returns.
             if saver is self.saver and lead:
                 self._update_marks(step, lambda: self.good.saved(step))
 

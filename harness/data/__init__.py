@@ -13,7 +13,8 @@ At every start and while training:
 7. `prefetch.Prefetched`: the next window is read ahead.
 
 Beside these: `splits` (what a file's name says), `widths` (whether ids have the declared dtype), `source` (which files
-have changed since). A data set of the user's own needs none of this: `dataset`, `samples`, and an example, `digits`.
+have changed since), `arrays` (short names of array types). A data set of the user's own needs none of this: `dataset`,
+`samples`, and an example, `digits`.
 
 To add a format of rows, see `rows`; of token ids, see `shards`.
 """

@@ -14,13 +14,13 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.facts import IGNORED, UNREADABLE, Window
 from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
+from harness.data.arrays import Bools, Ints
 from harness.data.order import sample_numbers
 from harness.data.tokens import TokenData
 
@@ -47,7 +47,7 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
 
 def validation_rows(
     wanted: int, available: int, micro_batch: int, rank: int, world_size: int
-) -> npt.NDArray[np.int64]:
+) -> Ints:
     """int64 [batches, size]: a rank's validation samples, `wanted` of `available` in all, spread evenly.
 
     All batches of all ranks have one size, at most micro_batch, and every rank has equally many, so that a mean of
@@ -72,8 +72,8 @@ class Rows(NamedTuple):
     damage: rows that could not be read, and why.
     """
 
-    tokens: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.bool_] | None
+    tokens: Ints
+    begins: Bools | None
     damage: dict[int, str]
 
 
@@ -116,8 +116,10 @@ class TokenBatches:
         """packed: documents are kept apart. Raises DataError if a split is shorter than one sample, or if nothing says
         where documents begin."""
         self._data = data
-        self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
-        self.tokens_per_sample, self.masked = context, packed
+        self._seed = seed
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self.tokens_per_sample = context
+        self.masked = packed
         self.vocab, self.ids = data.vocab, data.ids
         counted = "byte" if self.tokenizer == "" else "token"
         self.unit = f"nats per {counted}"
@@ -152,8 +154,9 @@ class TokenBatches:
         be read any longer.
         """
         check_world(self._global_batch, self._micro_batch, world_size)
-        rows = window.samples.reshape(-1, self._micro_batch)
-        return [self.batch("train", row) for row in rows[rank::world_size]]
+        of_window = window.samples.reshape(-1, self._micro_batch)
+        own = of_window[rank::world_size]
+        return [self.batch("train", samples) for samples in own]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, the same at every call; see `validation_rows`.
@@ -165,15 +168,17 @@ class TokenBatches:
         )
         return [self.batch("val", row) for row in rows]
 
-    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+    def batch(self, split: str, samples: Ints) -> Batch:
         """`samples` of a split, "train" or "val". Raises DataError as `micro_batches` and `validation` do."""
         return as_batch(self.read(split, samples))
 
-    def read(self, split: str, samples: npt.NDArray[np.int64]) -> Rows:
+    def read(self, split: str, samples: Ints) -> Rows:
         """`samples` of a split with their successors. Raises DataError as `micro_batches` and `validation` do."""
+        # A sample has one token more than its inputs: the target of the last one.
         context = self.tokens_per_sample
+        first = samples * context
+        places = first[:, None] + np.arange(context + 1)
         tokens = self._data.train if split == "train" else self._data.val
-        places = samples[:, None] * context + np.arange(context + 1)
         rows, damage = tokens.read(places)
 
         # A damaged training sample is skipped with its window. Validation must be of the same samples every time.
@@ -185,18 +190,17 @@ class TokenBatches:
             raise DataError(problems)
         begins = None
         if self.masked:
-            begins = self._begins(split, rows, samples * context)
+            begins = self._begins(split, rows, first)
         return Rows(rows, begins, damage)
 
-    def _begins(
-        self, split: str, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
+    def _begins(self, split: str, rows: Ints, places: Ints) -> Bools:
         """bool [rows, width]: whether a document begins with that token; False for the first of a row."""
-        # Where an index or the copy's description says it.
+        # Where an index or the copy's description says it. `starts` is sorted: those within a row follow each other.
         starts = self._data.starts(split)
+        width = rows.shape[1]
         found = np.zeros(rows.shape, dtype=np.bool_)
         for row, place in enumerate(places.tolist()):
-            first, last = np.searchsorted(starts, [place + 1, place + rows.shape[1]])
+            first, last = np.searchsorted(starts, [place + 1, place + width])
             found[row, starts[first:last] - place] = True
 
         # Where only a token says it: a document begins after each separator.
@@ -248,7 +252,10 @@ def _separator(data: TokenData) -> int | None:
     Raises DataError if nothing says it.
     """
     info = data.info
-    if "ids" not in info or all(file["index"] for file in info["files"]):
+    # A copy of text: its description lists the documents.
+    if "ids" not in info:
+        return None
+    if all(file["index"] for file in info["files"]):
         return None
     separator: int | None = info["separator"]
     if separator is None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem, some
 from harness.core.files import MAX_LARGE, atomic_file, dump_json, file_sha256
+from harness.data.arrays import Ints
 from harness.data.blocks import (
     BLOCK,
     DIGEST,
@@ -88,7 +89,7 @@ class Tokens:
     starts: int64, sorted: the places of the split where a document is known to begin.
     """
 
-    def __init__(self, pieces: Sequence[FilePiece], starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, pieces: Sequence[FilePiece], starts: Ints) -> None:
         self._pieces = pieces
         self._ends = np.cumsum([piece.count for piece in pieces]).tolist()
         self.starts = starts
@@ -96,7 +97,7 @@ class Tokens:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+    def read(self, places: Ints) -> tuple[Ints, dict[int, str]]:
         """Tokens at `places`, int64 [rows, width]; the places of a row follow each other.
 
         A row that cannot be read is 0, and the second result says why, with the file.
@@ -153,7 +154,7 @@ class _Seen:
     digests: bytes = b""
     largest: int = -1
     smallest: int = 0
-    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    counts: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def describe_corpus(
@@ -183,6 +184,7 @@ def describe_corpus(
     """
     earlier = earlier or {}
     every = [*shards.train, *shards.val]
+    # Ids are counted in every `stride`-th chunk, so that _COUNTED bytes of a large corpus are enough.
     total = sum(shard.tokens * shard.numpy_dtype.itemsize for shard in every)
     stride = max(1, -(-total // _COUNTED))
 
@@ -195,7 +197,7 @@ def describe_corpus(
         try:
             stamp = Stamp.of(shard.path)
             before = earlier.get(str(shard.path))
-            seen = _read_again(shard, stamp, before, stride) if before else _read_ids(shard, stride)
+            seen = _read(shard, stamp, before, stride)
             if Stamp.of(shard.path) != stamp:
                 raise Damaged("it changed while it was read")
         except (OSError, Damaged) as error:
@@ -209,23 +211,29 @@ def describe_corpus(
     if problems:
         raise DataError(problems)
 
-    ids = vocabulary.ids if vocabulary else largest + 1
+    if vocabulary is None:
+        vocabulary = Vocabulary(largest + 1)
+    if unigram_nats is None:
+        unigram_nats = entropy(counts)
+    skipped = [{"name": name, "reason": reason} for name, reason in shards.left_out]
     info: dict[str, Any] = {
         "format": FORMAT,
         "source": source,
         "kind": kind,
-        "ids": ids,
-        "vocab": padded_vocabulary(ids),
+        "ids": vocabulary.ids,
+        "vocab": padded_vocabulary(vocabulary.ids),
         "largest": largest,
         "separator": separator,
-        "tokenizer": vocabulary.tokenizer if vocabulary else "",
+        "tokenizer": vocabulary.tokenizer,
         "block_bytes": BLOCK,
-        "unigram_nats": entropy(counts) if unigram_nats is None else unigram_nats,
+        "unigram_nats": unigram_nats,
         "files": files,
-        "skipped": [{"name": name, "reason": reason} for name, reason in shards.left_out],
+        "skipped": skipped,
     }
     for split, pieces in _divide(shards, held_out).items():
-        info[split] = {"tokens": sum(count for *_, count in pieces), "pieces": pieces}
+        tokens = sum(count for *_, count in pieces)
+        info[split] = {"tokens": tokens, "pieces": pieces}
+    # Last: it is the hash of the rest.
     info["sha256"] = _identity(info)
     return info
 
@@ -254,18 +262,22 @@ def _read_ids(shard: Shard, stride: int) -> _Seen:
     return seen
 
 
-def _read_again(shard: Shard, stamp: Stamp, before: EarlierRead, stride: int) -> _Seen:
-    """Compare a file with what was found before; all of it if it was touched. Raises OSError, Damaged."""
+def _read(shard: Shard, stamp: Stamp, before: EarlierRead | None, stride: int) -> _Seen:
+    """Read a whole file, or compare it with what was found before: an untouched one by some of its blocks.
+
+    Raises OSError; Damaged if it differs.
+    """
+    if before is None:
+        return _read_ids(shard, stride)
+    what = "it is not what was prepared"
     if stamp == before.stamp:
         if wrong := differing(shard.path, before.digests, sampled=True):
             named = some(wrong, _NAMED)
-            raise Damaged(
-                f"it is not what was prepared: blocks that differ from their hashes: {named}"
-            )
+            raise Damaged(f"{what}: blocks that differ from their hashes: {named}")
         return _Seen(before.digests, before.largest)
     seen = _read_ids(shard, stride)
     if seen.digests != before.digests:
-        raise Damaged("it is not what was prepared: its blocks differ from their hashes")
+        raise Damaged(f"{what}: its blocks differ from their hashes")
     return seen
 
 
@@ -310,15 +322,16 @@ def _divide(shards: Shards, held_out: Callable[[int], int]) -> dict[str, list[li
         return {"train": train, "val": val}
 
     # Hold out the end: whole files from the last one on, and a part of the one where enough is reached.
-    left = held_out(sum(count for *_, count in train))
-    while left and train:
+    wanted = held_out(sum(count for *_, count in train))
+    while wanted and train:
         number, first, count = train.pop()
-        take = min(left, count)
+        take = min(wanted, count)
+        # Validation gets the tokens from `cut` on. 0: the whole file.
         cut = 0
         if take < count:
             cut = _document_cut(every[number], count - take)
         val.insert(0, [number, cut, count - cut])
-        left -= take
+        wanted -= take
         if cut:
             train.append([number, first, cut])
     return {"train": train, "val": val}
@@ -333,8 +346,12 @@ def _document_cut(shard: Shard, place: int) -> int:
         return place
     starts = document_starts(shard.index)
     reach = (shard.tokens - place) // 2
+    # Not at 0, or training would get nothing of the file.
     near = starts[(starts > 0) & (abs(starts - place) <= reach)]
-    return int(near[np.argmin(abs(near - place))]) if len(near) else place
+    if not len(near):
+        return place
+    nearest = np.argmin(abs(near - place))
+    return int(near[nearest])
 
 
 def hold_out(tokens: int, share: float, least: int) -> int:
@@ -419,11 +436,12 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
         path = _path(folder, file["path"])
         try:
             stamp = Stamp.of(path)
-            same = asdict(stamp) == {key: file[key] for key in ("size", "mtime_ns", "inode")}
+            untouched = stamp == Stamp(file["size"], file["mtime_ns"], file["inode"])
             if stamp.size != file["size"]:
                 raise Damaged(f"it has {stamp.size} bytes, and had {file['size']}")
+            # A file that was touched is read as a whole.
             digests = bytes.fromhex(file["blocks"])
-            if wrong := differing(path, digests, sampled=same):
+            if wrong := differing(path, digests, sampled=untouched):
                 count = f"{len(wrong)} of {len(digests) // DIGEST} blocks"
                 raise Damaged(f"{count} of {BLOCK} bytes differ: {some(wrong, _NAMED)}")
         except (OSError, ValueError, Damaged) as error:
@@ -450,13 +468,15 @@ def open_corpus(
 
     # By number of the file: the open file, and where in it documents begin.
     opened: list[tuple[CheckedFile, Shard]] = []
-    starts: list[npt.NDArray[np.int64]] = []
+    starts: list[Ints] = []
     problems: list[Problem] = []
     for file in info["files"]:
         path = _path(folder, file["path"])
         index = _path(folder, file["index"]) if file["index"] else None
+        digests = bytes.fromhex(file["blocks"])
         try:
-            checked = CheckedFile(path, file["size"], bytes.fromhex(file["blocks"]), cache, reading)
+            checked = CheckedFile(path, file["size"], digests, cache, reading)
+            # Without an index nothing is known but that the file begins a document.
             begins = np.zeros(1, dtype=np.int64)
             if documents and index is not None:
                 if file_sha256(index) != file["index_sha256"]:
@@ -494,9 +514,8 @@ def _reason(error: Exception) -> str:
 
 
 def _changed(path: Path, error: Exception) -> Problem:
-    return Problem(
-        "is not what this run began with", f"data.path: {path}", _reason(error), _FIX_CHANGED
-    )
+    what = "is not what this run began with"
+    return Problem(what, f"data.path: {path}", _reason(error), _FIX_CHANGED)
 
 
 def _written(folder: Path, path: Path) -> str:
@@ -515,12 +534,14 @@ def _allow_open_files(files: int) -> None:
     """Let this process have so many files open, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = files + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def add_counts(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def add_counts(one: Ints, other: Ints) -> Ints:
     """The sum of two counts by id; one may have more ids than the other."""
     if len(one) < len(other):
         one, other = other, one
@@ -529,7 +550,10 @@ def add_counts(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.
     return made
 
 
-def entropy(counts: npt.NDArray[np.int64]) -> float:
+def entropy(counts: Ints) -> float:
     """Shannon entropy in nats of the distribution that `counts` gives: -sum p ln p (Shannon, 1948)."""
-    shares = counts[counts > 0] / max(1, counts.sum())
-    return float(-(shares * np.log(shares)).sum()) if len(shares) else 0.0
+    if not counts.any():
+        return 0.0
+    # An id that does not occur adds nothing: p ln p goes to 0.
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

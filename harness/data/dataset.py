@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from harness.core.config import DataConfig, RunConfig
@@ -33,6 +32,7 @@ from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
+from harness.data.arrays import Ints
 from harness.data.batches import check_world, validation_rows
 from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
@@ -88,23 +88,9 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         fix = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
         raise ConfigError(Problem(what, where, why, fix))
 
-    problems: list[Problem] = []
-    given_splits = [("training", train)]
+    problems = _misfit("training", train, where)
     if val is not None:
-        given_splits.append(("validation", val))
-    for name, each in given_splits:
-        # On the type: an instance's attribute would not make len() and [] work.
-        kind = type(each)
-        lacks = [method for method in ("__len__", "__getitem__") if not hasattr(kind, method)]
-        if lacks:
-            what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
-            why = "samples are asked for by number, in any order"
-            fix = "return an object that has them, or a pair of such (training, validation)"
-            if kind.__module__.startswith("datasets."):
-                fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
-            problems.append(Problem(what, where, why, fix))
-        elif not len(each):
-            problems.append(Problem(f"its {name} data have no sample", where, fix="give some"))
+        problems += _misfit("validation", val, where)
     if problems:
         raise ConfigError(problems)
     if val is not None:
@@ -117,20 +103,44 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
         fix = "return a pair (training, validation), or change data.val_fraction"
         raise ConfigError(Problem(what, where, fix=fix))
+    return _divided(train, held)
 
+
+def _misfit(name: str, data: Any, where: str) -> list[Problem]:
+    """Why `data` cannot be asked for samples by number; empty if it can. name: of the split, for the message."""
+    # On the type: an instance's attribute would not make len() and [] work.
+    kind = type(data)
+    lacks = [method for method in ("__len__", "__getitem__") if not hasattr(kind, method)]
+    if lacks:
+        what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
+        why = "samples are asked for by number, in any order"
+        fix = "return an object that has them, or a pair of such (training, validation)"
+        if kind.__module__.startswith("datasets."):
+            fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
+        return [Problem(what, where, why, fix)]
+    if not len(data):
+        return [Problem(f"its {name} data have no sample", where, fix="give some")]
+    return []
+
+
+def _divided(samples: Samples, held: int) -> tuple[Split, Split]:
+    """(training, validation): `held` of the samples, chosen by a hash of their numbers, are validation."""
     # The key is a constant, so that runs with other seeds are validated on the same samples.
+    size = len(samples)
     out = np.sort(sample_numbers(_SPLIT_KEY, 0, held, size))
 
     # Training sample `place` comes after those held-out samples that have at most `place` training samples before them.
     before = out - np.arange(held)
 
     def number_of_training(place: int) -> int:
-        return place + int(np.searchsorted(before, place, side="right"))
+        held_before = np.searchsorted(before, place, side="right")
+        return place + int(held_before)
 
     def number_of_validation(place: int) -> int:
         return int(out[place])
 
-    return Split(train, size - held, number_of_training), Split(train, held, number_of_validation)
+    train = Split(samples, size - held, number_of_training)
+    return train, Split(samples, held, number_of_validation)
 
 
 def _splits(given: Any) -> tuple[Any, Any]:
@@ -168,20 +178,22 @@ class DatasetBatches:
     def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
         self.name = f"data.target {config.target}"
-        self._train, self._val = open_target(config)
-        self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
-        self._val_samples = min(config.val_samples, self._val.size)
-        self.n_samples = self._train.size
-        self._form, hashes, self._faults = _probe(
-            self._train, self._val, seed, self.name, config.bad
-        )
-        self.unit = str(getattr(self._train.samples, "unit", "loss"))
-        whole = hashlib.sha256(repr((self.n_samples, self._val.size, hashes)).encode()).hexdigest()
+        train, val = open_target(config)
+        self._train, self._val = train, val
+        self._seed = seed
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._val_samples = min(config.val_samples, val.size)
+        self.n_samples = train.size
+        self.unit = str(getattr(train.samples, "unit", "loss"))
+
+        # A resume compares the fingerprint: it must find that the data set is another one.
+        self._form, hashes, self._faults = _probe(train, val, seed, self.name, config.bad)
+        described = repr((train.size, val.size, hashes))
         self.fingerprint = {
-            "train_samples": self.n_samples,
-            "val_samples": self._val.size,
+            "train_samples": train.size,
+            "val_samples": val.size,
             "looked_at": hashes,
-            "sha256": whole,
+            "sha256": hashlib.sha256(described.encode()).hexdigest(),
         }
 
     def window(self, index: int) -> Window:
@@ -233,9 +245,7 @@ class DatasetBatches:
             "unreadable": self._faults,
         }
 
-    def _batch(
-        self, split: Split, places: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
-    ) -> Batch:
+    def _batch(self, split: Split, places: Ints, epochs: Ints) -> Batch:
         """A batch of the samples at `places`. Samples that cannot be read have stand-ins, and the batch says so."""
         form = self._form
         samples: list[Any] = []
@@ -247,7 +257,8 @@ class DatasetBatches:
                     given = read(split, place, self._seed, epoch)
                     samples.append(form.taken(given))
                 except Exception as error:
-                    faults.append(Fault(row, UNREADABLE, _why(split, place, error)))
+                    why = _why(split, place, error)
+                    faults.append(Fault(row, UNREADABLE, why))
                     samples.append(form.stand_in())
 
             # Samples that are well by themselves may not fit together, and a `collate` of the user's own may fail.
@@ -260,16 +271,16 @@ class DatasetBatches:
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
-    def _alone(
-        self, split: Split, places: npt.NDArray[np.int64], samples: Sequence[Any]
-    ) -> list[Fault]:
+    def _alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
         """Which samples make no batch, each tried by itself."""
         faults: list[Fault] = []
-        for row, (place, sample) in enumerate(zip(places.tolist(), samples, strict=True)):
+        pairs = zip(places.tolist(), samples, strict=True)
+        for row, (place, sample) in enumerate(pairs):
             try:
                 self._form.batch([sample])
             except Exception as error:
-                faults.append(Fault(row, UNREADABLE, _why(split, place, error)))
+                why = _why(split, place, error)
+                faults.append(Fault(row, UNREADABLE, why))
         return faults
 
 
@@ -278,7 +289,8 @@ def read(split: Split, place: int, seed: int, epoch: int) -> object:
     (seed, sample, epoch). The process's generators are left at that seed: see `random_numbers_apart`.
     """
     number = split.places(place)
-    digest = hashlib.blake2b(f"{seed} {number} {epoch}".encode(), digest_size=4).digest()
+    key = f"{seed} {number} {epoch}".encode()
+    digest = hashlib.blake2b(key, digest_size=4).digest()
     own = int.from_bytes(digest, "big")  # 32 bits, since numpy's generator takes no more
     random.seed(own)
     np.random.seed(own)
@@ -312,6 +324,7 @@ def _probe(
     """
     with random_numbers_apart():
         form = _first_form(train, seed, name)
+        # Each with its name in the fingerprint, its split, place and epoch.
         probed = [(f"train {place}", train, place, 0) for place in _spread(train.size)]
         for place in _spread(val.size):
             key = f"val {place}"
@@ -383,7 +396,7 @@ def _hash(sample: Batch) -> str:
 
 
 def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
-    """The data set of a run. The first that opens it writes its fingerprint into the run's folder.
+    """The data set of a run. The first process that opens it writes its fingerprint into the run's folder.
 
     read_only: write nothing. Raises as DatasetBatches, and DataError if it is not the data set that the run began with,
     or that rank 0 has.
@@ -399,10 +412,9 @@ def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> D
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, data.fingerprint)
     except OSError as error:
+        what = f"cannot be written: {error.strerror}"
         fix = "make the run folder writable, or free some space"
-        raise DataError(
-            Problem(f"cannot be written: {error.strerror}", str(path), fix=fix)
-        ) from error
+        raise DataError(Problem(what, str(path), fix=fix)) from error
     return data
 
 

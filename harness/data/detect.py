@@ -90,7 +90,8 @@ def look(path: Path) -> Kind:
 
     # A .json is data only where there is nothing else.
     files, beside = _data_files(path)
-    if not files and beside and all(file.suffix.lower() == JSON for file in beside):
+    all_json = all(file.suffix.lower() == JSON for file in beside)
+    if not files and beside and all_json:
         return "JSONL"
 
     # Any other: files of one format are of that format, and text with other files among it is text.
@@ -128,6 +129,8 @@ def _data_files(path: Path) -> tuple[list[Path], list[Path]]:
             files.append(file)
         if len(files) + len(beside) >= _FILES_LOOKED_AT:
             break
+
+    # A source tree: its programs and pages are the data.
     prose = [file for file in beside if file.suffix.lower() in _PROSE]
     if len(prose) > max(_FEW_PROSE, len(files)):
         return files + prose, []
@@ -167,6 +170,7 @@ def _refuse_mixed(path: Path, files: Sequence[Path]) -> None:
         fix = f"data.path={train}, or the text's own path"
         raise DataError(Problem("has both token ids and text", f"data.path: {path}", why, fix))
 
+    # A few rows among much text may be some program's tests; more of them are data, too.
     rows: dict[Kind, list[str]] = {}
     size_of_rows = size_of_all = 0
     for file in files:

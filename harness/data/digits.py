@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import ConfigError, Problem
+from harness.data.arrays import Ints
 
 
 class Digits:
     """Pairs of an image, float32 [1, 8, 8] in [0, 1], and its digit, int64 0-d."""
 
-    def __init__(self, images: npt.NDArray[np.float32], digits: npt.NDArray[np.int64]) -> None:
+    def __init__(self, images: npt.NDArray[np.float32], digits: Ints) -> None:
         self.images, self.digits = images, digits
 
     def __len__(self) -> int:
@@ -34,9 +35,10 @@ def load() -> Digits:
         found: Any = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError as error:
         what = f"scikit-learn, which has the digits, cannot be imported: {error}"
-        where, fix = "data.target harness.data.digits:load", "pip install scikit-learn"
-        raise ConfigError(Problem(what, where, fix=fix)) from error
+        where = "data.target harness.data.digits:load"
+        raise ConfigError(Problem(what, where, fix="pip install scikit-learn")) from error
 
     # Grey levels are 0 to 16. The added dimension is the channel that convolutions expect.
     images = np.asarray(found.images[:, None] / 16, dtype=np.float32)
-    return Digits(images, np.asarray(found.target, dtype=np.int64))
+    digits = np.asarray(found.target, dtype=np.int64)
+    return Digits(images, digits)

@@ -98,37 +98,39 @@ class PlainText:
     suffixes: tuple[str, ...] = (".txt",)
 
     def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
-        """Ranges of bytes of every file that begins as text does."""
+        """Ranges of bytes of every file that begins as text does.
+
+        bad="auto" skips files that are no text, and reports files that cannot be read. "skip" skips both, "fail"
+        reports both.
+        """
         found, left_out = files or self._files(path)
-        root = (path if path.is_dir() else path.parent).resolve()
+        in_folder = path.is_dir()
+        root = (path if in_folder else path.parent).resolve()
         parts: list[Part] = []
         problems: list[Problem] = []
         for file, split in found:
             where = f"data.path: {file}"
             size = 0
             try:
-                fault = no_file(file, root)
-                if not fault:
-                    size = file.stat().st_size
-                    with file.open("rb") as stream:
-                        # The head of a longer file may end within a character.
-                        fault = no_text(stream.read(_HEAD_BYTES), whole=size <= _HEAD_BYTES)
+                size, fault = _look_at(file, root)
             except DataError as error:
-                fault = error.problems[0].what
+                # A link that leads nowhere or out of the folder, or a folder that cannot be listed.
                 if bad != "skip":
                     problems += error.problems
                     continue
+                fault = error.problems[0].what
             except OSError as error:
                 fault = f"cannot be read: {error.strerror}"
                 if bad == "auto":
                     problems.append(Problem(fault, where, fix="data.bad=skip passes over it"))
                     continue
 
-            # In a folder a file that is no text may be skipped; one that was named is an error.
             if fault:
-                name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+                name = file.relative_to(path).as_posix() if in_folder else file.name
                 left_out.append((name, fault))
-                if (bad == "fail" and fault != INSIDE) or not path.is_dir():
+                # A file that was named is never skipped. A link within the folder always is: its target is read.
+                is_skipped_here = in_folder and (bad != "fail" or fault == INSIDE)
+                if not is_skipped_here:
                     problems.append(Problem(f"no text: {fault}", where, fix=FIX_FILE))
                 continue
             for begin, end in ranges(size):
@@ -141,7 +143,10 @@ class PlainText:
             return with_validation(path, is_text=True), []
         found = {each.relative_to(path).as_posix(): each for each in walk(path)}
         splits, left_out = splits_of_text(list(found))
-        return [(found[name], split) for name, split in splits.items()], left_out
+        files: list[tuple[Path, Split]] = []
+        for name, split in splits.items():
+            files.append((found[name], split))
+        return files, left_out
 
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """Pieces of about PIECE bytes, cut after a line where lines are short."""
@@ -158,18 +163,33 @@ class PlainText:
                 place = after
 
 
+def _look_at(file: Path, root: Path) -> tuple[int, str]:
+    """(bytes of a file below `root`, why it is no text). The second is empty for text. Raises OSError, DataError."""
+    if fault := no_file(file, root):
+        return 0, fault
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    # The head of a longer file may end within a character.
+    return size, no_text(head, whole=size <= _HEAD_BYTES)
+
+
 def _cut(stream: BinaryIO, place: int, size: int) -> int:
     """Where to cut a text of `size` bytes near `place`: after the next line end if one is near, else before the next
     character. Two parts that meet agree on it."""
     if place <= 0 or place >= size:
         return max(0, min(place, size))
+
+    # From the byte before `place`: if a line ends with it, the cut is at `place` itself.
     stream.seek(place - 1)
-    window = stream.read(_HEAD_BYTES)
-    line_end = window.find(b"\n")
+    near = stream.read(_HEAD_BYTES)
+    line_end = near.find(b"\n")
     if line_end >= 0:
         return place + line_end
-    for number, byte in enumerate(window[1:5]):
-        if byte & 0xC0 != 0x80:  # the first byte of a character
+
+    # A character has four bytes at most. All bytes but its first begin with the bits 10.
+    for number, byte in enumerate(near[1:5]):
+        if byte & 0xC0 != 0x80:
             return place + number
     return place
 
@@ -185,7 +205,8 @@ def files_below(path: Path, suffixes: Sequence[str]) -> Files:
         return with_validation(path), []
     every: list[str] = []
     for file in walk(path):
-        if file.name.lower().endswith(tuple(suffixes)) and file.is_file():
+        is_data = file.name.lower().endswith(tuple(suffixes))
+        if is_data and file.is_file():
             name = file.relative_to(path).as_posix()
             every.append(name)
     names, left_out = without_tests(every)
@@ -204,7 +225,8 @@ def files_below(path: Path, suffixes: Sequence[str]) -> Files:
 
 def ranges(size: int) -> list[tuple[int, int]]:
     """(begin, end) of every RANGE of `size` bytes; the last one may be shorter."""
-    return [(begin, min(begin + RANGE, size)) for begin in range(0, size, RANGE)]
+    begins = range(0, size, RANGE)
+    return [(begin, min(begin + RANGE, size)) for begin in begins]
 
 
 def listed(

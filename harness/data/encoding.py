@@ -16,14 +16,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.core.errors import DataError, Problem
+from harness.data.arrays import Ints
 from harness.data.documents import Piece
 from harness.data.tokenizer import Encoder, load_encoder
 
-Encoded = npt.NDArray[np.int64] | Problem
+Encoded = Ints | Problem
 """Ids of a text, int64 [tokens], or why the tokenizer fails on it."""
 
 # Batches in flight for each worker.

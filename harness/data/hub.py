@@ -92,17 +92,7 @@ def fetch(
     folder = Path(described)
     at["revision"] = folder.name
     name = f"{given}@{folder.name}"
-    unlisted = False
-    sizes: dict[str, int] = {}
-    try:
-        for file in hub.get_cached_repo_tree(**at):
-            sizes[file.path] = file.size
-    except hub.errors.CachedRepoTreeNotFoundError:
-        # Offline, in a cache of an older version of the library: only what lies there is known.
-        for path in folder.rglob("*"):
-            if path.is_file():
-                sizes[path.relative_to(folder).as_posix()] = 0
-        unlisted = True
+    sizes, all_listed = _sizes(hub, folder, at)
 
     # Which files are wanted; of these, those that are not in the cache.
     kind, options, splits = _describe(name, folder, list(sizes), wanted.configuration)
@@ -112,12 +102,35 @@ def fetch(
     if missing:
         check(sum(sizes[path] for path in chosen), kind)
         _check_room(name, sum(sizes[path] for path in missing), folder)
+        # Patterns: a name with brackets would match other files.
         patterns = [glob.escape(path) for path in missing]
         _ask(given, hub.snapshot_download, allow_patterns=patterns, **at)
-    if unlisted:
+
+    if not all_listed:
         left_out.append(_UNLISTED)
-    paths: list[tuple[str, Split]] = [(str(folder / path), split) for path, split in files]
+    paths: list[tuple[str, Split]] = []
+    for path, split in files:
+        in_cache = str(folder / path)
+        paths.append((in_cache, split))
     return Fetched(name, str(folder), kind, tuple(paths), tuple(left_out), options)
+
+
+def _sizes(hub: Any, folder: Path, at: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
+    """(bytes of each file of the repository, whether these are all of its files).
+
+    hub: the library. folder: of the cache. at: its arguments for the repository and the commit.
+    """
+    sizes: dict[str, int] = {}
+    try:
+        for file in hub.get_cached_repo_tree(**at):
+            sizes[file.path] = file.size
+    except hub.errors.CachedRepoTreeNotFoundError:
+        # Offline, in a cache of an older version of the library: only the files that lie there are known.
+        for path in folder.rglob("*"):
+            if path.is_file():
+                sizes[path.relative_to(folder).as_posix()] = 0
+        return sizes, False
+    return sizes, True
 
 
 def _ask(given: str, question: Callable[..., Any], **arguments: Any) -> Any:
@@ -148,17 +161,7 @@ def _describe(
     with tempfile.TemporaryDirectory() as scratch:
         outline = Path(scratch).resolve() / "outline"
         outline.mkdir()
-        for path in listed:
-            # Anybody may have made the repository: a name such as ../x must not leave the folder.
-            file = outline / path
-            if not file.resolve().is_relative_to(outline):
-                fix = "take another data set"
-                raise DataError(Problem("names a file outside of it", where, path, fix))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if path in _DESCRIPTION:
-                shutil.copyfile(folder / path, file)
-            else:
-                file.touch()
+        _lay_out(outline, folder, listed, where)
         try:
             builder = library.load_dataset_builder(
                 str(outline), configuration, cache_dir=f"{scratch}/cache"
@@ -191,6 +194,23 @@ def _describe(
     return kind, _options(builder.config), splits
 
 
+def _lay_out(outline: Path, folder: Path, listed: list[str], where: str) -> None:
+    """Make the files `listed` in `outline`: the description as it is in `folder`, all others empty.
+
+    Raises DataError for a name that leads out of the folder: anybody may have made the repository.
+    """
+    for path in listed:
+        file = outline / path
+        if not file.resolve().is_relative_to(outline):
+            fix = "take another data set"
+            raise DataError(Problem("names a file outside of it", where, path, fix))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if path in _DESCRIPTION:
+            shutil.copyfile(folder / path, file)
+        else:
+            file.touch()
+
+
 def _options(config: Any) -> dict[str, Any]:
     """What a data set's description says of how to read it."""
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
@@ -207,6 +227,7 @@ def _check_room(name: str, needed: int, folder: Path) -> None:
     disk = next(each for each in (folder, *folder.parents) if each.is_dir())
     free = shutil.disk_usage(disk).free
     if needed > free:
-        why = f"{needed / 1e9:,.1f} GB are still to be fetched, and the disk of {disk} has {free / 1e9:,.1f} GB left"
+        wanted = f"{needed / 1e9:,.1f} GB are still to be fetched"
+        why = f"{wanted}, and the disk of {disk} has {free / 1e9:,.1f} GB left"
         fix = "data.cache=FOLDER on a larger disk"
         raise DataError(Problem("has no room", f"data.path: {name}", why, fix))

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.config import DataConfig
 from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.files import write_json
 from harness.core.protocols import Batch
+from harness.data.arrays import Ints
 from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
 from harness.data.order import keyed_places, ordered_samples
 from harness.data.tokens import TokenData, prepare_in
@@ -89,13 +89,16 @@ class Mixture:
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        begin, end = index * self._global_batch, (index + 1) * self._global_batch
+        begin = index * self._global_batch
+        end = begin + self._global_batch
         samples = np.empty(end - begin, dtype=np.int64)
 
         # A window may lie across several cycles: of each, the positions from `first` to `last` are the window's.
-        for cycle in range(begin // CYCLE, (end - 1) // CYCLE + 1):
+        first_cycle, last_cycle = begin // CYCLE, (end - 1) // CYCLE
+        for cycle in range(first_cycle, last_cycle + 1):
             origin = cycle * CYCLE
-            first, last = max(begin, origin), min(end, origin + CYCLE)
+            first = max(begin, origin)
+            last = min(end, origin + CYCLE)
             sources, turns = _cycle(self._counts, self._seed, cycle)
             sources = sources[first - origin : last - origin]
             turns = turns[first - origin : last - origin]
@@ -115,12 +118,13 @@ class Mixture:
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.micro_batches`."""
         check_world(self._global_batch, self._micro_batch, world_size)
-        rows = window.samples.reshape(-1, self._micro_batch)
-        return [self.batch("train", row) for row in rows[rank::world_size]]
+        of_window = window.samples.reshape(-1, self._micro_batch)
+        own = of_window[rank::world_size]
+        return [self.batch("train", samples) for samples in own]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.validation`: every source has its share of the samples, at least one."""
-        spread: list[npt.NDArray[np.int64]] = []
+        spread: list[Ints] = []
         for count, part, offset in zip(self._val, self._parts, self._val_offsets[:-1], strict=True):
             evenly = np.arange(count, dtype=np.int64) * part.available // count
             spread.append(offset + evenly)
@@ -158,7 +162,7 @@ class Mixture:
         facts["mixture"] = mixture
         return facts
 
-    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+    def batch(self, split: str, samples: Ints) -> Batch:
         """As `TokenBatches.batch`; samples of both splits are numbered source after source."""
         offsets = self._offsets if split == "train" else self._val_offsets
         sources = np.searchsorted(offsets, samples, side="right") - 1
@@ -194,17 +198,14 @@ def _check_tokenizers(parts: Sequence[TokenBatches]) -> None:
     least = min(hashed, key=lambda part: part.ids)
     for part in parts:
         if part.tokenizer is None and part.ids > least.ids:
-            why = (
-                f"{part.name} has ids up to {part.ids - 1}, and {least.name} are of {least.ids} ids"
-            )
+            why = f"{part.name} has ids up to {part.ids - 1}, "
+            why += f"and {least.name} are of {least.ids} ids"
             fix = "give text that is mixed with token ids the tokenizer that made these, in data.tokenizer"
             raise DataError(Problem(what, where, why, fix))
 
 
 @lru_cache(maxsize=4)
-def _cycle(
-    counts: tuple[int, ...], seed: int, cycle: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[Ints, Ints]:
     """For each position of a cycle, int64 [CYCLE]: (its source, positions of that source before it)."""
     places = keyed_places(seed, cycle, CYCLE)
     sources = np.searchsorted(np.cumsum(counts), places, side="right")
@@ -247,7 +248,10 @@ def prepare_mixture(
         own = folder / str(number)
         if lead and not begun:  # a start that was killed may have left data of other settings
             (own / "corpus.json").unlink(missing_ok=True)
-        single = config.model_copy(update={**part.model_dump(exclude={"weight"}), "mixture": []})
+
+        # The config of a run on this source alone.
+        update = {**part.model_dump(exclude={"weight"}), "mixture": []}
+        single = config.model_copy(update=update)
         try:
             # One training sample is enough: the sources fill a window together.
             data.append(prepare_in(single, own, 1, lead, reading))
@@ -278,4 +282,5 @@ def prepare_mixture(
 
 
 def _identity(hashes: Sequence[str], counts: Sequence[int]) -> str:
-    return hashlib.sha256(repr((list(hashes), list(counts))).encode()).hexdigest()
+    described = repr((list(hashes), list(counts)))
+    return hashlib.sha256(described.encode()).hexdigest()

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.core.facts import Window
 from harness.core.protocols import Batch, Batches
+from harness.data.arrays import Ints
 
 FIRST_REPORT = 10.0
 """Seconds that a window may be waited for before this is reported; then twice as many, and so on."""
@@ -32,7 +30,7 @@ class Source(Batches, Protocol):
     @property
     def available(self) -> int: ...
 
-    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch: ...
+    def batch(self, split: str, samples: Ints) -> Batch: ...
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -110,11 +108,15 @@ class Prefetched:
         key = (window.index, rank, world_size)
         job = self._ahead
         if job is not None and job.key == key:
-            read_ahead, self._missed = True, None
+            read_ahead = True
+            self._missed = None
         else:
-            # A look back at one window must not discard what is read ahead. Two windows in a row are a new course.
-            read_ahead = self._ahead is None or self._missed == (window.index - 1, rank, world_size)
-            job, self._missed = self._start(_Job(key, window)), key
+            # A look back at one window must not discard the one that is read ahead. After two in a row (a rollback),
+            # the next of these is the one to read ahead.
+            before = (window.index - 1, rank, world_size)
+            read_ahead = self._ahead is None or self._missed == before
+            job = self._start(_Job(key, window))
+            self._missed = key
         self._wait(job)
         if read_ahead:
             following = (window.index + 1, rank, world_size)
@@ -130,7 +132,7 @@ class Prefetched:
         """As the source's."""
         return self.source.validation(rank, world_size)
 
-    def batch(self, split: str, samples: npt.NDArray[np.int64]) -> Batch:
+    def batch(self, split: str, samples: Ints) -> Batch:
         """As the source's."""
         return self.source.batch(split, samples)
 
@@ -141,9 +143,8 @@ class Prefetched:
     def _start(self, job: _Job) -> _Job:
         """Give a job to the thread. A process that was forked has none, and starts its own."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._read, args=(self._jobs,), daemon=True, name="data"
-            )
+            args = (self._jobs,)
+            self._thread = threading.Thread(target=self._read, args=args, daemon=True, name="data")
             self._thread.start()
         self._jobs.put(job)
         return job
@@ -151,6 +152,7 @@ class Prefetched:
     def _wait(self, job: _Job) -> None:
         patience = self.first_report
         begin = time.monotonic()
+        # A network file system may hang for minutes: the report says which file, and reading goes on.
         while not job.done.wait(patience):
             reading = self._watch.longest() or "nothing: the source itself is busy"
             waited = time.monotonic() - begin

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.config import Documents
 from harness.core.errors import DataError, MachineError, Problem, some
 from harness.core.files import MAX_LARGE, read_json, read_mapping, write_json
+from harness.data.arrays import Ints
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import add_counts, entropy
 from harness.data.documents import Files, Part, Piece, is_skipped
@@ -168,19 +168,6 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
         files = [(Path(file), split) for file, split in hub.files], list(hub.left_out)
     listed = source.parts(path, wanted.key, wanted.bad, files)
 
-    # A task is as many parts as have TASK_BYTES, or more where there would be too many tasks. The number of workers
-    # does not count: the same source gives the same shards on every machine.
-    total = sum(part.size for part in listed.parts)
-    least = max(TASK_BYTES, -(-total // _MOST_TASKS))
-    tasks: list[list[Any]] = [[]]
-    size = 0
-    for part in listed.parts:
-        if size >= least:
-            tasks.append([])
-            size = 0
-        tasks[-1].append(astuple(part))
-        size += part.size
-
     # With their stamps: a source that was touched is another plan, and `_record` sees what changes during the reading.
     stamped: list[tuple[Any, ...]] = []
     for each in sorted({part.path for part in listed.parts}):
@@ -197,9 +184,27 @@ def _plan(wanted: Preparation) -> dict[str, Any]:
         "vocabulary": asdict(encoder.vocabulary),
         "files": stamped,
         "left_out": listed.left_out,
-        "tasks": tasks,
+        "tasks": _tasks(listed.parts),
     }
     return json.loads(json.dumps(plan))  # lists for tuples, so that it equals a plan that was read
+
+
+def _tasks(parts: Sequence[Part]) -> list[list[Any]]:
+    """The parts of each task: as many as have TASK_BYTES, or more where there would be too many tasks.
+
+    The number of workers does not count: the same source gives the same shards on every machine.
+    """
+    total = sum(part.size for part in parts)
+    least = max(TASK_BYTES, -(-total // _MOST_TASKS))
+    tasks: list[list[Any]] = [[]]
+    size = 0
+    for part in parts:
+        if size >= least:
+            tasks.append([])
+            size = 0
+        tasks[-1].append(astuple(part))
+        size += part.size
+    return tasks
 
 
 def _size(task: Sequence[Sequence[Any]]) -> int:
@@ -238,16 +243,17 @@ def _something_else(out: Path, there: Mapping[str, Any], plan: Mapping[str, Any]
         why = f"of an earlier preparation, with another {', '.join(changed)}"
         if "files" in changed and (files := _changed_files(there, plan)):
             why = f"of an earlier preparation, since when these have changed: {some(files, _CHANGED_NAMED)}"
-    return Problem(
-        "holds something else", f"--out {out}", why, "give an empty folder, or delete this one"
-    )
+    fix = "give an empty folder, or delete this one"
+    return Problem("holds something else", f"--out {out}", why, fix)
 
 
 def _changed_files(there: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     """Names of files that are new, gone or touched since the plan `there` was made."""
     before = {tuple(entry) for entry in there.get("files", ())}
     now = {tuple(entry) for entry in plan["files"]}
-    return sorted({Path(str(path)).name for path, *_ in before ^ now})
+    # Entries of one plan alone. A file that was touched is in both, with another stamp.
+    changed = before ^ now
+    return sorted({Path(str(path)).name for path, *_ in changed})
 
 
 def _run_tasks(
@@ -265,6 +271,7 @@ def _run_tasks(
 
     if processes == 0:
         processes = len(os.sched_getaffinity(0))
+    # Bytes need no tokenizing, and little text is done before the workers have begun.
     if not plan["tokenizer"] or left <= _INLINE:
         processes = 1
     try:
@@ -329,6 +336,7 @@ class _Task:
         for split in ("train", "val"):
             path = self.out / f"{split}-{self.number:05d}.bin"
             shards[split] = ShardWriter(path, dtype, split)
+        # Added to each document; empty for a tokenizer without such a token.
         separator = [] if vocabulary.separator is None else [vocabulary.separator]
         end = np.array(separator, dtype=np.int64)
         counts = np.zeros(0, dtype=np.int64)
@@ -337,7 +345,7 @@ class _Task:
         try:
             for batch, encoded in encoding.encode(self._batches()):
                 text_bytes += batch.size
-                made: list[npt.NDArray[np.int64]] = []
+                made: list[Ints] = []
                 for (piece, split), found in zip(batch.pieces, encoded, strict=True):
                     ids = self._usable(piece, found)
                     if ids is None:
@@ -409,11 +417,14 @@ class _Task:
             fix = "repair it, or pass over such rows and files: data.bad=skip (--bad skip)"
             self.problems.append(Problem(piece.fault, f"data.path: {piece.where}", fix=fix))
 
-    def _usable(self, piece: Piece, found: Encoded) -> npt.NDArray[np.int64] | None:
+    def _usable(self, piece: Piece, found: Encoded) -> Ints | None:
         """Ids of a piece; None for one on which the tokenizer fails, which is counted or noted as a bad row is."""
-        inside, self.inside = self.inside, not piece.ends
+        inside = self.inside
+        self.inside = not piece.ends
         if not isinstance(found, Problem):
             return found
+
+        # The tokenizer failed on it.
         what = f"{found.where} {found.what}"
         if self.plan["bad"] == "skip":
             self.skipped[what] += 1
@@ -431,11 +442,12 @@ def _split(task: int, number: int, share: float) -> str:
     """
     if not share:
         return "train"
+    # Pieces in groups of `every`; of each group the hash chooses one, never the group's first.
     every = max(2, round(1 / share))
-    stratum, place = divmod(number, every)
-    drawn = hashlib.sha256(f"{task}/{stratum}".encode()).digest()[:8]
-    chosen = int.from_bytes(drawn, "little") % (every - 1)
-    return "val" if place == 1 + chosen else "train"
+    group, place = divmod(number, every)
+    drawn = hashlib.sha256(f"{task}/{group}".encode()).digest()[:8]
+    chosen = 1 + int.from_bytes(drawn, "little") % (every - 1)
+    return "val" if place == chosen else "train"
 
 
 def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -498,15 +510,21 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the source, once all of it was read. Raises DataError if a file changed meanwhile."""
-    files = {Path(path): Stamp(*stamp) for path, *stamp in plan["files"]}
-    suffixes = None if plan["kind"] == "text" else FORMATS[plan["kind"]].suffixes
+    files: dict[Path, Stamp] = {}
+    for path, *stamp in plan["files"]:
+        files[Path(path)] = Stamp(*stamp)
+    kind = plan["kind"]
+    suffixes = None if kind == "text" else FORMATS[kind].suffixes
     tokenizer: tuple[str, str] | None = None
     if plan["tokenizer"]:
         tokenizer = plan["tokenizer"], plan["vocabulary"]["tokenizer"]
     # save_to_disk and the hub name their files: others in the folder do not belong to the source.
-    listed = plan["kind"] != "Arrow" and not plan["hub"]
+    listed = kind != "Arrow" and not plan["hub"]
     made = record_of_files(Path(plan["source"]), suffixes, listed, files, tokenizer)
-    if changed := [path for path, stamp in files.items() if Stamp.of(path) != stamp]:
+
+    # After the hashes were made: they must be of what was read.
+    changed = [path for path, stamp in files.items() if Stamp.of(path) != stamp]
+    if changed:
         what = "changed while it was prepared"
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
         raise DataError([Problem(what, f"data.path: {path}", fix=fix) for path in changed])

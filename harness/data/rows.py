@@ -118,10 +118,17 @@ class Rows:
     def read(self, part: Part, key: str) -> Iterator[Piece]:
         """The rows of a part. Goes on in the file where the part before ended. Raises DataError."""
         # Readers have no way to a row but through all rows before it, so the generator is kept from part to part.
-        if self._opened != (part.path, key) or self._next > part.begin:
-            self._opened, self._next = (part.path, key), 0
+        wanted = (part.path, key)
+        if self._opened != wanted or self._next > part.begin:
+            self._opened = wanted
+            self._next = 0
             self._rows = self._documents(part.path, key)
-        while self._next < part.end and (piece := next(self._rows, None)):
+
+        # Rows before the part are read and dropped.
+        while self._next < part.end:
+            piece = next(self._rows, None)
+            if piece is None:
+                return
             self._next += 1
             if self._next > part.begin:
                 yield piece
@@ -166,6 +173,7 @@ class Rows:
             names[:] = table.column_names
             return _texts(table, key, path, json_field_paths)
 
+        # A data set's own description knows better how its files are to be read.
         options = {**self._options(path, key), **self._given}
         with _reader(self.reader, path, **options) as reader:
             # The library would cast every table to the columns of the first rows, which not all rows need have.
@@ -362,11 +370,8 @@ def choose_splits(
     found: list[tuple[Path, Split]] = []
     for name, split in chosen.items():
         found.extend((file, split) for file in files[name])
-    left_out = [
-        (name, "a split that is neither train nor validation")
-        for name in files
-        if name not in chosen
-    ]
+    reason = "a split that is neither train nor validation"
+    left_out = [(name, reason) for name in files if name not in chosen]
     return found, left_out
 
 
@@ -377,7 +382,8 @@ def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
     # What it logs, it also raises.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     lists = importlib.import_module("datasets.data_files")
-    opened = getattr(importlib.import_module(f"datasets.packaged_modules.{module}"), name)
+    package = importlib.import_module(f"datasets.packaged_modules.{module}")
+    opened = getattr(package, name)
     _zstd_by_arrow()
     # Not a plain path: the library would take brackets and stars in it for a pattern.
     files = lists.DataFilesDict({"train": lists.DataFilesList([path], [()])})
@@ -399,13 +405,13 @@ def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
 def _zstd_by_arrow() -> None:
     """Let Arrow unpack zstd: it notices a file that was cut short; the module zstandard ends without an error."""
     arrow = importlib.import_module("pyarrow")
+    compression = importlib.import_module("fsspec.compression")
 
     def opened(stream: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
-        return io.BufferedReader(arrow.CompressedInputStream(stream, "zstd"), 1 << 20)
+        unpacked = arrow.CompressedInputStream(stream, "zstd")
+        return io.BufferedReader(unpacked, 1 << 20)
 
-    importlib.import_module("fsspec.compression").register_compression(
-        "zstd", opened, "zst", force=True
-    )
+    compression.register_compression("zstd", opened, "zst", force=True)
 
 
 def _features(name: str) -> Any:
@@ -442,19 +448,20 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
         raise DataError(Problem(what, f"data.path: {path}", fix=fix))
 
     # Rows without the column or the field have null.
+    types = arrow.types
     missing = arrow.nulls(len(table))
     column = table.column(steps[0]) if steps[0] in table.column_names else missing
     for step in steps[1:]:
-        if arrow.types.is_struct(column.type) and column.type.get_field_index(step) >= 0:
+        if types.is_struct(column.type) and column.type.get_field_index(step) >= 0:
             column = importlib.import_module("pyarrow.compute").struct_field(column, step)
         else:
             column = missing
 
     # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
-    kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
-    is_text = ("is_string", "is_large_string", "is_string_view", "is_null")
-    if not any(getattr(arrow.types, each)(kind) for each in is_text):
-        is_ids = arrow.types.is_list(kind) and arrow.types.is_integer(kind.value_type)
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    if not any(is_type(kind) for is_type in is_text):
+        is_ids = types.is_list(kind) and types.is_integer(kind.value_type)
         what = f'"{key}" has {column.type}, not text'
         fix = _FIX_IDS if is_ids else _FIX_KEY
         raise DataError(Problem(what, f"data.path: {path}", fix=fix))
@@ -462,6 +469,7 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
 
 
 def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
+    # null, or a row without the key.
     if text is None:
         columns = some(names, _COLUMNS_NAMED) or "no keys"
         hint = f"the row has {columns}"[:_LETTERS]

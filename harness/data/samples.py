@@ -76,6 +76,7 @@ class Stacked:
         """Raises OddSampleError if `first` is no sample."""
         self._pad_id = pad_id
         self.fields: dict[str, Field] = {}
+        # Number of each group of texts, by their length in this sample.
         groups: dict[int, int] = {}
         for name, value in as_sample(first).items():
             group = _group(value, groups)
@@ -131,7 +132,10 @@ class Stacked:
         batch: Batch = {}
         for name, form in self.fields.items():
             values = [sample[name] for sample in samples]
-            lengths = [0] if form.length is None else [len(value) for value in values]
+            if form.length is None:
+                batch[name] = torch.stack(values)
+                continue
+            lengths = [len(value) for value in values]
             if min(lengths) == max(lengths):
                 batch[name] = torch.stack(values)
                 continue
@@ -238,11 +242,18 @@ def _tensor(value: Any) -> Tensor:
 
     # Whole numbers are ids or labels, which models take as int64. An array of uint8 is pixels, a single uint8 is not.
     is_pixels = tensor.dtype == torch.uint8 and tensor.ndim > 0
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return tensor.long() if is_whole and not is_pixels else tensor
+    if is_pixels or tensor.dtype == torch.bool:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.long()
 
 
 def _described(value: object) -> str:
+    if value is None:
+        return "None"
+    kind = type(value).__name__
     if isinstance(value, tuple | list) and value:
-        return f"a {type(value).__name__} such as {str(cast('Sequence[Any]', value)[0])[:40]!r}"
-    return "None" if value is None else f"a {type(value).__name__}"
+        first = cast("Sequence[Any]", value)[0]
+        return f"a {kind} such as {str(first)[:40]!r}"
+    return f"a {kind}"

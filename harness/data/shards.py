@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem
+from harness.data.arrays import Ints
 from harness.data.blocks import BLOCK, Stamp, block_digests
 from harness.data.splits import LeftOut
 from harness.data.widths import other_width
@@ -114,7 +115,8 @@ def read_shard(path: Path, dtype: str) -> Shard:
             return _with_index(path, size, index)
         with path.open("rb") as stream:
             head = stream.read(_HEAD_BYTES)
-        magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))  # may be shorter
+        begin = head[:12].ljust(12, b"\0")  # the file may be shorter
+        magic, version, count = struct.unpack("<iii", begin)
         if magic in _MAGICS:
             return _with_header(path, size, magic, version, count)
         return _headerless(path, size, head, dtype)
@@ -186,12 +188,7 @@ def _with_index(path: Path, size: int, index: Path) -> Shard:
         why = f"it points up to byte {total}, and {path.name} has {size}"
     elif total < size:
         why = f"it describes {total} bytes, and {path.name} has {size}"
-    elif (
-        not len(documents)
-        or documents[0] != 0
-        or documents[-1] != len(lengths)
-        or (np.diff(documents) < 0).any()
-    ):
+    elif not _divides(documents, len(lengths)):
         why = "its documents do not divide its sequences"
     if why:
         fix = "copy both files again, or write them again"
@@ -201,9 +198,16 @@ def _with_index(path: Path, size: int, index: Path) -> Shard:
     return Shard(path, dtype, 0, total // width, index)
 
 
+def _divides(documents: Ints, sequences: int) -> bool:
+    """Whether documents that begin with these sequences follow each other, from the first sequence to the last."""
+    if not len(documents) or documents[0] != 0 or documents[-1] != sequences:
+        return False
+    return not (np.diff(documents) < 0).any()
+
+
 def _read_index(
     index: Path,
-) -> tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[str, npt.NDArray[np.int32], Ints, Ints]:
     """(dtype, lengths, places in bytes, each document's first sequence). Raises OSError; DataError by name."""
     size = Stamp.of(index).size
     begin = len(_INDEX_MAGIC) + _INDEX_HEAD.size
@@ -230,7 +234,7 @@ def _read_index(
     return _INDEX_DTYPES[code], lengths, pointers, starts
 
 
-def document_starts(index: Path) -> npt.NDArray[np.int64]:
+def document_starts(index: Path) -> Ints:
     """int64: the place of the first token of each document that is not empty. Raises OSError, DataError."""
     _, lengths, _, documents = _read_index(index)
     places = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -247,7 +251,8 @@ def write_index(path: Path, dtype: str, lengths: Sequence[int]) -> bytes:
         why = "Megatron's index has no code for it"
         raise DataError(_problem(path, f"cannot have {dtype} ids", why))
     sizes = np.asarray(lengths, dtype="<i4")
-    places = (np.cumsum(sizes, dtype=np.int64) - sizes) * np.dtype(dtype).itemsize
+    ends = np.cumsum(sizes, dtype=np.int64)
+    places = (ends - sizes) * np.dtype(dtype).itemsize
     documents = np.arange(len(sizes) + 1, dtype="<i8")
     head = _INDEX_MAGIC + _INDEX_HEAD.pack(1, codes[dtype], len(sizes), len(documents))
     return head + sizes.tobytes() + places.astype("<i8").tobytes() + documents.tobytes()
@@ -298,7 +303,8 @@ class ShardWriter:
         """Append ids to the open document."""
         if self.stream is None:
             self.stream = self.temporary.open("wb")
-        self.buffer += ids.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
+        on_disk = np.dtype(self.dtype).newbyteorder("<")
+        self.buffer += ids.astype(on_disk).tobytes()
         self.largest = max(self.largest, int(ids.max(initial=-1)))
         self.open_length += len(ids)
         self.tokens += len(ids)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.errors import DataError, Problem
 from harness.core.files import atomic_file
+from harness.data.arrays import Ints
 from harness.data.blocks import Damaged, read_fully
 from harness.data.corpus import entropy, write_description
 from harness.data.text import Document, Text, repeated
@@ -46,11 +46,12 @@ class TokenFile:
     starts: int64, sorted: the places where a document begins.
     """
 
-    def __init__(self, path: Path, size: int, starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, path: Path, size: int, starts: Ints) -> None:
         """Raises OSError; ValueError for anything but a regular file of `size` bytes."""
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError("it is not a regular file")
-        self._path, self._size, self.starts = path, size, starts
+        self._path, self._size = path, size
+        self.starts = starts
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
         actual = os.fstat(self._descriptor).st_size
@@ -60,7 +61,7 @@ class TokenFile:
     def __len__(self) -> int:
         return self._size
 
-    def read(self, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+    def read(self, places: Ints) -> tuple[Ints, dict[int, str]]:
         """As `corpus.Tokens.read`, but raises DataError in place of reporting damage."""
         width = places.shape[1]
         rows = [self._read(start, width) for start in places[:, 0].tolist()]
@@ -111,7 +112,8 @@ def write_snapshot(
                 stream.write(chunk)
                 own.update(chunk)
                 overall.update(chunk)
-                counts += np.bincount(np.frombuffer(chunk, dtype=np.uint8), minlength=VOCAB)
+                ids = np.frombuffer(chunk, dtype=np.uint8)
+                counts += np.bincount(ids, minlength=VOCAB)
         info[split] = {"bytes": size_of(documents), "sha256": own.hexdigest()}
         for each in documents:
             entry = {"name": each.name, "split": split, "bytes": len(each.content)}
@@ -162,6 +164,7 @@ def open_snapshot(folder: Path, info: Mapping[str, Any]) -> dict[str, TokenFile]
         else:
             if own.hexdigest() != info[split]["sha256"]:
                 problems.append(damaged(path, "its SHA-256 differs from the one in corpus.json"))
+    # A run's data are compared by this hash, so that it must be of these files.
     if not problems and overall.hexdigest() != info["sha256"]:
         why = "its overall SHA-256 is not that of the two files"
         problems.append(damaged(folder / "corpus.json", why))
@@ -188,7 +191,7 @@ def _check_types(info: Mapping[str, Any]) -> None:
         raise ValueError("unigram_bits_per_byte is no number")
 
 
-def _starts(info: Mapping[str, Any], split: str) -> npt.NDArray[np.int64]:
+def _starts(info: Mapping[str, Any], split: str) -> Ints:
     starts: list[int] = []
     place = 0
     for file in info["files"]:

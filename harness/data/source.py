@@ -185,14 +185,13 @@ def source_changes(config: DataConfig, folder: Path) -> list[str]:
     """
     if config.target is not None:
         return []
+    tokenizer = config.tokenizer
     if not config.mixture:
-        text = _changes(folder, config.path, config.tokenizer)
-        return [text] if text else []
-    found: list[str] = []
-    for number, part in enumerate(config.mixture):
-        if text := _changes(folder / str(number), part.path, config.tokenizer):
-            found.append(text)
-    return found
+        texts = [_changes(folder, config.path, tokenizer)]
+    else:
+        parts = enumerate(config.mixture)
+        texts = [_changes(folder / str(number), part.path, tokenizer) for number, part in parts]
+    return [text for text in texts if text]
 
 
 def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
@@ -202,8 +201,10 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
         return ""
     try:
         record = _Record.read(path)
+        # The config names what was prepared, not what it was prepared from.
         prepared = record.made == MADE_DATASET
-        source = record.source if prepared else _moved_to(given) or record.source
+        moved_to = None if prepared else _moved_to(given)
+        source = moved_to or record.source
         changed = ""
         if record.files and source.exists():
             changed = _changed_files(source, record)
@@ -227,9 +228,11 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
 
 def _moved_to(given: str | None) -> Path | None:
     """Where the source is now, if the project moved; None if that is not known."""
+    if not given:
+        return None
     try:
-        path = Path(given).expanduser() if given else None
-        return path.resolve() if path is not None and path.exists() else None
+        path = Path(given).expanduser()
+        return path.resolve() if path.exists() else None
     except (OSError, RuntimeError):
         return None
 
@@ -247,10 +250,10 @@ def _changed_files(source: Path, record: _Record) -> str:
     changed: list[str] = []
     for name, stamp in now.items():
         *written, hashed = record.files[name].split()
-        touched = written != [str(each) for each in astuple(stamp)]
-        if touched and (
-            written[0] != str(stamp.size) or not file_sha256(files[name]).startswith(hashed)
-        ):
+        if written == [str(each) for each in astuple(stamp)]:
+            continue
+        same_size = written[0] == str(stamp.size)
+        if not same_size or not file_sha256(files[name]).startswith(hashed):
             changed.append(name)
     gone = [name for name in record.files if name not in now]
 
@@ -276,7 +279,8 @@ def _changed_tokenizer(recorded: tuple[str, str], given: str | None) -> Path | N
 
 def _entry(stamp: Stamp, sha256: str) -> str:
     """A file as the record has it: size, time, inode and hash, separated by spaces."""
-    return " ".join(map(str, (*astuple(stamp), sha256[:_HASH_LETTERS])))
+    size, mtime_ns, inode = astuple(stamp)
+    return f"{size} {mtime_ns} {inode} {sha256[:_HASH_LETTERS]}"
 
 
 def _base(source: Path) -> Path:

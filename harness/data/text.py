@@ -154,7 +154,8 @@ def walk(root: Path) -> Iterator[Path]:
 
     for folder, folders, files in os.walk(root, onerror=note):
         # In place: os.walk enters what is left in the list, in this order. It does not follow links.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        visible = [name for name in folders if not name.startswith(".")]
+        folders[:] = sorted(visible)
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in sorted([*files, *links]):
             if not name.startswith("."):
@@ -297,8 +298,11 @@ def repeated(train: Sequence[Document], val: Sequence[Document]) -> list[str]:
     """Names of validation files whose content is that of a training file, too: copies that lie in the same folder."""
     # By size first: a set hashes every byte of what is put into it.
     sizes = {len(document.content) for document in val}
-    contents = {document.content for document in train if len(document.content) in sizes}
-    return [document.name for document in val if document.content in contents]
+    candidates: set[bytes] = set()
+    for document in train:
+        if len(document.content) in sizes:
+            candidates.add(document.content)
+    return [document.name for document in val if document.content in candidates]
 
 
 def split_documents(
@@ -313,6 +317,7 @@ def split_documents(
     """
     total = sum(len(document.content) for document in documents)
     target = val_fraction * total
+    # However large the share is, some text stays for training.
     most = min(1.5 * target, (target + total) / 2)
 
     # Whole files, as far as they fit.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.errors import ConfigError, DataError, Problem
 from harness.core.files import MAX_LARGE, read_bounded, read_mapping
 from harness.core.schema import import_extra
+from harness.data.arrays import Ints
 from harness.data.corpus import Vocabulary
 
 WHERE = "data.tokenizer"
@@ -28,7 +28,7 @@ class Encoder(Protocol):
     vocabulary: Vocabulary
     """The ids that it may make."""
 
-    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+    def encode(self, texts: Sequence[str | bytes]) -> list[Ints]:
         """Ids of each text, int64 [tokens], without the separator. bytes are UTF-8.
 
         Raises DataError if the tokenizer fails on one of the texts.
@@ -45,13 +45,14 @@ class Bytes:
 
     vocabulary = Vocabulary(256, separator=10)
 
-    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+    def encode(self, texts: Sequence[str | bytes]) -> list[Ints]:
         """The UTF-8 bytes of each text."""
-        ids: list[npt.NDArray[np.int64]] = []
+        made: list[Ints] = []
         for text in texts:
             raw = text.encode() if isinstance(text, str) else text
-            ids.append(np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
-        return ids
+            ids = np.frombuffer(raw, dtype=np.uint8)
+            made.append(ids.astype(np.int64))
+        return made
 
     def decode(self, ids: Sequence[int]) -> str:
         """As UTF-8; ids from 256 on are no byte."""
@@ -90,18 +91,18 @@ class Tokenizer:
         sha256 = hashlib.sha256(content).hexdigest()
         self.vocabulary = Vocabulary(max(ids.values()) + 1, _end(file, ids), sha256)
 
-    def encode(self, texts: Sequence[str | bytes]) -> list[npt.NDArray[np.int64]]:
+    def encode(self, texts: Sequence[str | bytes]) -> list[Ints]:
         """Ids of each text. The name of a special token in a text becomes that token."""
         # `encoding` shares the work among processes already, and a process with the library's threads cannot be forked.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         plain = [text if isinstance(text, str) else text.decode() for text in texts]
         try:
             made = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        except MemoryError:
+            raise
         except BaseException as error:
-            # Running out of memory, or Ctrl-C, is no fault of the text.
-            if isinstance(error, MemoryError) or not (
-                isinstance(error, Exception) or _is_panic(error)
-            ):
+            # Ctrl-C is no fault of the text, and neither is running out of memory.
+            if not isinstance(error, Exception) and not _is_panic(error):
                 raise
             why = str(error)[:300]
             fix = "leave that text out or cut it into lines, or take another tokenizer"

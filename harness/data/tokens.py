@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.core.config import DataConfig, Documents
 from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, home, read_json, read_mapping
 from harness.data import corpus, snapshot
+from harness.data.arrays import Ints
 from harness.data.blocks import BLOCK, Stamp
 from harness.data.corpus import EarlierRead, Vocabulary, describe_corpus
 from harness.data.detect import look, no_such
@@ -58,13 +56,11 @@ _PREPARE_FIX = "prepare it again into an empty folder, or copy it again"
 class SplitTokens(Protocol):
     """The tokens of one split: `snapshot.TokenFile` or `corpus.Tokens`."""
 
-    starts: npt.NDArray[np.int64]
+    starts: Ints
 
     def __len__(self) -> int: ...
 
-    def read(
-        self, places: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], dict[int, str]]: ...
+    def read(self, places: Ints) -> tuple[Ints, dict[int, str]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class TokenData:
         """How many ids there may be, from 0: of the tokenizer, else the largest of both splits + 1."""
         return self.info.get("ids", snapshot.VOCAB)
 
-    def starts(self, split: str) -> npt.NDArray[np.int64]:
+    def starts(self, split: str) -> Ints:
         """Places of a split's tokens where a document is known to begin, sorted."""
         return self.train.starts if split == "train" else self.val.starts
 
@@ -191,7 +187,7 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
         _save(folder, _from_hub(config, config.path, folder), config.tokenizer)
         return
 
-    # Plain text alone becomes a copy. All else becomes, or is, token ids.
+    # Plain text alone becomes a copy. All else becomes, or is, token ids. Without a path: the standard library's text.
     path = _find(config.path) if config.path else None
     kind = config.format
     if kind == "auto":
@@ -221,8 +217,11 @@ def _make(config: DataConfig, folder: Path, global_batch: int) -> None:
 def _find(given: str) -> Path:
     """The file or folder that `data.path` means. Raises DataError if there is none."""
     path = home(given)
-    if not path.exists() and (whole := path.with_name(f"{path.name}.bin")).is_file():
-        return whole  # Megatron names its pairs of files without an ending
+    # Megatron names its pairs of files without an ending.
+    with_ending = path.with_name(f"{path.name}.bin")
+    if not path.exists() and with_ending.is_file():
+        return with_ending
+    # A link that leads nowhere is there; what reads it says more.
     if not os.path.lexists(path):
         raise DataError(no_such(given, path))
     return path
@@ -313,7 +312,8 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
 
     # A file and a link to it are one file: the file itself is taken, or the first of several links.
     taken: dict[Path, Path] = {}
-    for file in sorted(every, key=lambda each: (each.is_symlink(), each.name)):
+    links_last = sorted(every, key=lambda file: (file.is_symlink(), file.name))
+    for file in links_last:
         taken.setdefault(file.resolve(), file)
     files = [file for file in every if taken[file.resolve()] == file]
 
@@ -355,7 +355,8 @@ def _prepared(
             earlier[str(file)] = EarlierRead(stamp, digests, shard["largest"])
             files[shard["split"]].append(file)
         left_out = [(skip["name"], skip["reason"]) for skip in made["skipped"]]
-        nats, source, kind = float(made["unigram_nats"]), str(made["source"]), str(made["kind"])
+        nats = float(made["unigram_nats"])
+        source, kind = str(made["source"]), str(made["kind"])
         source_files = int(made["source_files"])
         if made["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {made['block_bytes']} bytes, not {BLOCK}")
@@ -363,11 +364,14 @@ def _prepared(
         why = f"{PREPARED}: {type(error).__name__}: {error}"[:300]
         raise DataError(Problem("is not whole", where, why, _PREPARE_FIX)) from error
 
+    # The ids mean nothing with another tokenizer than the one that made them.
     if tokenizer and load_encoder(tokenizer).vocabulary.tokenizer != vocabulary.tokenizer:
         was = "with another one" if vocabulary.tokenizer else "without one, as bytes"
         fix = "leave data.tokenizer out, or prepare the source again with it"
         what = "was prepared with another tokenizer"
         raise DataError(Problem(what, where, f"it was made {was}", fix))
+
+    # One error names every file that was not copied.
     needed: list[Path] = []
     for shard in (*files["train"], *files["val"]):
         needed += [shard, shard.with_suffix(".idx")]
@@ -391,13 +395,13 @@ def _hold_out(config: DataConfig) -> Callable[[int], int]:
 
 def _check_length(source: str, train: int, val: int, config: DataConfig, global_batch: int) -> None:
     """n samples of `context` inputs and as many targets need n * context + 1 tokens: a target is the next input."""
-    need_train, need_val = global_batch * config.context + 1, config.context + 1
+    need_train = global_batch * config.context + 1
+    need_val = config.context + 1
     if train >= need_train and val >= need_val:
         return
-    why = (
-        f"training has {train} tokens and needs {need_train} (train.global_batch {global_batch} x data.context "
-        f"{config.context} + 1); validation has {val} and needs {need_val}"
-    )
+    product = f"train.global_batch {global_batch} x data.context {config.context}"
+    why = f"training has {train} tokens and needs {need_train} ({product} + 1); "
+    why += f"validation has {val} and needs {need_val}"
     where = f"data.path: {source}" if config.path else source
     fix = "give more text, or lower data.context or train.global_batch"
     raise DataError(Problem("too short to train on", where, why, fix))

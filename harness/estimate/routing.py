@@ -3,7 +3,7 @@
 The router of a mixture of experts chooses experts by computed values. Fake tensors have no values, so they do not know
 how many rows reach an expert. Two rules solve this:
 
-1. Every top-k (argmax, sort) returns indices that take all places in turn: token 0 goes to experts 0 and 1, token 1
+1. Every top-k (argmax, sort) returns indices that take all experts in turn: token 0 goes to experts 0 and 1, token 1
    to experts 2 and 3, and so on.
 2. Whatever the model computes from such indices, in integers and booleans, is computed for real beside the fakes.
 
@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Operations that choose: the position of the argument `dim` (if not given by name), and of the indices among the
-# results.
+# Operations that choose: the position of the argument `dim` (where it is not given by name), and the position of the
+# indices among the results.
 _CHOICES = {
     "topk": (2, 1),
     "sort": (1, 1),
@@ -74,11 +74,12 @@ class Routing:
                 raise
             # The real result has the shape that the fake one needs.
             self.asked = True
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            device = leaves[0].device
-            out = tree_map(
-                lambda real: torch.empty(real.shape, dtype=real.dtype, device=device), found
-            )
+            device = _tensors(args, kwargs)[0].device
+
+            def fake_like(real: Tensor) -> Tensor:
+                return torch.empty(real.shape, dtype=real.dtype, device=device)
+
+            out = tree_map(fake_like, found)
             self._keep(out, found)
             return out
 
@@ -95,29 +96,36 @@ class Routing:
         return out
 
     def _choose(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Keep the indices of a choice along one dimension: all places in turn."""
-        where, which = _CHOICES[name]
-        dim = args[where] if len(args) > where else kwargs.get("dim", -1)
-        chosen = out if isinstance(out, Tensor) else out[which]
-        source = args[0]
-        no_dimension = not isinstance(dim, int) or isinstance(dim, bool) or not source.ndim
-        if no_dimension or chosen.numel() > _MOST:
+        """Give the indices of a choice along one dimension their values: all experts in turn."""
+        position_of_dim, position_of_indices = _CHOICES[name]
+        dim = kwargs.get("dim", -1)
+        if len(args) > position_of_dim:
+            dim = args[position_of_dim]
+        indices = out if isinstance(out, Tensor) else out[position_of_indices]
+        scores = args[0]
+
+        # A second argument of `max` may be a tensor to compare with, or keepdim.
+        if not isinstance(dim, int) or isinstance(dim, bool) or not scores.ndim:
+            return
+        if indices.numel() > _MOST:
             return
 
-        # Each row takes `each` places and the next row goes on after them. A sort takes all of them, rotated by one.
-        places = source.shape[dim]
-        keeps_dimension = chosen.ndim == source.ndim
-        each = chosen.shape[dim] if keeps_dimension else 1
-        step = 1 if name == "sort" else each
+        # `scores` has one row for each token and one column for each expert. A token takes the next `chosen` experts.
+        # Sorting takes all experts, so there the next token begins one expert later.
+        experts = scores.shape[dim]
+        keeps_dimension = indices.ndim == scores.ndim
+        chosen = indices.shape[dim] if keeps_dimension else 1
+        shift = 1 if name == "sort" else chosen
         with _disable_current_modes():
-            rows = chosen.numel() // max(each, 1)
-            turns = (torch.arange(rows)[:, None] * step + torch.arange(each)) % places
+            tokens = indices.numel() // max(chosen, 1)
+            first_expert = shift * torch.arange(tokens)[:, None]
+            taken = (first_expert + torch.arange(chosen)) % experts
             if keeps_dimension:
-                # The rows were counted over all other dimensions; `dim` returns to its position.
-                others = list(chosen.shape)
-                del others[dim % source.ndim]
-                turns = turns.reshape(*others, each).movedim(-1, dim)
-            self._values[chosen] = turns.reshape(chosen.shape)
+                # The tokens were counted over all other dimensions; `dim` returns to its position.
+                others = list(indices.shape)
+                del others[dim % scores.ndim]
+                taken = taken.reshape(*others, chosen).movedim(-1, dim)
+            self._values[indices] = taken.reshape(indices.shape)
 
     def _computed(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -126,28 +134,31 @@ class Routing:
 
         None unless all values are known, and where a CPU cannot compute it (such as a histogram of integers).
         """
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not leaves and name not in _MADE:
+        tensors = _tensors(args, kwargs)
+        if not tensors and name not in _MADE:
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         values_count = name not in _MADE_LIKE
-        if values_count and any(self._values.get(leaf) is None for leaf in leaves):
+        if values_count and any(self._values.get(tensor) is None for tensor in tensors):
             return None
 
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def real(argument: Any) -> Any:
+            """The argument, with the known values in a fake tensor's place."""
+            if not isinstance(argument, Tensor):
+                return argument
             if values_count:
-                return self._values[leaf]
+                return self._values[argument]
             # Memory that is never written takes none. The size of `new_` is an argument of its own.
             if name.startswith("new_"):
-                return torch.empty(0, dtype=leaf.dtype)
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+                return torch.empty(0, dtype=argument.dtype)
+            shape, stride = argument.shape, argument.stride()
+            return torch.empty_strided(shape, stride, dtype=argument.dtype)
 
+        # Known values are on the CPU.
         options = dict(kwargs)
-        for name_of_device in ("device", "pin_memory"):
-            options.pop(name_of_device, None)
+        for key in ("device", "pin_memory"):
+            options.pop(key, None)
         with _disable_current_modes():
             try:
                 return func(*tree_map(real, list(args)), **tree_map(real, options))
@@ -169,9 +180,10 @@ class Routing:
             value = self._values.get(tensor)
             if value is None:
                 continue
-            storage = value.untyped_storage().data_ptr()
+            memory = value.untyped_storage().data_ptr()
+            # A copy of the keys: entries go while they are looked through.
             for other in list(self._values.keys()):
-                if self._values[other].untyped_storage().data_ptr() == storage:
+                if self._values[other].untyped_storage().data_ptr() == memory:
                     del self._values[other]
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
@@ -196,8 +208,13 @@ class Routing:
 
 def _is_of_integers(out: Any) -> bool:
     """Whether there are results, and the values of all of them may be kept."""
-    leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    return bool(leaves) and all(_is_kept(leaf) for leaf in leaves)
+    results = _tensors(out)
+    return bool(results) and all(_is_kept(result) for result in results)
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    """All tensors in these arguments or results, however nested."""
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
 def _is_kept(tensor: Tensor) -> bool:

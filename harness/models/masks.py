@@ -102,6 +102,7 @@ def _judged(ask: Ask, batch: Batch, name: str, counted: Tensor) -> Masks:
     """`judge` on labels that can be judged. counted: their places in the flattened labels."""
 
     def ask_of(places: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Loss and logits with all labels masked but those at `places`."""
         return ask({**batch, name: _only(batch[name], places)})
 
     # The loss of all labels, and of the two sets for each way to divide them.
@@ -180,9 +181,12 @@ def _weighted(
     samples = torch.zeros_like(counted)
     if labels.ndim > 1:
         samples = counted // labels[0].numel()
+    # Of the sample with the most labels.
     places = counted[samples == samples.mode().values]
     if len(places) < 3:
         return True
+
+    # With a seed of its own: the run's random numbers stay as they are, and every start has the same verdict.
     generator = torch.Generator().manual_seed(0)
     for _ in range(_TRIES):
         order = torch.randperm(len(places), generator=generator).to(places.device)

@@ -116,7 +116,8 @@ class _Watch:
         if self._added < _LOOK_EVERY:
             return
         self._added = 0
-        left, there = free_memory(swap=True), all_memory()
+        left = free_memory(swap=True)
+        there = all_memory()
         if left < _LEAST_LEFT * there:
             free = f"{size_text(left)} of {size_text(there)} left, swap included"
             what = f"the model takes all memory as it is built: {free}"

@@ -169,14 +169,7 @@ class Task:
         except HarnessError:
             raise
         except Exception as error:
-            cause = f"{type(error).__name__}: {str(error)[:300]}"
-            what = f"forward fails on a sample of the data: {cause}"
-            given: list[str] = []
-            for name, values in one.items():
-                given.append(f"{name}: {_shape(values)} of {values.dtype}")
-            why = f"the sample is {', '.join(given)}"
-            fix = "the model must take what the data give: call it on one sample alone"
-            raise ConfigError(Problem(what, self._where, why, fix)) from error
+            raise self._failed(one, error) from error
 
     def try_masks(
         self, model: nn.Module, batches: Iterator[Batch], half: torch.dtype | None
@@ -187,6 +180,7 @@ class Task:
         half: the dtype of the run's autocast, None for float32.
         Raises ConfigError if masked labels are counted.
         """
+        # A batch with unreadable samples holds stand-ins, whose labels say nothing.
         batches = (batch for batch in batches if not isinstance(batch, Flawed))
         first = next(batches, None)
         if first is None or _has_lazy(model):
@@ -213,6 +207,7 @@ class Task:
         found = masks.Masks()
         with _left_alone(model, device):
             moved = _to(batch, device)
+            # A run in float32 has half=None: dict.fromkeys then leaves one try.
             for dtype in dict.fromkeys((None, half)):
                 with _autocast(device, dtype):
                     found = masks.judge(ask, moved, name)
@@ -291,19 +286,23 @@ class Task:
         """The loss in `output`, or the cross-entropy of its logits. Raises ConfigError if it has no such thing."""
         call = self._call(batch)
         loss, logits = _parts(output)
+        # For the messages.
         given = ", ".join([*call.placed, *call.named])
         returned = f"forward({given}) returned {_shape(output)}"
+
+        # The model's own loss.
         if not call.labels:
             if loss is None:
                 raise self._broken(f"{returned}, not a 0-d loss")
             return loss
+
+        # The cross-entropy of its logits.
         labels = batch[call.labels]
         if logits is None or _class_dim(logits, labels) is None:
             raise self._broken(f"{returned}, not logits for {call.labels} {list(labels.shape)}")
         if labels.is_floating_point():
-            raise self._broken(
-                f"{returned}, and {call.labels} are no classes, but of {labels.dtype}"
-            )
+            what = f"{returned}, and {call.labels} are no classes, but of {labels.dtype}"
+            raise self._broken(what)
         return _cross_entropy(logits, labels)
 
     def _call(self, batch: Batch) -> _Call:
@@ -339,28 +338,30 @@ class Task:
                 placed.append("targets")
         filled = {parameter.name for parameter in positions[: len(placed)]}
 
-        # All other names go by keyword. Labels that forward does not name are kept for our cross-entropy; with **kwargs
-        # that is true only of `targets` beside `inputs`, as text has them.
+        # Labels that forward does not name are kept back for the cross-entropy that is computed here. forward(**kwargs)
+        # gets them all the same, except `targets` beside `inputs`, as text has them.
+        kept_back: Sequence[str] = LABELS
+        if takes_any:
+            kept_back = ("targets",) if placed else ()
+
+        # All other names go by keyword.
         named: list[str] = []
         labels: list[str] = []
-        extra: list[str] = []
+        unused: list[str] = []
         for name in names:
             if name in placed:
                 continue
-            ours = name in LABELS
-            if takes_any:
-                ours = name == "targets" and bool(placed)
             if name in keywords and name not in filled:
                 named.append(name)
-            elif ours:
+            elif name in kept_back:
                 labels.append(name)
             elif takes_any:
                 named.append(name)
-            else:
-                extra.append(name)
+            elif name not in _OPTIONAL:
+                unused.append(name)
+        # The cross-entropy is over one set of labels.
+        unused += labels[1:]
 
-        # Only one set of labels can be used, and only padding may be left out.
-        unused = [name for name in extra if name not in _OPTIONAL] + labels[1:]
         problems: list[Problem] = []
         for name in unused:
             what = f'forward has no parameter "{name}", which the samples have'
@@ -375,15 +376,29 @@ class Task:
             raise ConfigError(problems)
         return _Call(tuple(placed), tuple(named), labels[0] if labels else "")
 
-    def _takes_targets(self, places: Sequence[inspect.Parameter], names: Sequence[str]) -> bool:
+    def _takes_targets(self, positions: Sequence[inspect.Parameter], names: Sequence[str]) -> bool:
         """Whether forward's second position is for the targets: it is required, or has their name."""
-        if len(places) < 2:
+        if len(positions) < 2:
+            # forward(inputs, *args)
             return any(p.kind is p.VAR_POSITIONAL for p in self._parameters)
-        second, *others = places[1:]
+        second, *others = positions[1:]
         if second.name in _TARGETS:
             return True
+
+        # A required parameter is not for the targets if the batch has its name, or a later one has theirs.
         taken = second.name in names or any(p.name in _TARGETS for p in others)
         return second.default is second.empty and not taken
+
+    def _failed(self, one: Batch, error: Exception) -> ConfigError:
+        """The error for a forward that raised `error` on the sample `one`."""
+        cause = f"{type(error).__name__}: {str(error)[:300]}"
+        what = f"forward fails on a sample of the data: {cause}"
+        given: list[str] = []
+        for name, values in one.items():
+            given.append(f"{name}: {_shape(values)} of {values.dtype}")
+        why = f"the sample is {', '.join(given)}"
+        fix = "the model must take what the data give: call it on one sample alone"
+        return ConfigError(Problem(what, self._where, why, fix))
 
     @property
     def _where(self) -> str:
@@ -417,6 +432,7 @@ def _parts(output: object) -> tuple[Tensor | None, Tensor | None]:
         if others:
             logits = others[0]
 
+    # The output of a user's model may have anything under these names.
     if not (isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point()):
         loss = None
     if not (isinstance(logits, Tensor) and logits.is_floating_point()):
@@ -442,11 +458,17 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _alike(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
     """Whether a model's loss is the mean cross-entropy of these. It is not if labels are out of range."""
-    out_of_range = (labels < 0) | (labels >= logits.shape[-1])
-    if not labels.numel() or bool(((labels != IGNORED) & out_of_range).any()):
+    if not labels.numel():
         return False
-    own = _cross_entropy(logits, labels)
-    return bool((own - loss.float()).abs() <= 0.01 * own.abs())
+    # torch's cross_entropy fails on a label out of range, on a GPU with an assertion that ends the process.
+    out_of_range = (labels < 0) | (labels >= logits.shape[-1])
+    counted = labels != IGNORED
+    if bool((counted & out_of_range).any()):
+        return False
+
+    expected = _cross_entropy(logits, labels)
+    difference = (expected - loss.float()).abs()
+    return bool(difference <= 0.01 * expected.abs())
 
 
 def _labels(batch: Batch) -> Tensor | None:
@@ -465,6 +487,7 @@ def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
     # Some buffers count forwards.
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
+    # fork_rng without devices would keep the generators of all GPUs of the machine.
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.no_grad(), random_numbers_apart(), fork_rng(gpus):

@@ -53,13 +53,17 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, places, dim = x.shape
-        shape = (batch, places, 3, self.heads, dim // self.heads)
-        qkv = self.qkv(self.norm1(x)).view(shape)
+        batch, tokens, dim = x.shape
+
+        # Attention: [batch, tokens, 3, heads, head_dim] -> three of [batch, heads, tokens, head_dim].
+        qkv = self.qkv(self.norm1(x))
+        qkv = qkv.view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, places, dim))
+        mixed = mixed.transpose(1, 2).reshape(batch, tokens, dim)
+        x = x + self.out(mixed)
 
+        # MLP.
         hidden = F.gelu(self.up(self.norm2(x)))
         return x + self.down(hidden)
 
@@ -82,7 +86,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        # [batch, dim, rows, columns] -> [batch, places, dim]
+        # [batch, dim, rows, columns] -> [batch, tokens, dim]
         patches = self.patches(images).flatten(2).transpose(1, 2)
         x = patches + self.places
         for block in self.blocks:
@@ -99,13 +103,16 @@ def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 
     if not widths or any(width % 8 for width in widths):
         what = f"widths {list(widths)} are not multiples of 8"
         raise ConfigError(Problem(what, "model.args", fix="such as [32, 64]"))
-    kernels = 0
+
+    # 3 x 3 weights for each pair of channels; biases and norms are left out.
+    weights = 0
     into = channels
     for out in widths:
-        kernels += 9 * into * out
+        weights += 9 * into * out
         into = out
+    weights += widths[-1] * classes
     sizes = {"classes": classes, "widths": max(widths)}
-    require_room(kernels + widths[-1] * classes, 3 * len(widths), sizes)
+    require_room(weights, 3 * len(widths), sizes)
     return ConvNet(channels, widths, classes)
 
 
@@ -132,8 +139,10 @@ def vit(
         problems.append(Problem(what, "model.args", fix="change heads"))
     if problems:
         raise ConfigError(problems)
-    places = (size // patch) ** 2
-    matrices = dim * (channels * patch**2 + places + 12 * layers * dim + classes)
+
+    # Patches, positions, 12 dim^2 weights of each block, head; biases and norms are left out.
+    tokens = (size // patch) ** 2
+    weights = dim * (channels * patch**2 + tokens + 12 * layers * dim + classes)
     sizes = {"dim": dim, "layers": layers, "size": size, "classes": classes}
-    require_room(matrices, 7 * layers, sizes)
+    require_room(weights, 7 * layers, sizes)
     return ViT(channels, size, patch, dim, layers, heads, classes)

@@ -24,6 +24,10 @@ from harness.core.config import FallbackConfig, GuardConfig
 from harness.core.facts import SWITCH_DELAY, StepFacts
 from harness.core.protocols import Batches, Meta
 
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
 BadData = Literal["auto", "skip", "fail"]
 
 
@@ -89,6 +93,7 @@ def _stored(value: Any) -> Any:
     """`value` as JSON has it."""
     if isinstance(value, np.ndarray):
         values = cast(npt.NDArray[Any], value).tolist()
+        # NaN alone differs from itself.
         return [None if each != each else each for each in values]
     if isinstance(value, dict):
         return dict(cast("dict[str, Any]", value))
@@ -158,16 +163,19 @@ def level(logs: Sequence[float], ahead: int) -> Level:
 
     slope = 0.0
     if half:
-        slope = min(0.0, (median(logs[half:]) - median(logs[:half])) / (size / 2))
+        change = median(logs[half:]) - median(logs[:half])
+        slope = min(0.0, change / (size / 2))
 
     # The spread about the trend, not about one value: a fall is no noise.
     flat = [value - slope * place for place, value in enumerate(logs)]
     middle = median(flat)
     sigma = MAD_TO_SIGMA * median(abs(value - middle) for value in flat)
 
+    # A fall that has ended is not continued. One low outlier is no new level, so the second lowest value decides.
     expected = middle + slope * (size - 1 + ahead)
     second_lowest = sorted(logs[-RECENT:])[min(1, size - 1)]
-    return Level(max(expected, min(second_lowest, usual)), sigma)
+    lowest = min(second_lowest, usual)
+    return Level(max(expected, lowest), sigma)
 
 
 RECURRING = 5

@@ -50,16 +50,22 @@ class ClippingMonitor(KeptWindow):
         if not facts.applied or facts.applied_steps <= self.warmup_steps:
             return quiet
         self._norms.append(facts.grad_norm)
-        if len(self._norms) != self._norms.maxlen:
+        count = len(self._norms)
+        if count != self._norms.maxlen:
             return quiet
-        share = sum(norm > self.max_grad_norm for norm in self._norms) / len(self._norms)
+
+        # A streak begins at `share`, and goes on until under half of that is clipped.
+        clipped = sum(norm > self.max_grad_norm for norm in self._norms)
+        share = clipped / count
         was_told = self._told
-        self._told = share >= (self.share / 2 if was_told else self.share)
+        least = self.share / 2 if was_told else self.share
+        self._told = share >= least
         if was_told or not self._told:
             return quiet
+
         usual = median(self._norms)
         text = (
-            f"{share:.0%} of the last {len(self._norms)} updates were clipped: max_grad_norm is "
+            f"{share:.0%} of the last {count} updates were clipped: max_grad_norm is "
             f"{self.max_grad_norm:g}, the median gradient norm {usual:.4g}. Clipping bounds what breaks a run and does "
             "not mend it: now the limit, not the gradient, sets the length of every step. Lower the learning rate, "
             "look for a loss that is summed where it should be averaged, or raise max_grad_norm above the usual norm"

@@ -104,8 +104,11 @@ class DataMonitor(KeptWindow):
             "count": len(found.texts),
         }
 
-        fails = self.policy == "fail" or (self.policy == "auto" and facts.bad_data & BAD_LABEL)
-        proposal = Halt(_reason(facts.window, what)) if fails else Continue()
+        # Labels out of range come from a broken data set or the wrong tokenizer: skipping would not end.
+        broken = bool(facts.bad_data & BAD_LABEL)
+        proposal: Continue | Halt = Continue()
+        if self.policy == "fail" or (self.policy == "auto" and broken):
+            proposal = Halt(_reason(facts.window, what))
         return Verdict(
             code, facts.step, text, healthy=False, proposal=proposal, evidence=evidence, skip=True
         )
@@ -121,7 +124,10 @@ class DataMonitor(KeptWindow):
             size = len(next(iter(batch.values())))
             rows = numbers[first : first + size]
             for fault in name_faults(batch, self.vocab_size, self.classes):
-                bad = rows if fault.row is None else rows[fault.row : fault.row + 1]
+                # A fault of no single row is one of the whole micro-batch.
+                bad = rows
+                if fault.row is not None:
+                    bad = rows[fault.row : fault.row + 1]
                 found.samples.extend(number for number in bad if number not in found.samples)
                 found.texts.append(f"{_samples(bad)}: {fault.text}")
             first += len(rows)
@@ -129,7 +135,8 @@ class DataMonitor(KeptWindow):
 
 
 def _samples(numbers: list[int]) -> str:
-    return f"sample{'s' if len(numbers) > 1 else ''} {some(numbers, NAMED_IN_TEXT)}"
+    word = "samples" if len(numbers) > 1 else "sample"
+    return f"{word} {some(numbers, NAMED_IN_TEXT)}"
 
 
 def _reason(window: int, what: str) -> str:

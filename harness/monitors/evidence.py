@@ -36,7 +36,8 @@ from harness.core.config import FallbackConfig
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import ROLES, SlotStats
 from harness.core.protocols import Meta
-from harness.monitors.growth import Bools, Floats, Growth
+from harness.monitors.base import Bools, Floats, Ints
+from harness.monitors.growth import Growth
 
 _Numbers = npt.NDArray[np.floating[Any]]
 
@@ -96,18 +97,20 @@ _COMMON = 3.0
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
-# Masks over the statistics, shaped to broadcast over [statistics, layers, roles].
+_NAMES = [kind.name for kind in STATISTICS]
+
+# Masks over the statistics.
 _SAMPLED = np.array([kind.sampled for kind in STATISTICS])
+PRESSING = np.array([name != "centred_db" for name in _NAMES])
+"""Statistics for which the whole run may leave FP8. Rows that are alike in most layers may be the model's nature."""
+
+# Masks that broadcast over [statistics, layers, roles].
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
-_OF_LOSS = np.array([kind.name in ("underflow", "even_db") for kind in STATISTICS])[:, None, None]
-_COUNTED = np.array([kind.name == "nonfinite" for kind in STATISTICS])[:, None, None]
+_OF_SMALL_VALUES = np.array([name in ("underflow", "even_db") for name in _NAMES])[:, None, None]
+_YES_OR_NO = np.array([name == "nonfinite" for name in _NAMES])[:, None, None]
 # Multiplied by its sign, every statistic is bad when over its limit.
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
 
-PRESSING = np.array([kind.name != "centred_db" for kind in STATISTICS])
-"""Statistics for which the whole run may leave FP8. Rows that are alike in most layers may be the model's nature."""
-
-_NAMES = [kind.name for kind in STATISTICS]
 _SATURATION = _NAMES.index("saturation")
 _CLIPPED = _NAMES.index("clipped")
 _UNDERFLOW = _NAMES.index("underflow")
@@ -120,10 +123,12 @@ def limits_of(config: FallbackConfig) -> Floats:
     """Limit of each statistic and role, float32 [statistics, 1, 3]. NaN, which no value exceeds, turns one off."""
     given = config.model_dump()
     given["nonfinite"] = 0.5  # observed as 0 or 1
+
+    # A key such as `saturation_input`, or one for all roles such as `clipped`. None becomes NaN.
     rows: list[list[float | None]] = []
-    for kind in STATISTICS:
-        for_all_roles = given.get(kind.name)
-        rows.append([given.get(f"{kind.name}_{role}", for_all_roles) for role in ROLES])
+    for name in _NAMES:
+        for_all_roles = given.get(name)
+        rows.append([given.get(f"{name}_{role}", for_all_roles) for role in ROLES])
     return np.array(rows, dtype=np.float32)[:, None, :]
 
 
@@ -133,8 +138,10 @@ def octaves_beyond(values: _Numbers, limits: _Numbers, below: Bools | bool) -> _
     below: these values are decibels, and bad when under their limit.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.log2(np.clip(values, _SMALLEST, _LARGEST) / limits)
-    return np.nan_to_num(np.where(below, (limits - values) / _DECIBELS_PER_OCTAVE, ratio))
+        finite = np.clip(values, _SMALLEST, _LARGEST)
+        above = np.log2(finite / limits)
+    under = (limits - values) / _DECIBELS_PER_OCTAVE
+    return np.nan_to_num(np.where(below, under, above))
 
 
 class Score:
@@ -200,7 +207,7 @@ class Evidence:
         self._amax: Floats = np.full((policy.window + 1, count, 3), np.nan, dtype=np.float32)
         self._growth = Growth(policy.window, policy.warmup_steps, count)
         # Steps since the first of the present samples in a row that found the rows nearly alike; 0: they are not.
-        self._alike: npt.NDArray[np.int64] = np.zeros((count, 3), dtype=np.int64)
+        self._alike: Ints = np.zeros((count, 3), dtype=np.int64)
 
         # Whether sampled statistics have been seen at all.
         self._samples = False
@@ -213,7 +220,7 @@ class Evidence:
         # Where the reported slots go in [layers, roles]; found again when their names change.
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         self._names: tuple[str, ...] = ()
-        self._places: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._places: Ints = np.zeros(0, dtype=np.int64)
         self._present: Bools = np.zeros((count, 3), dtype=np.bool_)
 
     def meet(self, slots: SlotStats) -> None:
@@ -257,18 +264,22 @@ class Evidence:
         bad = values * _SIGN > limits * _SIGN
         seen = ~np.isnan(values)
         # In a window 0 means fine, so a bad value of exactly 0 (an SQNR of 0 dB) is kept as the smallest number.
-        nonzero = np.where(values == 0, np.float32(_SMALLEST), np.clip(values, -_LARGEST, _LARGEST))
-        observations = np.where(bad, nonzero, np.where(seen, np.float32(0), values))
+        finite = np.clip(values, -_LARGEST, _LARGEST)
+        nonzero = np.where(values == 0, np.float32(_SMALLEST), finite)
+        fine = np.where(seen, np.float32(0), values)
+        observations = np.where(bad, nonzero, fine)
         appended = np.concatenate([self._recent[1:], observations[None]])
         self._recent = np.where(seen, appended, self._recent)
 
         # Infinity is no number of octaves beyond a limit: an infinite amax counts once.
-        beyond = np.where(_COUNTED, np.float32(0), octaves_beyond(values, limits, _BELOW))
-        self._score.add(seen, bad, beyond)
+        octaves = octaves_beyond(values, limits, _BELOW)
+        octaves = np.where(_YES_OR_NO, np.float32(0), octaves)
+        self._score.add(seen, bad, octaves)
 
         ratio = values[_SATURATION]
-        self._odd = bad[_SATURATION] | ((ratio > 0) & (ratio < _FAINT))
-        self._lost = bad & (beyond >= 1) & _OF_LOSS
+        faint = (ratio > 0) & (ratio < _FAINT)
+        self._odd = bad[_SATURATION] | faint
+        self._lost = bad & (octaves >= 1) & _OF_SMALL_VALUES
 
     def _observed(self, slots: SlotStats) -> Floats:
         """The statistics of one step, float32 [statistics, layers, roles]; NaN where not measured. Appends the amax."""
@@ -301,7 +312,8 @@ class Evidence:
         alike for a while after the start: a slot counts once it has been low for `centred_steps` steps.
         """
         centred = values[_CENTRED]
-        common = (values[_CLIPPED] <= limits[_CLIPPED]) & (values[_SQNR] - centred > _COMMON)
+        not_clipped = values[_CLIPPED] <= limits[_CLIPPED]
+        common = not_clipped & (values[_SQNR] - centred > _COMMON)
         low = common & (centred < limits[_CENTRED])
 
         # Count steps, not samples: a count goes on through steps without a sample, and a good sample ends it.
@@ -326,14 +338,17 @@ class Evidence:
         grown = (headroom > 1) & (ratio <= headroom)
         young = grown & self._growth.young() & (ratio > 1)
 
+        # Noise and energy are shares of the tensor's energy. Clipped values are the largest and may hold all of the
+        # energy, so in sqnr_db any clipped value counts fully; in even_db elements weigh by their number.
         with np.errstate(divide="ignore", invalid="ignore"):
             cut = np.where(young, (1 - 1 / ratio) ** 2, 0)
-            # Clipped values are the largest and may hold all of the energy; elements weigh by their number.
             for place, share in ((_SQNR, np.sign(clipped)), (_EVEN, clipped)):
-                noise = 10 ** (-values[place] / 10)
+                measured = values[place]
+                noise = 10 ** (-measured / 10)
                 rest = noise - np.nan_to_num(share) * cut
                 decibels = -10 * np.log10(np.maximum(rest, _SMALLEST))
-                values[place] = np.where(young & ~np.isnan(values[place]), decibels, values[place])
+                excused = young & ~np.isnan(measured)
+                values[place] = np.where(excused, decibels, measured)
         values[_CLIPPED] = np.where(grown & ~np.isnan(clipped), 0, clipped)
 
     def suspicious(self, among: Bools) -> bool:
@@ -363,22 +378,23 @@ class Evidence:
 
         Where sampled statistics exist, their last `hits` samples count: a full window of them would take too long.
         """
+        # Both are [window, statistics, layers, roles].
         seen = ~np.isnan(self._recent)
         bad = seen & (self._recent != 0)
 
         # The saturation is measured at every step, so it tells whether a slot's window is full.
-        full = (seen[:, 0].all(axis=0) | ~self._present).all(axis=-1)
-        steady = full & ~bad[:, ~_SAMPLED].any(axis=0).any(axis=0).any(axis=-1)
+        slot_full = seen[:, _SATURATION].all(axis=0) | ~self._present
+        full = slot_full.all(axis=-1)
+        steady = full & ~bad[:, ~_SAMPLED].any(axis=(0, 1, 3))
         if not self._samples:
             return steady
 
         # A slot without values (a gradient that is all zero) has no samples: one role that has them is enough.
-        seen = seen[-self.policy.hits :, _SAMPLED]
-        bad = bad[-self.policy.hits :, _SAMPLED]
-        sampled = seen.all(axis=0).any(axis=0).any(axis=-1)
-        return steady & sampled & ~bad.any(axis=0).any(axis=0).any(axis=-1)
+        newest = slice(-self.policy.hits, None)
+        sampled = seen[newest, _SAMPLED].all(axis=0).any(axis=0).any(axis=-1)
+        return steady & sampled & ~bad[newest, _SAMPLED].any(axis=(0, 1, 3))
 
-    def excess(self, layers: npt.NDArray[np.int64]) -> Floats:
+    def excess(self, layers: Ints) -> Floats:
         """The factor by which the worst value of each of `layers` is beyond its limit: float32 [len(layers)]."""
         values = np.nan_to_num(self._recent[:, :, layers])
         with np.errstate(over="ignore"):
@@ -393,9 +409,7 @@ class Evidence:
         for number, role in zip(*np.nonzero(over[:, layer]), strict=True):
             values = np.nan_to_num(self._recent[:, number, layer, role])
             figures = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
-            figures[STATISTICS[int(number)].name] = [
-                _figure(value) for value in values[values != 0]
-            ]
+            figures[_NAMES[int(number)]] = [_figure(value) for value in values[values != 0]]
 
         for slot, figures in slots.items():
             role_name = slot.rpartition(".")[2]
@@ -405,10 +419,17 @@ class Evidence:
 
     def state_dict(self) -> Meta:
         """JSON-able."""
-        arrays = {"recent": self._recent, "amax": self._amax, **self._growth.arrays()}
-        arrays |= {"score": self._score.value, "bad": self._score.bad}
-        listed = {name: _listed(values) for name, values in arrays.items()}
-        return {**listed, "samples": self._samples, "alike": self._alike.ravel().tolist()}
+        arrays = {
+            "recent": self._recent,
+            "amax": self._amax,
+            **self._growth.arrays(),
+            "score": self._score.value,
+            "bad": self._score.bad,
+        }
+        meta: dict[str, Any] = {name: _listed(values) for name, values in arrays.items()}
+        meta["samples"] = self._samples
+        meta["alike"] = self._alike.ravel().tolist()
+        return meta
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same layers and window gave."""
@@ -419,7 +440,7 @@ class Evidence:
         self._alike = np.array(meta["alike"], dtype=np.int64).reshape(self._alike.shape)
         self._score.restore(_array(meta["score"]), _array(meta["bad"]))
 
-    def _spread(self, values: npt.NDArray[np.float32]) -> Floats:
+    def _spread(self, values: Floats) -> Floats:
         """[slots] -> [layers, roles], NaN for slots that are not reported."""
         spread = np.full(len(self.layers) * 3, np.nan, dtype=np.float32)
         spread[self._places] = values
@@ -450,11 +471,10 @@ class Evidence:
 
 def unknown_names(names: Sequence[str], kind: str) -> Problem:
     """The problem to report when facts name layers that are not among the plan's."""
-    return Problem(
-        f"{kind} that do not belong to the plan's FP8 layers: {', '.join(names)}",
-        "step facts",
-        fix=f"give the controller every FP8 layer; slots are <layer>.<role> with role one of {', '.join(ROLES)}",
-    )
+    what = f"{kind} that do not belong to the plan's FP8 layers: {', '.join(names)}"
+    roles = ", ".join(ROLES)
+    fix = f"give the controller every FP8 layer; slots are <layer>.<role> with role one of {roles}"
+    return Problem(what, "step facts", fix=fix)
 
 
 def _figure(value: float) -> float:
@@ -465,8 +485,13 @@ def _figure(value: float) -> float:
 
 def _listed(values: Floats) -> list[float | None]:
     """The values as JSON takes them: None for NaN, the largest float32 for infinity."""
-    return [None if value != value else min(value, _LARGEST) for value in values.ravel().tolist()]
+    listed: list[float | None] = []
+    for value in values.ravel().tolist():
+        is_nan = value != value
+        listed.append(None if is_nan else min(value, _LARGEST))
+    return listed
 
 
 def _array(values: Sequence[float | None]) -> Floats:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
+    given = [np.nan if value is None else value for value in values]
+    return np.array(given, dtype=np.float32)

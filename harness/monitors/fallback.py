@@ -25,14 +25,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.config import FallbackConfig
 from harness.core.errors import CheckpointError, MisuseError, Problem
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
-from harness.monitors.base import KeptWindow, MonitorContext, is_calibration
-from harness.monitors.evidence import PRESSING, Bools, Evidence, unknown_names
+from harness.monitors.base import Bools, Ints, KeptWindow, MonitorContext, is_calibration
+from harness.monitors.evidence import PRESSING, Evidence, unknown_names
 
 _NEVER = -1
 """Stands for "not yet" where a step is kept."""
@@ -80,12 +79,12 @@ class FallbackController(KeptWindow):
         # Back in FP8 since the newest step.
         self._fresh: Bools = np.zeros(count, dtype=np.bool_)
         # The step of the last switch, either way.
-        self._since: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
-        self._demotions: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        self._since: Ints = np.full(count, _NEVER, dtype=np.int64)
+        self._demotions: Ints = np.zeros(count, dtype=np.int64)
         # Stays in BF16 with short returns between them; they set the length of the next stay.
-        self._stays: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        self._stays: Ints = np.zeros(count, dtype=np.int64)
         # The step of the last proposal that has not been carried out.
-        self._asked: npt.NDArray[np.int64] = np.full(count, _NEVER, dtype=np.int64)
+        self._asked: Ints = np.full(count, _NEVER, dtype=np.int64)
 
         # Steps about the run: a layer left FP8 last, the budget was last exceeded, pressing layers began to wait.
         self._left_at = _NEVER
@@ -142,16 +141,17 @@ class FallbackController(KeptWindow):
         self._asked[changed] = _NEVER
 
         # A layer that was back in FP8 for longer than its next stay leaves for another reason: its stays start over.
-        for index in np.flatnonzero(changed & demoted).tolist():
+        left = changed & demoted
+        for index in np.flatnonzero(left).tolist():
             stays = int(self._stays[index]) + 1
-            left_before = self._since[index] != _NEVER
-            again = left_before and facts.step - self._since[index] < self.policy.dwell(stays)
+            since = int(self._since[index])
+            again = since != _NEVER and facts.step - since < self.policy.dwell(stays)
             self._stays[index] = stays if again else 1
 
-        if (changed & demoted).any():
+        if left.any():
             self._left_at = facts.step
         self._since[changed] = facts.step
-        self._demotions += changed & demoted
+        self._demotions += left
         self._fresh = (self._fresh | changed) & ~demoted
         self._demoted = demoted
 
@@ -170,9 +170,9 @@ class FallbackController(KeptWindow):
 
         # The worst layers leave, as far as the budget allows; the others are stuck in FP8.
         taken = int(self._demoted.sum() + on_their_way.sum())
-        room = self.policy.max_demoted(len(self.layers)) - taken
+        room = max(0, self.policy.max_demoted(len(self.layers)) - taken)
         leaving = self._worst_first(np.flatnonzero(wants & ready))
-        demote, stuck = leaving[: max(0, room)], leaving[max(0, room) :]
+        demote, stuck = leaving[:room], leaving[room:]
 
         # Where layers are stuck for `window` steps, and for a fault that can press a whole run, the run leaves FP8.
         pressing = bool(over[PRESSING][:, stuck].any())
@@ -200,16 +200,18 @@ class FallbackController(KeptWindow):
             return self._budget(step, stuck, over)
         return None
 
-    def _worst_first(self, layers: npt.NDArray[np.int64]) -> list[int]:
+    def _worst_first(self, layers: Ints) -> list[int]:
         """Sorted by how far the worst slot is over its limit; equal ones in the order of the plan."""
         if not layers.size:
             return []
-        return layers[np.argsort(-self._evidence.excess(layers), kind="stable")].tolist()
+        order = np.argsort(-self._evidence.excess(layers), kind="stable")
+        return layers[order].tolist()
 
     def _returning(self, step: int, ready: Bools) -> list[int]:
         """Demoted layers that are clean, have stayed for their dwell time, and have no proposal on its way."""
         returning: list[int] = []
-        for index in np.flatnonzero(self._demoted & self._evidence.clean() & ready).tolist():
+        candidates = self._demoted & self._evidence.clean() & ready
+        for index in np.flatnonzero(candidates).tolist():
             dwell = self.policy.dwell(int(self._stays[index]))
             if step - self._since[index] >= dwell:
                 returning.append(index)
@@ -241,32 +243,25 @@ class FallbackController(KeptWindow):
 
     def _budget(self, step: int, stuck: list[int], over: Bools) -> Verdict:
         names = ", ".join(self.layers[index] for index in stuck)
-        limit = self.policy.max_demoted(len(self.layers))
-        return Verdict(
-            "precision.budget",
-            step,
-            f"{names} should leave FP8, but fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
-            f"allows {limit} of {len(self.layers)} layers in BF16",
-            evidence={"layers": self._describe_all(stuck, over), "allowed": limit},
-        )
+        count = len(self.layers)
+        limit = self.policy.max_demoted(count)
+        key = f"fallback.max_demoted_share ({self.policy.max_demoted_share:g})"
+        text = f"{names} should leave FP8, but {key} allows {limit} of {count} layers in BF16"
+        evidence = {"layers": self._describe_all(stuck, over), "allowed": limit}
+        return Verdict("precision.budget", step, text, evidence=evidence)
 
     def _fall_back(self, step: int, stuck: list[int], over: Bools) -> Verdict:
         self._lowering = True
         names = ", ".join(self.layers[index] for index in stuck)
         count = len(self.layers)
         limit = self.policy.max_demoted(count)
-        text = (
-            f"{names} should have left FP8 for {step - self._stuck_since} steps, "
-            f"beyond the {limit} of {count} layers that fallback.max_demoted_share ({self.policy.max_demoted_share:g}) "
-            "allows: the whole run goes to BF16, for good"
-        )
-        return Verdict(
-            "precision.lowered",
-            step,
-            text,
-            proposal=Switch(reason=text, whole_run_to="bf16"),
-            evidence={"layers": self._describe_all(stuck, over), "allowed": limit},
-        )
+        key = f"fallback.max_demoted_share ({self.policy.max_demoted_share:g})"
+        text = f"{names} should have left FP8 for {step - self._stuck_since} steps, "
+        text += f"beyond the {limit} of {count} layers that {key} allows: "
+        text += "the whole run goes to BF16, for good"
+        proposal = Switch(reason=text, whole_run_to="bf16")
+        evidence = {"layers": self._describe_all(stuck, over), "allowed": limit}
+        return Verdict("precision.lowered", step, text, proposal=proposal, evidence=evidence)
 
     def _describe(self, layer: int, over: Bools) -> dict[str, Any]:
         """The evidence against `layer`, for the record."""
@@ -289,15 +284,13 @@ class FallbackController(KeptWindow):
 
     def load_state_dict(self, meta: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state belongs to other layers or another window."""
-        if tuple(meta["layers"]) != self.layers or meta["window"] != self.policy.window:
-            raise CheckpointError(
-                Problem(
-                    "the checkpoint's fallback state belongs to other FP8 layers or another fallback.window",
-                    f"checkpoint: {len(meta['layers'])} layers, window {meta['window']}; "
-                    f"this run: {len(self.layers)} layers, window {self.policy.window}",
-                    fix="resume with the recipe and model that wrote it",
-                )
-            )
+        layers, window = tuple(meta["layers"]), meta["window"]
+        if layers != self.layers or window != self.policy.window:
+            what = "the checkpoint's fallback state belongs to other FP8 layers or another fallback.window"
+            where = f"checkpoint: {len(layers)} layers, window {window}; "
+            where += f"this run: {len(self.layers)} layers, window {self.policy.window}"
+            fix = "resume with the recipe and model that wrote it"
+            raise CheckpointError(Problem(what, where, fix=fix))
         self._evidence.load_state_dict(meta["evidence"])
         super().load_state_dict(meta)
 
@@ -306,7 +299,8 @@ def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """The first slot and its figures, for a line of text."""
     slot, figures = next(iter(slots.items()))
     statistic, values = next(iter(figures.items()))
-    return f"{slot} {statistic} {', '.join(f'{value:g}' for value in values)}"
+    listed = ", ".join(f"{value:g}" for value in values)
+    return f"{slot} {statistic} {listed}"
 
 
 class WholeRunFallback(KeptWindow):
@@ -357,6 +351,7 @@ class WholeRunFallback(KeptWindow):
         if self._failures < self.failed_steps:
             return quiet
 
+        # Never again: the run goes to a format with the range of float32.
         self._proposed = True
         evidence = {
             "failed_steps": self._failures,
@@ -369,10 +364,5 @@ class WholeRunFallback(KeptWindow):
             f"{self._failures} updates in a row failed in fp16 (loss {facts.loss:g}, gradient norm "
             f"{facts.grad_norm:g}, loss scale {facts.loss_scale:g}): the run goes on in {self.precision}, for good"
         )
-        return Verdict(
-            "precision.lowered",
-            facts.step,
-            text,
-            proposal=Switch(reason=text, whole_run_to=self.precision),
-            evidence=evidence,
-        )
+        proposal = Switch(reason=text, whole_run_to=self.precision)
+        return Verdict("precision.lowered", facts.step, text, proposal=proposal, evidence=evidence)

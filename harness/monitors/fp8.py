@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.errors import some
 from harness.core.facts import SlotStats, StepFacts, Verdict
-from harness.monitors.base import KeptWindow, MonitorContext
+from harness.monitors.base import Bools, Ints, KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 5
 
@@ -35,8 +34,8 @@ class Fp8Monitor(KeptWindow):
     def __init__(self, dead_after: int = 50) -> None:
         self.dead_after = dead_after
         self._names: tuple[str, ...] = ()
-        self._zeros: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._reported: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._zeros: Ints = np.zeros(0, dtype=np.int64)
+        self._reported: Bools = np.zeros(0, dtype=np.bool_)
         self._scrubbing = False
 
     @classmethod
@@ -54,32 +53,33 @@ class Fp8Monitor(KeptWindow):
         if facts.applied:
             self._zeros = np.where(slots.amax == 0, self._zeros + 1, 0)
 
+        # Layers that are not called: only a run's first step says which weights were trained.
         uncalled = self._uncalled(facts.trained, slots) if facts.trained else []
         if uncalled:
-            return Verdict(
-                "fp8.dead",
-                facts.step,
+            shown = some(uncalled, NAMED_IN_TEXT)
+            text = (
                 f"{len(uncalled)} FP8 layers were not called, though their weights got gradients: something reads the "
-                f"weight (F.linear(x, layer.weight)), which runs without FP8: {some(uncalled, NAMED_IN_TEXT)}",
-                evidence={"layers": uncalled, "steps": 1},
+                f"weight (F.linear(x, layer.weight)), which runs without FP8: {shown}"
             )
+            evidence = {"layers": uncalled, "steps": 1}
+            return Verdict("fp8.dead", facts.step, text, evidence=evidence)
 
+        # Infinite amaxes, reported at the start of a streak.
         was_scrubbing = self._scrubbing
         self._scrubbing = slots.scrubbed > 0
         if self._scrubbing and not was_scrubbing:
             return _scrubbed(facts.step, slots)
 
+        # Dead slots.
         dead = (self._zeros >= self.dead_after) & ~self._reported
         if not dead.any():
             return Verdict("fp8.ok", facts.step)
         self._reported |= dead
         names = [slots.names[index] for index in np.flatnonzero(dead)]
-        return Verdict(
-            "fp8.dead",
-            facts.step,
-            f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {some(names, NAMED_IN_TEXT)}",
-            evidence={"slots": names, "steps": self.dead_after},
-        )
+        shown = some(names, NAMED_IN_TEXT)
+        text = f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {shown}"
+        evidence = {"slots": names, "steps": self.dead_after}
+        return Verdict("fp8.dead", facts.step, text, evidence=evidence)
 
     def _uncalled(self, trained: Sequence[str], slots: SlotStats) -> list[str]:
         """The layers among `trained` that cast no tensor to FP8. Their slots count as reported."""
@@ -89,7 +89,8 @@ class Fp8Monitor(KeptWindow):
                 called.add(name.rpartition(".")[0])
         uncalled = [layer for layer in trained if layer not in called]
         for place, name in enumerate(slots.names):
-            self._reported[place] |= name.rpartition(".")[0] in uncalled
+            layer = name.rpartition(".")[0]
+            self._reported[place] |= layer in uncalled
         return uncalled
 
     def _align(self, names: tuple[str, ...]) -> None:
@@ -103,10 +104,8 @@ class Fp8Monitor(KeptWindow):
 
 def _scrubbed(step: int, slots: SlotStats) -> Verdict:
     infinite = [slots.names[index] for index in np.flatnonzero(~np.isfinite(slots.amax))]
-    where = f": {some(infinite, NAMED_IN_TEXT)}" if infinite else ""
-    return Verdict(
-        "fp8.scrubbed",
-        step,
-        f"{slots.scrubbed} infinite amax values were taken out of the histories, scales kept{where}",
-        evidence={"scrubbed": slots.scrubbed, "slots": infinite},
-    )
+    text = f"{slots.scrubbed} infinite amax values were taken out of the histories, scales kept"
+    if infinite:
+        text += f": {some(infinite, NAMED_IN_TEXT)}"
+    evidence = {"scrubbed": slots.scrubbed, "slots": infinite}
+    return Verdict("fp8.scrubbed", step, text, evidence=evidence)

@@ -10,11 +10,10 @@ updated.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.errors import some
 from harness.core.facts import StepFacts, Verdict, jsonable
-from harness.monitors.base import KeptWindow, MonitorContext
+from harness.monitors.base import Bools, Floats, Ints, KeptWindow, MonitorContext
 
 WORST_IN_TEXT = 3
 TOO_FAR = 2.0
@@ -45,13 +44,13 @@ class Fp8FrozenMonitor(KeptWindow):
 
     def _forget(self, slots: int) -> None:
         """Begin anew with so many slots."""
-        self._scale: npt.NDArray[np.float32] = np.full(slots, np.nan, dtype=np.float32)
+        self._scale: Floats = np.full(slots, np.nan, dtype=np.float32)
         # Updates since the stretch began, the largest ratio in it but for the newest, and the newest.
-        self._count: npt.NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
-        self._peak: npt.NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
-        self._newest: npt.NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
+        self._count: Ints = np.zeros(slots, dtype=np.int64)
+        self._peak: Floats = np.zeros(slots, dtype=np.float32)
+        self._newest: Floats = np.zeros(slots, dtype=np.float32)
         # Whether it was reported since the scale last moved. Checkpoints have it under the name "told".
-        self._told: npt.NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
+        self._told: Bools = np.zeros(slots, dtype=np.bool_)
 
     @classmethod
     def build(cls, context: MonitorContext) -> Fp8FrozenMonitor | None:
@@ -84,7 +83,8 @@ class Fp8FrozenMonitor(KeptWindow):
         # Judge the stretches that are long enough.
         due = self._count > self.updates
         ratio = self._peak / self.expected
-        frozen = due & ~self._told & ((ratio > TOO_FAR) | (ratio < 1 / TOO_FAR))
+        does_not_fit = (ratio > TOO_FAR) | (ratio < 1 / TOO_FAR)
+        frozen = due & does_not_fit & ~self._told
         self._told = (self._told | frozen) & ~moved
 
         # Start the next stretch: a large ratio at the beginning of this one must not excuse the scale for ever.
@@ -94,12 +94,16 @@ class Fp8FrozenMonitor(KeptWindow):
             return Verdict("fp8.ok", facts.step)
         return self._frozen(facts.step, np.flatnonzero(frozen).tolist(), ratio)
 
-    def _frozen(self, step: int, places: list[int], ratio: npt.NDArray[np.float32]) -> Verdict:
-        shown = [f"{self._names[place]} ({ratio[place]:.3g} times what fits)" for place in places]
+    def _frozen(self, step: int, places: list[int], ratio: Floats) -> Verdict:
+        shown: list[str] = []
+        figures: dict[str, float | str] = {}
+        for place in places:
+            name = self._names[place]
+            shown.append(f"{name} ({ratio[place]:.3g} times what fits)")
+            figures[name] = jsonable(float(ratio[place]))
         text = (
             f"{len(places)} FP8 scales have not moved for {self.updates} updates although they do not fit their "
             f"tensors: {some(shown, WORST_IN_TEXT)}"
         )
-        figures = {self._names[place]: jsonable(float(ratio[place])) for place in places}
         evidence = {"slots": figures, "updates": self.updates}
         return Verdict("fp8.frozen", step, text, evidence=evidence)

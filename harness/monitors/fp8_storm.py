@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.core.errors import some
 from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
-from harness.monitors.base import KeptWindow, MonitorContext
+from harness.monitors.base import Bools, Floats, KeptWindow, MonitorContext
 
 WORST_IN_TEXT = 3
 WORST_IN_EVIDENCE = 32
-Bools = npt.NDArray[np.bool_]
 _Storm = tuple[str, str, dict[str, Any]]
 """Kind, text and evidence of the verdict on a storm."""
 
@@ -53,7 +51,7 @@ class Fp8StormMonitor(KeptWindow):
         self._streaks = {"saturation": 0, "underflow": 0}
         self._due: _Storm | None = None
         self._names: tuple[str, ...] = ()
-        self._limits: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+        self._limits: Floats = np.zeros(0, dtype=np.float32)
 
     @classmethod
     def build(cls, context: MonitorContext) -> Fp8StormMonitor | None:
@@ -87,6 +85,7 @@ class Fp8StormMonitor(KeptWindow):
             roles = [ROLES.index(name.rpartition(".")[2]) for name in slots.names]
             self._limits = self.saturation[roles]
 
+        # Demoted layers are measured as if they were quantised, but nothing of theirs is clipped.
         in_fp8 = np.ones(len(slots.names), dtype=np.bool_)
         if demoted:
             in_fp8 &= [name.rpartition(".")[0] not in demoted for name in slots.names]
@@ -103,7 +102,7 @@ class Fp8StormMonitor(KeptWindow):
     def _extend_streak(
         self,
         kind: str,
-        values: npt.NDArray[np.float32],
+        values: Floats,
         over: Bools,
         in_fp8: Bools,
         what: str,
@@ -116,6 +115,7 @@ class Fp8StormMonitor(KeptWindow):
         over = judged & over
         bad = over.sum() > self.share * judged.sum()
         self._streaks[kind] = self._streaks[kind] + 1 if bad else 0
+        # Not again in a longer streak.
         if self._streaks[kind] == self.steps:
             text, evidence = self._describe(self._names, values, over, int(judged.sum()), what)
             storms.append((kind, text, evidence))
@@ -123,7 +123,7 @@ class Fp8StormMonitor(KeptWindow):
     def _describe(
         self,
         names: tuple[str, ...],
-        values: npt.NDArray[np.float32],
+        values: Floats,
         over: Bools,
         judged: int,
         what: str,

@@ -164,9 +164,11 @@ class GradientMonitor(KeptWindow):
         """The usual log norm, and how far over it the limit is; None while too few norms are known."""
         if len(self._norms) < min(ARMED_AFTER, self.window):
             return None
-        newest = islice(self._norms, max(0, len(self._norms) - self.window), None)
-        usual = level([math.log(norm) for norm in newest], ahead)
-        return usual.centre, max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
+        begin = max(0, len(self._norms) - self.window)
+        logs = [math.log(norm) for norm in islice(self._norms, begin, None)]
+        usual = level(logs, ahead)
+        room = max(math.log(self.skip_growth), SKIP_SIGMA * usual.sigma)
+        return usual.centre, room
 
     def _limits(self) -> Limits:
         """The limits for the step two ahead."""
@@ -183,10 +185,12 @@ class GradientMonitor(KeptWindow):
         # Norms that recur raise it for as long as they do, and by no more than one factor of skip_growth.
         found = recurring(self._marks) if self._recurs else None
         self._recurs = found is not None
-        again = 0.0 if found is None else min(found, room + math.log(self.skip_growth))
+        if found is not None:
+            room = max(room, min(found, room + math.log(self.skip_growth)))
 
-        norm = max(from_log(centre + max(room, again)), accepted)
-        return Limits(norm=norm, clip=from_log(centre + math.log(self.clip_growth)))
+        norm = max(from_log(centre + room), accepted)
+        clip = from_log(centre + math.log(self.clip_growth))
+        return Limits(norm=norm, clip=clip)
 
     def _over(self, facts: StepFacts) -> Verdict:
         """The verdict on an update that was skipped because its norm was over the limit."""
@@ -213,10 +217,11 @@ class GradientMonitor(KeptWindow):
 
         # A row of norms comes from the weights. A single norm is as likely due to its samples.
         row = [*self._bad_norms, facts.grad_norm]
-        near = all(norm is not None and norm <= self.skip_growth * limit for norm in row)
-        near = near and len(row) > 1
-        if len(row) >= self.max_consecutive_skips and near and not self._probation:
-            return self._accept(facts, [norm for norm in row if norm is not None], what, evidence)
+        most = self.skip_growth * limit
+        near = [norm for norm in row if norm is not None and norm <= most]
+        from_weights = len(near) == len(row) > 1
+        if from_weights and len(row) >= self.max_consecutive_skips and not self._probation:
+            return self._accept(facts, near, what, evidence)
 
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
         why = f"were skipped (last: {what}){advice}"
@@ -265,8 +270,10 @@ class GradientMonitor(KeptWindow):
         usual = self._usual(1)
         if usual is None or not 0 < facts.grad_norm < math.inf:
             return None
+        # A mark of 0 would stand for a usual norm, so a large one counts at least clip_growth.
         centre, _ = usual
-        self._marks.append(max(math.log(facts.grad_norm) - centre, math.log(self.clip_growth)))
+        deviation = math.log(facts.grad_norm) - centre
+        self._marks.append(max(deviation, math.log(self.clip_growth)))
         return None if self._recurs else recurring(self._marks)
 
     def _accept_recurring(

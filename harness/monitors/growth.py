@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
+from harness.monitors.base import Bools, Floats
 
 _MOST = 2.0
 """How far over its limit a growing tensor's saturation may be. Faster growth counts as a fault, not as a fast start."""
@@ -37,7 +35,8 @@ class Growth:
     """
 
     def __init__(self, window: int, warmup: int, layers: int) -> None:
-        self._warmup, self._grown_up = warmup, float(warmup + 2 * window)
+        self._warmup = warmup
+        self._grown_up = float(warmup + 2 * window)
         self._scale: Floats = np.full((window + 1, layers, 3), np.nan, dtype=np.float32)
         # Steps in which the tensor was not zero. NaN: not seen yet. A tensor that was not zero at first is grown up.
         self._uses: Floats = np.full((layers, 3), np.nan, dtype=np.float32)
@@ -85,8 +84,9 @@ class Growth:
         with np.errstate(divide="ignore", invalid="ignore"):
             octaves = np.log2(oldest / newest) / (last - first)
         grows = valid.any(axis=0) & (last > first)
+        octaves = np.where(grows, octaves, 0.0)
         most = np.where(self.young(), np.inf, np.log2(_MOST))
-        return np.exp2(np.clip(2 * np.where(grows, octaves, 0.0), 0.0, most)).astype(np.float32)
+        return np.exp2(np.clip(2 * octaves, 0.0, most)).astype(np.float32)
 
     def arrays(self) -> dict[str, Floats]:
         """The state, by name."""

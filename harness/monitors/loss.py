@@ -160,8 +160,10 @@ class LossMonitor(KeptWindow):
         if len(newest) < min(JUDGED_AFTER, self._losses.maxlen or JUDGED_AFTER):
             return
         now = median(newest)
-        self._first = now if self._first is None else self._first
-        self._best = now if self._best is None else min(self._best, now)
+        if self._first is None or self._best is None:
+            self._first = now
+            self._best = now
+        self._best = min(self._best, now)
 
     def _forget_row(self) -> None:
         """End the row of spikes."""
@@ -219,7 +221,9 @@ class LossMonitor(KeptWindow):
             "consecutive": run,
         }
 
-        accepted = self._accepts(facts, usual, run) if skipped and usual is not None else ""
+        accepted = ""
+        if skipped and usual is not None:
+            accepted = self._accepts(facts, usual, run)
         if accepted:
             self._forget_row()
             text = f"update skipped, weights unchanged: {what}. {accepted}"
@@ -275,6 +279,7 @@ class LossMonitor(KeptWindow):
         fell = self._fall > self.spike_sigma * usual.sigma
         if fell and self._first is not None and median(row) > self._first + self._fall:
             return ""
+        # With some room over the highest: the next losses are not all under it.
         highest = max(row)
         self._ceiling = highest + (highest - usual.centre) / 4
         return (
@@ -303,9 +308,10 @@ class FirstLossMonitor(KeptWindow):
     def build(cls, context: MonitorContext) -> FirstLossMonitor | None:
         """For runs on tokens whose vocabulary is known: the model's, else the data's."""
         data = context.data
-        vocab_size = context.vocab_size
-        if not vocab_size:
-            vocab_size = getattr(data, "vocab", 0) if getattr(data, "ids", 0) else 0
+        vocab_size = context.vocab_size or 0
+        # `ids` is 0 for data sets of the user's own, whose samples need not be tokens.
+        if not vocab_size and getattr(data, "ids", 0):
+            vocab_size = getattr(data, "vocab", 0)
         if data is None or vocab_size < 2 or getattr(data, "unit", "") not in _OF_TOKENS:
             return None
         return cls(vocab_size, data.tokens_per_sample)
@@ -368,7 +374,8 @@ class PlateauMonitor(KeptWindow):
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic; a step that was not applied counts for nothing."""
         quiet = Verdict("loss.ok", facts.step)
-        if not facts.applied or not math.isfinite(facts.loss) or not math.isfinite(facts.grad_norm):
+        finite = math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)
+        if not facts.applied or not finite:
             return quiet
         self._losses.append(facts.loss)
         self._norms.append(facts.grad_norm)

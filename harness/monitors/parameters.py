@@ -39,11 +39,9 @@ class ParameterMonitor(KeptWindow):
         # NaN: not measured in this step. Weights with a NaN arrive as an infinite norm.
         norm = facts.param_norm
         if not math.isnan(norm):
-            recent = [
-                (step, each) for step, each in self._norms if step >= facts.step - self.within
-            ]
-            self._norms = recent
-            smallest = min((each for _, each in recent), default=math.inf)
+            oldest = facts.step - self.within
+            self._norms = [(step, each) for step, each in self._norms if step >= oldest]
+            smallest = min((each for _, each in self._norms), default=math.inf)
 
             self._infinite = math.isinf(norm)
             if self._infinite:  # neither begins nor ends a streak of growth
@@ -56,8 +54,10 @@ class ParameterMonitor(KeptWindow):
             if self._growing and not was_growing:
                 return self._grown(facts, norm, smallest)
 
-        bad = self._growing or self._infinite
-        return Verdict("parameters.growth" if bad else "parameters.ok", facts.step, healthy=not bad)
+        # Reported before, or not measured: as at the last measurement.
+        if self._growing or self._infinite:
+            return Verdict("parameters.growth", facts.step, healthy=False)
+        return Verdict("parameters.ok", facts.step)
 
     def _grown(self, facts: StepFacts, norm: float, smallest: float) -> Verdict:
         proposal: Continue | Rollback = Continue()

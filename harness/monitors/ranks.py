@@ -83,13 +83,11 @@ class RanksMonitor(KeptWindow):
 def _diverged(facts: StepFacts) -> Verdict:
     names = some(facts.diverged, NAMED_IN_TEXT)
     count = len(facts.diverged)
-    text = f"{count} parameter{'s are' if count > 1 else ' is'} not the same on all ranks, bit for bit: {names}"
+    what = f"{count} parameters are" if count > 1 else f"{count} parameter is"
+    text = f"{what} not the same on all ranks, bit for bit: {names}"
     evidence = {"parameters": list(facts.diverged[:NAMED_IN_EVIDENCE]), "count": count}
+    # From disk: each rank's snapshot in memory has the weights of that rank.
+    proposal = Rollback(text, from_disk=True)
     return Verdict(
-        "ranks.diverged",
-        facts.step,
-        text,
-        healthy=False,
-        proposal=Rollback(text, from_disk=True),
-        evidence=evidence,
+        "ranks.diverged", facts.step, text, healthy=False, proposal=proposal, evidence=evidence
     )

@@ -79,14 +79,12 @@ class MonitorsPart:
         keys = {monitor.key for monitor in (*MONITORS, *self.monitors)}
         unknown = sorted(meta.keys() - keys)
         if unknown:
-            raise CheckpointError(
-                Problem(
-                    f"state of monitors that this version does not have: {some(unknown, NAMED_IN_TEXT)}",
-                    "the checkpoint's part monitors",
-                    why="without these monitors the run would be watched less than before, and nobody would know",
-                    fix="resume with the version that wrote it",
-                )
-            )
+            named = some(unknown, NAMED_IN_TEXT)
+            what = f"state of monitors that this version does not have: {named}"
+            where = "the checkpoint's part monitors"
+            why = "without these monitors the run would be watched less than before, and nobody would know"
+            fix = "resume with the version that wrote it"
+            raise CheckpointError(Problem(what, where, why, fix))
         for monitor in self.monitors:
             if monitor.key in meta:
                 monitor.load_state_dict(meta[monitor.key])

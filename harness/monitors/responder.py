@@ -196,13 +196,11 @@ class Responder:
         return Switch(tuple(granted_down), tuple(granted_up), reason)
 
     def _refusal(self, step: int, refused: list[str]) -> Verdict:
-        return Verdict(
-            "switch.refused",
-            step,
-            f"guard.max_switches ({self.guard.max_switches}) is spent: {', '.join(refused)} and any later "
-            "layer keep their precision",
-            evidence={"refused": refused, "switches": self.ledger.switches},
-        )
+        key = f"guard.max_switches ({self.guard.max_switches})"
+        names = ", ".join(refused)
+        text = f"{key} is spent: {names} and any later layer keep their precision"
+        evidence = {"refused": refused, "switches": self.ledger.switches}
+        return Verdict("switch.refused", step, text, evidence=evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +261,8 @@ class Judge:
         due = facts.step + SWITCH_DELAY
         sample_steps = max((verdict.sample_steps for verdict in verdicts), default=0)
         if sample_steps:
-            self.state.dense_sampling = self.state.dense_sampling.extended(due, sample_steps)
+            sampling = self.state.dense_sampling
+            self.state.dense_sampling = sampling.extended(due, sample_steps)
         limits = NO_LIMITS
         for verdict in verdicts:
             limits = limits.stricter(verdict.limits)
@@ -287,7 +286,8 @@ class Judge:
 
         Call it between two steps. A second call does no harm.
         """
-        due = [switch for switch in self.state.switches if switch[0] <= self.state.step + 1]
+        next_step = self.state.step + 1
+        due = [switch for switch in self.state.switches if switch[0] <= next_step]
         self.state.switches = [switch for switch in self.state.switches if switch not in due]
 
         done: list[tuple[int, Switch]] = []
@@ -298,8 +298,11 @@ class Judge:
                 self.precision.fall_back(whole_run_to)
             else:
                 self.precision.switch(demote, promote)
+
+            # Only layers that moved: a proposal may name one that the user had demoted by then.
             moved = tuple(layer for layer in self.precision.demoted if layer not in before)
-            done.append((step, Switch(moved, tuple(promote), whole_run_to=whole_run_to)))
+            carried_out = Switch(moved, tuple(promote), whole_run_to=whole_run_to)
+            done.append((step, carried_out))
         return done
 
     def stay_fallen_back(self) -> None:

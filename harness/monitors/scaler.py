@@ -71,6 +71,7 @@ class ScalerMonitor(KeptWindow):
                 evidence=evidence,
             )
 
+        # Only skips that a smaller scale can help are the scaler's.
         self._calibrated = self._calibrated or facts.applied
         if self._calibrated:
             foreign = facts.bad_data or facts.over_limits or not math.isfinite(facts.loss)
@@ -88,7 +89,9 @@ class ScalerMonitor(KeptWindow):
         skips = sum(self._skips)
         limit = self.share * (self._skips.maxlen or 0)
         was_overflowing = self._overflowing
-        self._overflowing = skips > (limit / 2 if was_overflowing else limit)
+        if was_overflowing:
+            limit /= 2
+        self._overflowing = skips > limit
         if was_overflowing or not self._overflowing:
             return None
         text = (

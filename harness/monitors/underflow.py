@@ -80,6 +80,7 @@ class UnderflowMonitor(KeptWindow):
         half = BASELINE // 2
         if len(self._latest) < half:
             return False
+        # The lower of the two middle values: more than half of the measurements are at least that large.
         latest = list(self._latest)
         now = median_low(latest[-half:])
         if now > MOSTLY:

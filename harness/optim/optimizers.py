@@ -151,10 +151,9 @@ def _decay_groups(model: nn.Module, train: TrainConfig) -> list[Group]:
     """Trainable parameters with weight decay, then those without."""
     named = _trainable(model)
     if not named:
+        what = "the model has no trainable parameter"
         fix = "return a module with parameters that require gradients from model.target"
-        raise ConfigError(
-            Problem("the model has no trainable parameter", type(model).__name__, fix=fix)
-        )
+        raise ConfigError(Problem(what, type(model).__name__, fix=fix))
 
     # Vectors (norms, biases) set scales and offsets: pulling those to zero is not what weight decay is for.
     excluded: set[int] = set()
@@ -200,6 +199,7 @@ def _fused(
         given = _named_arguments(cls, train, {"betas": train.betas})
     else:
         cls = torch.optim.SGD
+        # train.optimizer_args may set another momentum.
         given = {"momentum": train.betas[0], **_named_arguments(cls, train, {})}
     optimizer = _construct(cls, groups, {"lr": lr, "fused": True, **given}, train)
     # The same tensor in every group: the schedule writes into it once.
@@ -390,11 +390,13 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _muon_patterns(train: TrainConfig, names: Sequence[str]) -> list[str]:
     """Patterns in `train.optimizer_args.others`. Raises ConfigError for one that matches none of `names`."""
     where = f"train.optimizer_args.{_MUON_OTHERS}"
-    patterns = train.optimizer_args.get(_MUON_OTHERS, [])
-    given = cast("list[Any]", patterns) if isinstance(patterns, list) else [None]
-    if not all(isinstance(pattern, str) for pattern in given):
-        what = f"{patterns!r} is no list of patterns"
+    given = train.optimizer_args.get(_MUON_OTHERS, [])
+    patterns = cast("list[Any]", given)
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in patterns):
+        what = f"{given!r} is no list of patterns"
         raise ConfigError(Problem(what, where, fix='such as ["head.*"]'))
+
+    # A misspelt pattern would leave its matrices to Muon without a word.
     unmatched = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
     if unmatched:
         what = f"matches no parameter: {', '.join(unmatched)}"
@@ -420,16 +422,15 @@ def _load_class(train: TrainConfig) -> Any:
     where = f"train.optimizer {train.optimizer!r}"
     cls = find_target(where, train.optimizer, "optimizers")
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ConfigError(
-            Problem("is no torch.optim.Optimizer", where, fix="name a class derived from it")
-        )
-    name = cls.__name__
+        fix = "name a class derived from it"
+        raise ConfigError(Problem("is no torch.optim.Optimizer", where, fix=fix))
+
+    # LBFGS is such a class.
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        what = f"{name}.step needs a closure, which would compute the loss anew, ungated"
-        raise ConfigError(
-            Problem(what, where, fix="an optimizer that steps by the gradients alone")
-        )
+        what = f"{cls.__name__}.step needs a closure, which would compute the loss anew, ungated"
+        fix = "an optimizer that steps by the gradients alone"
+        raise ConfigError(Problem(what, where, fix=fix))
     return cls
 
 
@@ -442,7 +443,9 @@ def _own_arguments(cls: Any, train: TrainConfig) -> dict[str, Any]:
     betas = {"betas": train.betas} if "betas" in taken else {}
     given = _named_arguments(cls, train, betas, fixed=())
 
-    changed_betas = tuple(train.betas) != tuple(TrainConfig.model_fields["betas"].default)
+    # Keys without effect, and the fix for each. A default cannot be told from a value that was set to the same.
+    default_betas = TrainConfig.model_fields["betas"].default
+    changed_betas = tuple(train.betas) != tuple(default_betas)
     idle: list[tuple[str, str]] = []
     if train.weight_decay != 0 and "weight_decay" not in taken:
         idle.append(("train.weight_decay", "train.weight_decay=0"))
@@ -463,11 +466,19 @@ def _own_arguments(cls: Any, train: TrainConfig) -> dict[str, Any]:
 def _named_arguments(
     cls: Any, train: TrainConfig, given: Mapping[str, Any], fixed: Sequence[str] = _FIXED
 ) -> dict[str, Any]:
-    """`given` and `train.optimizer_args`. Raises ConfigError for keys that the class does not take, or are ours."""
-    parameters = inspect.signature(cls).parameters
-    taken = [name for name in parameters if name not in (*_OF_THE_CONFIG, *fixed)]
-    kinds = [parameter.kind for parameter in parameters.values()]
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    """`given` and `train.optimizer_args`.
+
+    Raises ConfigError for a key that the class does not take, that the config sets elsewhere, or that the harness
+    chooses (`fixed`).
+    """
+    taken: list[str] = []
+    takes_all = False
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name not in _OF_THE_CONFIG and name not in fixed:
+            taken.append(name)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+
     problems: list[Problem] = []
     for key in train.optimizer_args:
         where = f"train.optimizer_args.{key}"
@@ -489,6 +500,7 @@ def _construct(
     cls: Any, groups: Iterable[Group], arguments: Mapping[str, Any], train: TrainConfig
 ) -> Optimizer:
     try:
+        # Copies: an optimizer writes its defaults into the groups that it gets.
         return cls([dict(group) for group in groups], **arguments)
     except HarnessError:
         raise
@@ -522,9 +534,9 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
             chosen = param
             break
     copy = nn.Parameter(chosen.detach().clone())
-    alone = {"params": [copy], "param_names": ["copy"], "weight_decay": group["weight_decay"]}
-    if "weight_decay" not in inspect.signature(cls).parameters:
-        del alone["weight_decay"]
+    alone: Group = {"params": [copy], "param_names": ["copy"]}
+    if "weight_decay" in inspect.signature(cls).parameters:
+        alone["weight_decay"] = group["weight_decay"]
     optimizer = _construct(cls, [alone], arguments, train)
     where = f"train.optimizer {train.optimizer!r}"
     name = cls.__name__
@@ -559,6 +571,7 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
         fix = "keep tensors, numbers and text in optimizer.state"
         raise ConfigError(Problem(what, where, fix=fix))
 
+    # Of the whole group: as many bytes for each element as here.
     size = 0
     for value in state.values():
         if isinstance(value, Tensor):
@@ -568,7 +581,7 @@ def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: Train
 
 
 def _not_saved(state: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
-    """What of an optimizer a checkpoint cannot hold: odd types in the state, and tensors in groups other than `lr`."""
+    """Entries of an optimizer that a checkpoint cannot hold: odd types in the state, and tensors in groups but `lr`."""
     odd: list[str] = []
     for key, value in state.items():
         if not _can_be_saved(value):

@@ -161,6 +161,7 @@ def lr_jump(
     if following == expected or last / JUMP <= following <= last * JUMP:
         return None
 
+    # The keys that moved it, for the message.
     keys = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio", "decay_share")
     changed: list[str] = []
     for key in keys:
@@ -168,8 +169,6 @@ def lr_jump(
         if was != is_now:
             changed.append(f"train.{key} {was} -> {is_now}")
     times = f"{following / last:.3g} times it" if last else "from none"
-    text = (
-        f"the learning rate goes from {last:.3g} to {following:.3g} at the next update, {times}: "
-    )
-    text += ", ".join(changed)
+    text = f"the learning rate goes from {last:.3g} to {following:.3g} at the next update"
+    text += f", {times}: {', '.join(changed)}"
     return Jump(last, following, text)

@@ -573,13 +573,16 @@ def runbook() -> str:
     """docs/reference/runbook.md, in Markdown."""
     known = catalogue()
 
-    # The codes by rank, each with a link to its entry.
-    table = ["| code | what happens |", "|---|---|"]
+    # The codes by what happens, each with a link to its entry.
+    by_effect: dict[str, list[str]] = {}
     for code, healthy, what in known.ranking:
         # As GitHub makes it from the heading, which may have several codes.
         anchor = re.sub(r"[^a-z0-9_ -]", "", known.find(code).title).replace(" ", "-")
-        unhealthy = "; unhealthy" if healthy == "no" else ""
-        table.append(f"| [`{code}`](#{anchor}) | {what}{unhealthy} |")
+        unhealthy = r"\*" if healthy == "no" else ""
+        by_effect.setdefault(what, []).append(f"[`{code}`](#{anchor}){unhealthy}")
+    table = ["| what happens | codes |", "|---|---|"]
+    for what, codes in by_effect.items():
+        table.append(f"| {what} | {', '.join(codes)} |")
     parts = ["# Runbook", known.page["introduction"], "\n".join(table), known.page["ranking"]]
 
     # The entries. Codes of the guard come first, under no heading of their own.

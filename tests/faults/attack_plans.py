@@ -158,7 +158,7 @@ def kill(scene: Scene) -> Episode:
 
 
 def signals(scene: Scene) -> Episode:
-    """One or more requests to stop, at a step or while the run starts or saves."""
+    """Requests to stop, at a step or while the run starts or saves."""
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
     # Before the ranks have met, only a signal to all of them ends all of them.
@@ -185,19 +185,19 @@ def freeze(scene: Scene) -> Episode:
 
 
 def disk(scene: Scene) -> Episode:
-    """The disk is full from a step on; then there is room, a request to stop, or a kill."""
+    """The disk is full from a step on; then room, a request to stop, or a kill."""
     return _disk(
         scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000)))))
     )
 
 
 def no_names(scene: Scene) -> Episode:
-    """The disk has no inodes left from a step on: room for bytes, none for names."""
+    """No inodes are left from a step on."""
     return _disk(scene, "no inodes", "names")
 
 
 def read_only(scene: Scene) -> Episode:
-    """From a step on no file can be changed, open ones included."""
+    """No file can be changed from a step on."""
     return _disk(scene, "read-only", "readonly")
 
 
@@ -227,7 +227,7 @@ def _disk(scene: Scene, family: str, state: str) -> Episode:
 
 
 def full_at_start(scene: Scene) -> Episode:
-    """The disk takes nothing from the first moment of a start."""
+    """The disk is full at a start."""
     state = scene.chance.choice(("0", "names", "readonly", "100"))
     return Episode("full at start", events=[{"at": "begin", "do": ["disk", state]}],
                    reactions=[{"when": "paused", "after": 0.5, "do": "room"}],
@@ -235,7 +235,7 @@ def full_at_start(scene: Scene) -> Episode:
 
 
 def failing_call(scene: Scene) -> Episode:
-    """One file call fails with EIO, or every one from it on with ENOSPC until the process ends."""
+    """One file call fails with EIO, or all from it on with ENOSPC."""
     at, number = scene.step(), scene.chance.randint(1, 100)
     mode = scene.chance.choice(("once", "once", "full"))
     # Which may not even take the word that the run waits.
@@ -253,7 +253,7 @@ def torn_rename(scene: Scene) -> Episode:
 
 
 def power_cut(scene: Scene) -> Episode:
-    """Everything is killed, and parts of what was written last are missing, though the disk had confirmed them."""
+    """Everything is killed, and parts of the last writes, which the disk had confirmed, are missing."""
     at = scene.step()
     lost = {
         "what": "power",
@@ -291,7 +291,7 @@ def lost(scene: Scene) -> Episode:
 
 
 def forged(scene: Scene) -> Episode:
-    """A file of the run folder has content from somebody else."""
+    """A file of the run folder has foreign content."""
     what = scene.chance.choice(("good.json", "incidents.json", "plan.json", "outcome.json", "manifest", "state",
                                 "corpus.json", "journal.jsonl", "config.yaml"))  # fmt: skip
     how = scene.chance.choice(FORGED) if scene.chance.random() < 0.5 else "value"
@@ -300,12 +300,12 @@ def forged(scene: Scene) -> Episode:
 
 
 def changed(scene: Scene) -> Episode:
-    """The run is started with other settings, which must be refused by name and change nothing."""
+    """A start with other settings, which must be refused by name and change nothing."""
     return Episode("changed", change=scene.chance.choice(CHANGES), may=[2])
 
 
 def live(scene: Scene) -> Episode:
-    """A file is deleted while the run writes it or after it has read it."""
+    """A file is deleted while the run uses it."""
     names = (
         "incidents.json",
         "config.yaml",
@@ -322,7 +322,7 @@ def live(scene: Scene) -> Episode:
 
 
 def writers(scene: Scene) -> Episode:
-    """A second start of the same run while the first goes on."""
+    """A second start while the first goes on."""
     at = scene.step()
     events = [{"at": at, "do": ["wait", "1.5"]}, *scene.end(at)]
     return Episode("writers", events=events, reactions=[{"when": "fired", "after": 0.0, "do": "second"}],
@@ -349,7 +349,7 @@ def clock(scene: Scene) -> Episode:
 
 
 def ranks(scene: Scene) -> Episode:
-    """One rank is killed, or frozen for longer than the others wait; or its launcher is killed or told to stop."""
+    """One rank is killed, or frozen for too long; or its launcher is killed or told to stop."""
     at = scene.step()
     if scene.kind in ("torchrun", "deepspeed") and scene.chance.random() < 0.6:
         do = scene.chance.choice(("kill launcher", "stop launcher", "interrupt launcher"))
@@ -361,7 +361,7 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow's server disappears and returns ten times, denies access, or fails three in ten requests."""
+    """MLflow's server comes and goes ten times, denies access, or fails three in ten requests."""
     kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
     faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}

@@ -218,7 +218,7 @@ FALLBACK = (
     Mutation(
         21,
         "what is cut off, or lost without a common part, is not judged twice",
-        "common = (values[_CLIPPED] <= limits[_CLIPPED]) & (values[_SQNR] - centred > _COMMON)",
+        "common = not_clipped & (values[_SQNR] - centred > _COMMON)",
         "common = centred < 99",
         "tests/unit/monitors/test_common_mode_rule.py -k other_reasons",
     ),

@@ -141,8 +141,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "the window of an unknown monitor is refused",
-        "        if unknown:\n            raise CheckpointError(\n",
-        "        if False:\n            raise CheckpointError(\n",
+        "if unknown:\n            named = some(unknown",
+        "if False:\n            named = some(unknown",
         "tests/unit/monitors/test_registry.py -k unknown",
     ),
     Mutation(

@@ -239,7 +239,6 @@ def test_after_bad_steps_every_verdict_is_what_it_would_have_been(
     if trials == TRIALS:
         what = f"series of {STEPS} steps with NaN or infinities in whose other steps no verdict changed"
         figure(12, what, (same, trials), target="all")
-        figure(12, "steps with NaN or infinities in those series", f"{fed} steps", n=trials)
 
 
 @pytest.mark.faults(12)

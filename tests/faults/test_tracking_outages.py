@@ -65,15 +65,6 @@ def check_unhurried(times: list[Timings], tell: Tell, what: str) -> None:
         f"p99 {(watched - alone) * 1e6:+.0f} us ({watched * 1e6:.0f} us, without {alone * 1e6:.0f} us)",
         n=len(all_of("watched")), target="p99 below 1 ms",
     )  # fmt: skip
-    flush, calm = (
-        statistics.median(all_of("watched flush")),
-        statistics.median(all_of("alone flush")),
-    )
-    tell(
-        18,
-        f"fsync of the journal at a save: {what}",
-        f"median {flush * 1e3:.2f} ms, without {calm * 1e3:.2f} ms",
-    )
     assert watched - alone < LIMIT
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from statistics import correlation, mean, median
+from statistics import correlation, mean
 from typing import Any
 
 import pytest
@@ -33,16 +33,6 @@ def percent(figures: dict[str, float]) -> str:
     """As the page has an interval."""
     mean, low, high = (f"{100 * figures[key]:+.2f}" for key in ("mean", "low", "high"))
     return re.sub(r"[+-]0\.00", "0.00", f"{mean} ({low} to {high})")
-
-
-def told(strengths: list[int], steps: list[int]) -> str:
-    """A cell of the table of first faults: strengths that took as many steps stand together."""
-    parts: list[str] = []
-    pairs = (pair for pair in zip(steps, strengths, strict=True) if pair[0])
-    for took, group in groupby(pairs, key=lambda pair: pair[0]):
-        bits = [strength for _, strength in group]
-        parts.append(f"2^{bits[0]}{f' to 2^{bits[-1]}' if len(bits) > 1 else ''}: {took}")
-    return ", ".join(parts) or "-"
 
 
 def span(values: Sequence[float], digits: int = 0) -> str:
@@ -82,8 +72,8 @@ def test_three_faults_with_and_without_the_fallback() -> None:
 def test_first_faults() -> None:
     families = read_json(RESULTS / "evidence_faults_cpu.json")["families"]
     assert len(families) == 14
-    alike: dict[str, list[str]] = {}
     slowest = 0
+    others: list[int] = []
     at_once: dict[str, list[int]] = {"input": [], "weight": [], "gradient": []}
     for name, found in families.items():
         assert list(found["steps"]) == ["1", "2", "4", "10"]
@@ -93,17 +83,15 @@ def test_first_faults() -> None:
             for number, strength in enumerate(found["strengths"])
             if all(set(steps[number:]) <= {5, 6} for steps in found["steps"].values())
         ]
+        took = [step for steps in found["steps"].values() for step in steps if step]
         if soon:
             at_once[name.partition(",")[0]].append(soon[0])
-            slowest = max(slowest, *(max(steps) for steps in found["steps"].values()))
-            continue
-        shown = [found["steps"][every] for every in ("1", "2", "10")]
-        cells = " | ".join(told(found["strengths"], steps) for steps in shown)
-        alike.setdefault(cells, []).append(name)
-    for cells, names in alike.items():
-        assert f"| {'; '.join(names)} | {cells} |" in FALLBACK
-    assert sum(map(len, at_once.values())) == 14 - sum(map(len, alike.values())) == 9
-    assert "The other nine families leave after 5 or 6 steps" in FALLBACK
+            slowest = max(slowest, *took)
+        else:
+            others += took
+    assert sum(map(len, at_once.values())) == 9
+    assert "Nine leave after 5 or 6 steps" in FALLBACK
+    assert f"They leave after {min(others)} to {max(others)} steps" in FALLBACK
     assert f"Weaker ones take up to {slowest} steps" in FALLBACK
     assert at_once["gradient"] == [32], "a row"
     weights, inputs = (span(at_once[role]) for role in ("weight", "input"))
@@ -130,8 +118,8 @@ def test_held_out_faults() -> None:
             assert line in FALLBACK
             assert left == "-"
     assert f"Layers left without harm in {sum(needless)} of their runs" in FALLBACK
-    listed = FALLBACK.partition("of their runs: ")[2].partition(". ")[0]
-    assert sorted(map(int, re.findall(r"\d+", listed))) == sorted(filter(None, needless))
+    second, most = sorted(needless)[-2:]
+    assert f"heavy tails of weights ({most}) and of inputs ({second})" in FALLBACK
     harmful = [row for row in faults if row["harm"] >= HARMFUL]
     seen = sum(bool(row["left"]) for row in harmful)
     assert f"Of {len(harmful)} harmful faults {seen} were seen" in FALLBACK
@@ -281,27 +269,21 @@ def test_cost_of_fp8_larger_sizes() -> None:
 
 
 def test_cost_of_fp8_spread() -> None:
-    rows = cost_rows("| 1") | cost_rows("| 3M")
-    for size, record in cost_stages().items():
-        result = record["variants"]["fp8"]["result"]
-        pooled = result["pooled"]
-        deviations = [
-            pooled["sd"],
-            *(result["by_corpus"][corpus]["sd"] for corpus in ("python", "licences")),
-        ]
+    farthest: list[str] = []
+    seeds: list[str] = []
+    for record in cost_stages().values():
         losses = {(name, corpus, seed): loss for name, corpus, seed, loss, *_ in record["losses"]}
         groups = [
             [losses[name, corpus, seed] for name in CONTROLS if (name, corpus, seed) in losses]
             for corpus, seed in sorted({(corpus, seed) for _, corpus, seed in losses})
         ]
         apart = [max(group) / min(group) - 1 for group in groups if len(group) == len(CONTROLS)]
-        wanted = record["target"]
-        assert rows[size] == [
-            "; ".join(f"{100 * sd:.2f}" for sd in deviations),
-            f"{100 * median(apart):.3f}; {100 * max(apart):.2f}",
-            str(samples_needed(pooled["sd"], wanted)),
-            str(samples_needed(pooled["sd"], wanted - pooled["mean"])),
-        ]
+        farthest.append(f"{100 * max(apart):.2f}")
+        deviation = record["variants"]["fp8"]["result"]["pooled"]["sd"]
+        seeds.append(str(samples_needed(deviation, record["target"])))
+    text = " ".join(COST.split())
+    assert "up to {}, {} and {} apart at 1.4M, 3M and 10M".format(*farthest) in text
+    assert "would take {}, {} and {} seeds".format(*seeds) in text
 
 
 def test_limits_of_common_parts_and_small_groups() -> None:
@@ -356,42 +338,19 @@ def test_starts_from_zero() -> None:
     ]
     assert len(eight) == 2
     assert "Two of the six runs of the ConvNet from zero go to BF16 for good" in FALLBACK
-    lora, net = (
-        [run for row in record["harm"] if start in row["model"] for run in row["losses"]["bf16"]]
-        for start in ("LoRA", "residual branches from zero")
-    )
-    assert f"LoRA ends at {span([run['late'] for run in lora], 2)} nats" in FALLBACK
-    assert (
-        f"explodes to between {span([run['largest'] for run in net], 1).replace(' to ', ' and ')}"
-        in FALLBACK
-    )
     for row in record["harm"]:
-        ours = row["losses"]["fallback"]
         assert len(row["losses"]["bf16"]) == 6
-        over = row["over bf16"]
-        ratios = [over[name]["late"] for name in ("bf16, an ulp apart", "FP8 without the fallback")]
-        cells = " | ".join(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios)
-        counts = [len(run["left"]) for run in ours]
-        first = [min(run["left"].values()) for run in ours]
-        left = f"{span(counts)}, from step {span(first)} on"
-        name = row["model"] + (", warm-up" if row["warmup"] else "")
-        assert f"| {name} | {cells} | {left} |" in FALLBACK
         # No start in which FP8 could be shown to be worse than bf16.
         assert row["over bf16"]["FP8 without the fallback"]["late"][1] < 1
 
 
 def test_what_centred_db_costs() -> None:
     rows = read_json(RESULTS / "centred_cpu.json")["results"]
-    assert rows
-    for sampled, shipped in zip(rows[::2], rows[1::2], strict=True):
-        assert (sampled["steps"], shipped["steps"]) == ("sampled", "shipped")
-        cells: list[str] = []
-        for row in (sampled, shipped):
-            low, high = row["interval"]
-            cells.append(f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})")
-        casts = f"{sampled['ms more in casts']:.1f} of {sampled['ms a step without']:.0f} ms"
-        share = "{:.1f}%".format(100 * sampled["casts' share of the step"])
-        assert (
-            f"| {sampled['size']}, {sampled['casts']} | {casts}, {share} | {cells[0]} | {cells[1]} |"
-            in FALLBACK
-        )
+    ratios = {
+        (row["size"], row["casts"]): f"{row['ratio']:.3f}"
+        for row in rows
+        if row["steps"] == "sampled"
+    }
+    kernel = f"{ratios['tiny', 'kernel']} / {ratios['12M', 'kernel']}"
+    benchmarks = (ROOT / "docs" / "studies" / "benchmarks.md").read_text()
+    assert f"| {kernel}; {ratios['tiny', 'torch']} |" in benchmarks
