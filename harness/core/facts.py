@@ -403,7 +403,9 @@ class SamplingSpan:
 
     def extended(self, first: int, steps: int) -> SamplingSpan:
         """The span with `steps` more steps from `first` on; one that ends before `first` is dropped."""
-        begin = self.first if self.last >= first else first
+        begin = first
+        if self.last >= first:
+            begin = self.first
         return SamplingSpan(begin, max(self.last, first + steps))
 
 

@@ -78,6 +78,7 @@ def grad_health(
     if not scaled:
         return GradHealth(torch.cat([squares, squares.new_full((4,), math.nan)]))
 
+    # Gradients that were divided already are compared with the limit divided by as much.
     limit: float | Tensor = _NEAR_LIMIT
     if divided_by is not None:
         limit = _NEAR_LIMIT / divided_by
@@ -201,7 +202,8 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
     for name, values in batch.items():
         labels = name in LABELS
         if not values.numel():
-            found |= NO_LABEL if labels else 0
+            if labels:
+                found |= NO_LABEL
             continue
         values = _ordered(values)
         # Other integers, such as masks and numbers of segments, may be anything.
@@ -210,6 +212,7 @@ def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None
 
         bounds = torch.aminmax(values)
         low, high = bounds.min.item(), bounds.max.item()
+        # IGNORED is negative: it hides the least of the labels that count.
         if labels and low == IGNORED and not values.is_floating_point():
             if high == IGNORED:
                 found |= NO_LABEL
@@ -269,9 +272,12 @@ def one_sample(batch: Batch, row: int) -> Batch:
     one = {name: values[row : row + 1] for name, values in batch.items()}
     if not isinstance(batch, Flawed):
         return one
+
+    # Its own faults, and those of the whole batch; in the new batch its row is 0.
     own = [fault for fault in batch.faults if fault.row in (row, None)]
-    faults = [replace(fault, row=0) for fault in own]
-    return Flawed(one, faults) if faults else one
+    if not own:
+        return one
+    return Flawed(one, [replace(fault, row=0) for fault in own])
 
 
 def count_targets(batch: Batch) -> int:
@@ -311,8 +317,11 @@ def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> i
     if values.is_floating_point():
         finite = -torch.inf < low and high < torch.inf
         return 0 if finite else NON_FINITE_INPUT
-    in_range = low >= 0 and (vocab_size is None or high < vocab_size)
-    return 0 if in_range else BAD_LABEL
+    if low < 0:
+        return BAD_LABEL
+    if vocab_size is not None and high >= vocab_size:
+        return BAD_LABEL
+    return 0
 
 
 def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) -> list[Fault]:
@@ -329,9 +338,12 @@ def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) ->
             allowed = f", not in [0, {vocab_size})"
 
     # Report the first wrong value of each sample. A tensor without a dimension is one sample.
-    samples = zip(values, wrong, strict=True) if values.ndim else [(values, wrong)]
+    samples: Iterable[tuple[Tensor, Tensor]] = [(values, wrong)]
+    if values.ndim:
+        samples = zip(values, wrong, strict=True)
     faults: list[Fault] = []
     for row, (sample, bad) in enumerate(samples):
+        # A sample may be a single number, which has no index. As a vector of one it has the index 0.
         places = bad.reshape(-1, 1).nonzero() if bad.ndim < 2 else bad.nonzero()
         if not len(places):
             continue

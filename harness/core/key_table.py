@@ -19,13 +19,18 @@ _LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rule = ["---"] * len(headings)
+    lines: list[str] = []
+    for cells in (headings, rule, *rows):
+        line = " | ".join(cells)
+        lines.append(f"| {line} |")
+    return "\n".join(lines)
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Dotted name and field of every key below `model`; the keys of a list's items have `[].` before their name."""
     for name, field in model.model_fields.items():
+        # A section is listed itself only if it is described; its keys always are.
         inner = section(field.annotation)
         if inner is None or field.description is not None:
             yield prefix + name, field
@@ -74,15 +79,20 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {_kind(parts[0], metadata)}"
     if origin is tuple:
         return f"{len(parts)} of: {_kind(parts[0], metadata)}"
-    limits = [f"{words} {limit:,}" for words, limit in _limits(metadata)]
-    return ", ".join([_NAMES[origin or annotation], *limits])
+
+    # A plain type, with its limits.
+    words = [_NAMES[origin or annotation]]
+    for limit, number in _limits(metadata):
+        words.append(f"{limit} {number:,}")
+    return ", ".join(words)
 
 
 def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
     """(words, number) of every limit in a field's metadata; pydantic nests those of an Annotated type."""
     for item in metadata:
         for name, words in _LIMITS.items():
-            if getattr(item, name, None) is not None:
-                yield words, getattr(item, name)
+            limit = getattr(item, name, None)
+            if limit is not None:
+                yield words, limit
         if isinstance(item, FieldInfo):
             yield from _limits(item.metadata)

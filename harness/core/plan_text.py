@@ -42,13 +42,15 @@ def fold(layers: Iterable[Mapping[str, Any]]) -> list[Fold]:
 
 def rung_lines(plan: Mapping[str, Any]) -> list[str]:
     """Requested, resolved and effective precision, why each better rung was not taken, and the plan's notes."""
-    head = f"recipe {plan['recipe']} on {plan['tier']}: requested {plan['requested']}, resolved {plan['resolved']}"
+    head = f"recipe {plan['recipe']} on {plan['tier']}: "
+    head += f"requested {plan['requested']}, resolved {plan['resolved']}"
     if plan.get("effective"):
         head += f", effective {plan['effective']}"
     lines = [head]
     for rung in plan["rungs"]:
         verdict = "taken" if rung["taken"] else "not taken"
         lines.append(f"  {rung['rung']}: {verdict}: {rung['reason']}")
+        # Rungs below the one that was taken were not looked at.
         if rung["taken"]:
             break
     return lines + [f"  note: {note}" for note in plan.get("notes", ())]

@@ -40,14 +40,13 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
+        at = _at(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(
-                f"aliases (*{event.anchor}) are not allowed{_at(event.start_mark)}"
-            )
+            raise yaml.YAMLError(f"aliases (*{event.anchor}) are not allowed{at}")
         if getattr(event, "tag", None) is not None:
-            raise yaml.YAMLError(f"tags ({event.tag}) are not allowed{_at(event.start_mark)}")
+            raise yaml.YAMLError(f"tags ({event.tag}) are not allowed{at}")
         if self._depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep{_at(event.start_mark)}")
+            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep{at}")
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -56,26 +55,28 @@ class _PlainLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            at = _at(key.start_mark)
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"a key must be a word{_at(key.start_mark)}")
+                raise yaml.YAMLError(f"a key must be a word{at}")
             if key.tag == _MERGE:
-                raise yaml.YAMLError(f"merge keys (<<) are not allowed{_at(key.start_mark)}")
+                raise yaml.YAMLError(f"merge keys (<<) are not allowed{at}")
             if key.value in seen:
-                raise yaml.YAMLError(f"duplicate key {key.value!r}{_at(key.start_mark)}")
+                raise yaml.YAMLError(f"duplicate key {key.value!r}{at}")
+            # YAML reads `on`, `null` and `1` as other things than words.
             if key.tag != "tag:yaml.org,2002:str":
-                raise yaml.YAMLError(
-                    f"key {key.value!r} is not a word{_at(key.start_mark)}: put it into quotes"
-                )
+                raise yaml.YAMLError(f"key {key.value!r} is not a word{at}: put it into quotes")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        at = _at(node.start_mark)
         found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None
         if found:
-            raise yaml.YAMLError(f"control character {found[0]!r} in a value{_at(node.start_mark)}")
+            raise yaml.YAMLError(f"control character {found[0]!r} in a value{at}")
+        # Python takes long to convert an integer of very many digits, or refuses it.
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
         if is_number and len(node.value) > _MAX_DIGITS:
-            raise yaml.YAMLError(f"a number of {len(node.value)} characters{_at(node.start_mark)}")
+            raise yaml.YAMLError(f"a number of {len(node.value)} characters{at}")
         return super().construct_scalar(node)
 
 
@@ -97,13 +98,10 @@ def parse_yaml(text: str, source: str) -> Any:
         data = yaml.load(text, Loader=_PlainLoader)
         check_plain(data)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            Problem(
-                what=f"not plain YAML: {' '.join(str(error).split())[:300]}",
-                where=source[:300],
-                fix="use plain keys, numbers, strings and lists: no tags, aliases or duplicate keys",
-            )
-        ) from error
+        why = " ".join(str(error).split())
+        what = f"not plain YAML: {why[:300]}"
+        fix = "use plain keys, numbers, strings and lists: no tags, aliases or duplicate keys"
+        raise ConfigError(Problem(what, source[:300], fix=fix)) from error
     return data
 
 
@@ -112,22 +110,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_bounded(path, MAX_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                f"cannot be read: {error}",
-                str(path),
-                fix="check the path, permissions and encoding (UTF-8)",
-            )
-        ) from error
+        fix = "check the path, permissions and encoding (UTF-8)"
+        raise ConfigError(Problem(f"cannot be read: {error}", str(path), fix=fix)) from error
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
-        raise ConfigError(
-            Problem(
-                f"is a {type(data).__name__}, not a mapping of keys",
-                str(path),
-                fix="write `key: value` lines",
-            )
-        )
+        what = f"is a {type(data).__name__}, not a mapping of keys"
+        raise ConfigError(Problem(what, str(path), fix="write `key: value` lines"))
     return data
 
 
@@ -272,13 +260,9 @@ def find_target(where: str, target: str, what: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(
-            Problem(
-                f"cannot import: {error}",
-                where,
-                fix="check the module path; the working folder is searched too",
-            )
-        ) from error
+        fix = "check the module path; the working folder is searched too"
+        raise ConfigError(Problem(f"cannot import: {error}", where, fix=fix)) from error
+
     found = getattr(module, name, None)
     if not callable(found):
         names: list[str] = []
@@ -297,29 +281,23 @@ def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -
     Raises ConfigError if the function is missing, does not take the arguments, or fails. A HarnessError that the
     function raises passes through.
     """
-    where, arguments = f"{section}.target {target!r}", f"{section}.args"
+    where = f"{section}.target {target!r}"
+    arguments = f"{section}.args"
     function = find_target(where, target, what)
     try:
         return function(**args)
     except HarnessError:
         raise
     except TypeError as error:
-        accepted = list(inspect.signature(function).parameters)
-        raise ConfigError(
-            Problem(
-                f"does not accept {arguments}: {error}",
-                where,
-                fix=f"it takes: {', '.join(accepted) or 'nothing'}",
-            )
-        ) from error
+        # Wrong arguments, or a TypeError inside of the function: both look alike.
+        what = f"does not accept {arguments}: {error}"
+        accepted = ", ".join(inspect.signature(function).parameters)
+        fix = f"it takes: {accepted or 'nothing'}"
+        raise ConfigError(Problem(what, where, fix=fix)) from error
     except Exception as error:
-        raise ConfigError(
-            Problem(
-                f"failed: {type(error).__name__}: {error}",
-                where,
-                fix=f"call {target} with {arguments} alone",
-            )
-        ) from error
+        what = f"failed: {type(error).__name__}: {error}"
+        fix = f"call {target} with {arguments} alone"
+        raise ConfigError(Problem(what, where, fix=fix)) from error
 
 
 def import_extra(module: str, extra: str, where: str) -> Any:
@@ -327,7 +305,6 @@ def import_extra(module: str, extra: str, where: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        what = f"needs {module}, which cannot be imported: {error}"
         fix = f"in the project's folder: pip install -e '.[{extra}]'"
-        raise ConfigError(
-            Problem(f"needs {module}, which cannot be imported: {error}", where, fix=fix)
-        ) from error
+        raise ConfigError(Problem(what, where, fix=fix)) from error

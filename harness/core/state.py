@@ -101,12 +101,14 @@ class RunLedger:
     def skipped(self, window: int, updates: int, within: int) -> None:
         """Count `updates` skipped at `window`; skips before the last `within` windows are forgotten."""
         self.skips += updates
-        self.recent_skips = _since(self.recent_skips, window, within) + [window] * updates
+        recent = _since(self.recent_skips, window, within)
+        self.recent_skips = recent + [window] * updates
 
     def rolls_back(self, window: int, within: int) -> None:
         """Count a rollback decided at `window`; rollbacks before the last `within` windows are forgotten."""
         self.rollbacks += 1
-        self.recent_rollbacks = [*_since(self.recent_rollbacks, window, within), window]
+        recent = _since(self.recent_rollbacks, window, within)
+        self.recent_rollbacks = [*recent, window]
 
     def spent(self, window: int, within: int) -> tuple[int, int]:
         """How many skips and rollbacks the last `within` windows up to `window` had.
@@ -170,7 +172,10 @@ class RunLedger:
             raise ValueError(f"lowered is none of {', '.join(map(repr, _PRECISIONS))}")
         counts: list[Any] = []
         for key in keys - {"lowered", "hashes"}:
-            counts += raw[key] if key in _LISTS else [raw[key]]
+            if key in _LISTS:
+                counts += raw[key]
+            else:
+                counts.append(raw[key])
         if not all(map(_is_count, counts)):
             raise ValueError("a value is not a whole number from 0 to 2^63")
 
@@ -209,7 +214,8 @@ def lost_ledger(where: str, why: str) -> Problem:
 def unrelated_ledger(step: int, attempt: int) -> Problem:
     """The problem of a ledger, of `attempt`, that the checkpoint of `step` was not saved beside."""
     where = f"checkpoint of step {step} and incidents.json"
-    why = f"the checkpoint was not saved beside this ledger (attempt {attempt}): it is another run's, or an older copy"
+    why = f"the checkpoint was not saved beside this ledger (attempt {attempt})"
+    why += ": it is another run's, or an older copy"
     return lost_ledger(where, why)
 
 
@@ -288,8 +294,9 @@ class RandomState:
         # Copies: torch reads a generator's state from where a tensor's memory begins, even if the tensor is a view.
         torch.set_rng_state(tensors["torch"].cpu().clone())
         for index in range(torch.cuda.device_count()):
-            if f"cuda.{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda.{index}"].cpu().clone(), index)
+            saved = tensors.get(f"cuda.{index}")
+            if saved is not None:
+                torch.cuda.set_rng_state(saved.cpu().clone(), index)
         position, has_gauss, gauss = meta["numpy"]
         key = tensors["numpy"].cpu().numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, position, has_gauss, gauss))
@@ -300,13 +307,15 @@ class RandomState:
 @contextmanager
 def random_numbers_apart() -> Iterator[None]:
     """Restore the host's generators of torch, numpy and Python afterwards, whatever is drawn or seeded inside."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    of_torch = torch.get_rng_state()
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 class ExternalState:
@@ -377,9 +386,10 @@ class ExternalState:
             kind = (type(value), context, value.shape, value.stride())
             if kind not in self._kinds:
                 self._kinds.append(kind)
-            inner = {name: getattr(value, name) for name in names}
             number = self._kinds.index(kind)
-            return {"wrapped": [number, self._taken_apart(inner, place, tensors)]}
+            inner = {name: getattr(value, name) for name in names}
+            apart = self._taken_apart(inner, place, tensors)
+            return {"wrapped": [number, apart]}
 
         if type(value) in (Tensor, nn.Parameter):
             # By number, not by place: two places may be spelled alike, as 1 and "1", or a key with a dot in it.
@@ -524,11 +534,11 @@ class TrainState:
         except (HarnessError, torch.OutOfMemoryError):
             raise
         except _OF_ODD_CONTENTS as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]
+            text = " ".join(str(error).split())
+            why = f"{type(error).__name__}: {text}"[:_SHOWN]
             fix = "resume with the model, recipe and version that wrote it"
-            raise CheckpointError(
-                Problem("does not fit this run", "the checkpoint", why, fix)
-            ) from error
+            problem = Problem("does not fit this run", "the checkpoint", why, fix)
+            raise CheckpointError(problem) from error
 
     def resume(
         self,
@@ -551,7 +561,8 @@ class TrainState:
             raise CheckpointError(unrelated_ledger(int(meta["step"]), ledger.attempt))
 
         if budgets["attempt"] == ledger.attempt:
-            ledger.skips, ledger.switches = budgets["skips"], budgets["switches"]
+            ledger.skips = budgets["skips"]
+            ledger.switches = budgets["switches"]
             ledger.recent_skips = list(budgets["recent_skips"])
             ledger.lowered = budgets["lowered"]
         else:
@@ -570,6 +581,8 @@ class TrainState:
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])
+
+        # The state's own fields.
         if set(meta["budgets"]) != _BUDGETS or not isinstance(meta["ledger"], str):
             raise ValueError("its budgets are not those of this version")
         self.step = int(meta["step"])

@@ -132,6 +132,7 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
     gradients: list[Tensor] = []
     for group in optimizer.param_groups:
         gradients += [param.grad for param in group["params"] if param.grad is not None]
+    # One operation divides all gradients of a device and dtype.
     for alike in by_device_and_dtype(gradients):
         torch._foreach_div_(alike, divisor.to(alike[0].device))
     optimizer.step()
@@ -193,7 +194,9 @@ class TorchGradients:
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
         # A copy: `apply` moves the scale, and the step reports the one that its gradients were computed with.
-        loss_scale = self._one if self._loss_scale is None else self._loss_scale.value.clone()
+        loss_scale = self._one
+        if self._loss_scale is not None:
+            loss_scale = self._loss_scale.value.clone()
         divided_by = None if self._overflow is None else loss_scale
         wants_shares = thorough and self._loss_scale is not None
         health = grad_health(self._parameters, wants_shares, divided_by)
@@ -202,8 +205,10 @@ class TorchGradients:
         sums = health.sums.to(self.device)
         if thorough:
             squares = sum_of_squares(weight.detach() for weight in self._weights)
-            sums = torch.cat([sums, squares.to(self.device).reshape(1)])
+            squares = squares.to(self.device).reshape(1)
+            sums = torch.cat([sums, squares])
         sums = self.sum(sums)
+        # The first five are `GradHealth.sums`, the sixth is of the weights.
         health = GradHealth(sums[:5])
 
         figures = {
@@ -245,8 +250,11 @@ class TorchGradients:
         if self._loss_scale is not None and self._overflow is None:
             loss_scale = self._loss_scale.value
 
+        # One division does both: it unscales and, where there is a limit, clips.
         limit = min(self._max_norm, clip)
-        divisor = clip_divisor(norm, limit, loss_scale) if math.isfinite(limit) else loss_scale
+        divisor = loss_scale
+        if math.isfinite(limit):
+            divisor = clip_divisor(norm, limit, loss_scale)
         for optimizer in self._optimizers:
             gated_step(optimizer, skip, divisor)
         if self._loss_scale is not None:
@@ -428,7 +436,8 @@ class WindowBuffers:
             if 0 in now.stride():
                 continue
             before = before.to(now.device, now.dtype)
-            now.copy_(torch.where((applied > 0).to(now.device), now, before))
+            keeps = (applied > 0).to(now.device)
+            now.copy_(torch.where(keeps, now, before))
         self.drop()
 
 

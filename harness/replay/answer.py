@@ -157,7 +157,9 @@ class Answer:
         spike = self.journal_loss
         if "loss.spike" not in self.codes or not math.isfinite(spike):
             return False
-        usual = spike - abs(spike) / 2 if self.loss_before is None else self.loss_before
+        usual = self.loss_before
+        if usual is None:
+            usual = spike - abs(spike) / 2
 
         # The middle is the geometric mean. Losses of zero and below have none: there it is the arithmetic mean.
         if min(usual, spike) > 0:
@@ -176,21 +178,27 @@ def stopped_by_gate(facts: StepFacts) -> bool:
     return not finite or facts.over_limits or facts.bad_data != 0
 
 
-def growth(
-    now: Mapping[str, tuple[float, float, int]], before: Mapping[str, tuple[float, float, int]], scale: float,
-    scale_before: float,
-) -> list[Gradient]:  # fmt: skip
+Measured = Mapping[str, tuple[float, float, int]]
+"""`Origin.gradients`: by parameter the norm, the largest magnitude, and how many elements are not finite."""
+
+
+def growth(now: Measured, before: Measured, scale: float, scale_before: float) -> list[Gradient]:
     """Gradients by parameter, the largest growth first.
 
-    now, before: `Origin.gradients` of the step and of the one before it.
+    now, before: of the step and of the one before it.
     scale, scale_before: what those gradients were multiplied by.
     """
     # Unscaled, so that a change of the loss scale between the two steps is no growth.
     found: list[Gradient] = []
-    for name, (norm, largest, bad) in now.items():
-        usual = before[name][0] / scale_before if name in before else math.nan
-        ratio = (norm / scale) / usual if usual > 0 else math.nan
-        found.append(Gradient(name, norm / scale, largest / scale, bad, ratio))
+    for name, (scaled_norm, scaled_largest, bad) in now.items():
+        norm = scaled_norm / scale
+        largest = scaled_largest / scale
+        ratio = math.nan
+        if name in before:
+            usual = before[name][0] / scale_before
+            if usual > 0:
+                ratio = norm / usual
+        found.append(Gradient(name, norm, largest, bad, ratio))
 
     def order(each: Gradient) -> tuple[float, float]:
         ratio = -math.inf if math.isnan(each.growth) else each.growth
@@ -251,9 +259,8 @@ def _advice(answer: Answer) -> str:
         place = f'"{finding.module}"'
     match answer.cause:
         case "data":
-            return (
-                "mend the samples listed, or leave them out; until then their windows are skipped"
-            )
+            what = "mend the samples listed, or leave them out"
+            return f"{what}; until then their windows are skipped"
         case "not reproducible":
             return (
                 "replay once more, here and on another machine: what differs each time is hardware or a race, what is "
@@ -268,13 +275,11 @@ def _advice(answer: Answer) -> str:
                 "(layers.exclude); or take a recipe with more range: bf16"
             )
         case "model or data" if few:
-            return (
-                f"look at the samples that are bad alone, and at what {place} does with such input"
-            )
+            what = "look at the samples that are bad alone"
+            return f"{what}, and at what {place} does with such input"
         case "model or data" if finding is not None:
-            return (
-                f"it is no single sample: look at the formula in {place}, its weights and train.lr"
-            )
+            what = "it is no single sample"
+            return f"{what}: look at the formula in {place}, its weights and train.lr"
         case "model or data":
             return "lower train.lr or lengthen train.warmup_steps; look at the samples listed first"
         case _:
@@ -389,10 +394,11 @@ def _without_origin(answer: Answer) -> list[str]:
     if here.bad_data:  # the model never saw them
         return []
     if not (math.isfinite(here.loss) and math.isfinite(here.grad_norm)):
-        return [
-            "origin: no module's tensor is NaN or Inf, only their sum: the gradients below are too large for a norm"
-        ]
-    return ["origin: no tensor is NaN or Inf"] if answer.was_bad else []
+        what = "no module's tensor is NaN or Inf, only their sum"
+        return [f"origin: {what}: the gradients below are too large for a norm"]
+    if answer.was_bad:
+        return ["origin: no tensor is NaN or Inf"]
+    return []
 
 
 def _gradients(answer: Answer) -> list[str]:

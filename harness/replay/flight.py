@@ -154,7 +154,8 @@ class FlightRecorder:
         temporary.mkdir(parents=True)
         try:
             if base:
-                _link(self._store.path(base), temporary / _BASE / self._store.path(base).name)
+                checkpoint = self._store.path(base)
+                _link(checkpoint, temporary / _BASE / checkpoint.name)
             write_json(temporary / _RECORD, record)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
@@ -190,7 +191,8 @@ def nearest(steps: Sequence[int], step: int) -> int:
     """
     before = [each for each in steps if each < step]
     earlier = [each for each in before if each < step - 1]
-    return max(earlier or before, default=0)
+    candidates = earlier or before
+    return max(candidates, default=0)
 
 
 def record_folder(run_dir: Path, step: int) -> Path:
@@ -334,8 +336,11 @@ class Branches:
 
         # A run may also have been extended, which changes its schedule.
         row = self._rows(step).get(self.attempt_of(step))
-        steps = row.total if row and row.total is not None else config.train.steps
-        return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+        steps = config.train.steps
+        if row is not None and row.total is not None:
+            steps = row.total
+        train = config.train.model_copy(update={"steps": steps})
+        return config.model_copy(update={"train": train})
 
     def ranks_of(self, step: int) -> tuple[int, str]:
         """How many ranks `step` ran on, and their engine; (1, "") if neither record nor journal says."""

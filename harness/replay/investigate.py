@@ -307,9 +307,8 @@ class Investigation:
 
         # The seed gives the initial state, unless it was another run's checkpoint.
         if self.history.started_from is not None:
-            what = (
-                f"no checkpoint before step {self.step} is left, and the run began from another's"
-            )
+            what = f"no checkpoint before step {self.step} is left"
+            what += ", and the run began from another's"
             recorded = ", ".join(map(str, sorted(self.history.records))) or "none"
             fix = f"replay a later step, or one with a record: {recorded}"
             raise CheckpointError(Problem(what, str(self.folder), fix=fix))
@@ -395,8 +394,10 @@ class Investigation:
         engine = self.config.engine.model_copy(update={"compile": "none"})
         config = self.config.model_copy(update={"engine": engine})
         exact = self.build(config, "fp32", self.history.ledger_of(self.step), self.world_size)
+        # The weights alone: optimizer and loss scale do not change a step's loss and gradients.
         tensors, meta = kept
-        exact.run.state.parts["model"].load_state_dict(tensors["model"], meta["parts"]["model"])
+        model = exact.run.state.parts["model"]
+        model.load_state_dict(tensors["model"], meta["parts"]["model"])
         exact.run.state.step = self.step - 1
         try:
             limits = self.rerun.run.state.limits.get(self.step)
@@ -408,10 +409,9 @@ class Investigation:
         """Why the bits of this re-run may differ from the run's."""
         found: list[str] = []
         planned = read_plan(self.folder).get("resolved")
-        if planned and planned != self.rerun.resolved:
-            found.append(
-                f"the run computed with {planned}, this machine with {self.rerun.resolved}"
-            )
+        resolved = self.rerun.resolved
+        if planned and planned != resolved:
+            found.append(f"the run computed with {planned}, this machine with {resolved}")
         if self.record is None:
             return found
         here = self.rerun.environment
@@ -449,9 +449,12 @@ def _was_bad(row: Mapping[str, float]) -> bool:
 
 def _text(sample: Batch, unit: str) -> str:
     """How a sample begins, if its tokens are bytes; else the names, shapes and first whole numbers of its tensors."""
-    if unit == _BYTES and sample["inputs"].min() >= 0 and sample["inputs"].max() < 256:
-        first = sample["inputs"].reshape(-1)[:_TEXT].tolist()
-        return bytes(first).decode(errors="backslashreplace")
+    if unit == _BYTES:
+        inputs = sample["inputs"]
+        # Ids out of range may be why the step is bad.
+        if inputs.min() >= 0 and inputs.max() < 256:
+            first = inputs.reshape(-1)[:_TEXT].tolist()
+            return bytes(first).decode(errors="backslashreplace")
 
     parts: list[str] = []
     for name, values in sample.items():

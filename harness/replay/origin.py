@@ -588,6 +588,7 @@ class _Watcher:
         self, name: str, direction: str, what: str, tensor: Tensor, **rest: Any
     ) -> Finding:
         nan, inf = count_bad(tensor)
+        # LOSS stands for no module, and has no class.
         kind = ""
         for module, each in self._names.items():
             if each == name:

@@ -79,12 +79,15 @@ class Entry:
     @property
     def names(self) -> tuple[str, ...]:
         """Its codes, or a symptom's slug."""
-        return (slug(self.title),) if self.is_symptom else tuple(self.title.split(", "))
+        if self.is_symptom:
+            return (slug(self.title),)
+        return tuple(self.title.split(", "))
 
     @property
     def line(self) -> str:
         """The first sentence of its first field, on one line."""
-        text = without_marks(" ".join(next(iter(self.fields.values())).split()))
+        first = next(iter(self.fields.values()))
+        text = without_marks(" ".join(first.split()))
         sentence = _SENTENCE.split(text, maxsplit=1)[0]
         return sentence[:1].upper() + sentence[1:]
 
@@ -120,7 +123,9 @@ class Catalogue:
         for entry in self.entries:
             if name in entry.names:
                 return entry
-        names = [each for entry in self.entries for each in entry.names]
+        names: list[str] = []
+        for entry in self.entries:
+            names += entry.names
         fix = near_match(name, names)
         if not fix.startswith("did"):
             fix = "`harness explain` lists them; for a run, give its folder, runs/<run>"
@@ -151,7 +156,8 @@ class Catalogue:
 @cache
 def catalogue() -> Catalogue:
     """The catalogue that is shipped."""
-    return Catalogue.parse(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8"))
+    path = Path(__file__).with_name("codes.toml")
+    return Catalogue.parse(path.read_text(encoding="utf-8"))
 
 
 def slug(title: str) -> str:
@@ -203,9 +209,12 @@ class Streak:
 
 def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     """Events in order, with neighbours of one code and attempt joined."""
+
+    def code_and_attempt(event: Mapping[str, Any]) -> tuple[str, int]:
+        return str(event["code"]), int(event["attempt"])
+
     joined: list[Streak] = []
-    by_code_and_attempt = groupby(events, lambda event: (str(event["code"]), int(event["attempt"])))
-    for (code, attempt), group in by_code_and_attempt:
+    for (code, attempt), group in groupby(events, code_and_attempt):
         each = list(group)
         first, last = each[0], each[-1]
         streak = Streak(
@@ -281,9 +290,12 @@ def cause(history: RunHistory) -> str | None:
 
 def learned_little(history: RunHistory) -> bool:
     """Whether a run of some length ended near the unigram entropy: it learned only how frequent bytes or tokens are."""
-    nats, unigram = history.last("val/loss"), history.unigram_nats
+    nats = history.last("val/loss")
+    unigram = history.unigram_nats
+    if nats is None or not unigram:
+        return False
     applied = history.points("train/step_applied").figures
-    if nats is None or not unigram or (applied == 1).sum() < _SOME_LENGTH:
+    if (applied == 1).sum() < _SOME_LENGTH:
         return False
     # Not `>=`: a NaN is no good loss either.
     return not nats < _LITTLE * unigram
@@ -331,9 +343,13 @@ def post_mortem(history: RunHistory) -> RenderableType:
     commands = next_steps(history)
     if not history.of_own_loop:
         good = _good(history.run_dir)
-        unearned = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
-        lines.append(("good checkpoint", short(good) if good else unearned))
-        commands = [("go on" if good else "start again", go_on(history)), *commands]
+        text = "none: no checkpoint has checkpoint.healthy_steps healthy steps behind it"
+        how = "start again"
+        if good:
+            text = short(good)
+            how = "go on"
+        lines.append(("good checkpoint", text))
+        commands = [(how, go_on(history)), *commands]
 
     table = Table.grid(padding=(0, 2))
     for label, text in lines:
@@ -434,7 +450,9 @@ def explain(subject: str | None, console: Screen) -> int:
 
 def _meant(subject: str) -> list[Entry]:
     """The entries that a question in words may mean; none for a name, or for a misspelt name."""
-    names = [name for entry in catalogue().entries for name in entry.names]
+    names: list[str] = []
+    for entry in catalogue().entries:
+        names += entry.names
     if subject in names:
         return []
     looks_like_a_name = " " not in subject and re.search(r"[.-]", subject)
@@ -510,11 +528,15 @@ def _print_markdown(markdown: str, console: Screen) -> None:
         if line.startswith(_BLOCK):
             console.print(Text(_INDENT + line), soft_wrap=True)
             continue
+        # The mark of a list's item stands before its first line; the others are indented by as much.
         mark = _ITEM.match(line)
-        first = _INDENT + (mark[0] if mark else "")
-        text = _with_code_shown(line[mark.end() :] if mark else line)
+        first = _INDENT
+        if mark:
+            first += mark[0]
+            line = line[mark.end() :]
         indent = first
-        for part in text.wrap(console, min(console.width, _WIDTH) - len(first)):
+        width = min(console.width, _WIDTH) - len(first)
+        for part in _with_code_shown(line).wrap(console, width):
             part.rstrip()
             console.print(Text(indent) + part if part else "")
             indent = " " * len(first)
@@ -523,6 +545,7 @@ def _print_markdown(markdown: str, console: Screen) -> None:
 def _with_code_shown(line: str) -> Text:
     """A line of Markdown with its code in another colour, where the terminal has colours."""
     text = Text()
+    # Prose and code in turn, prose first.
     for place, part in enumerate(_CODE.split(line)):
         if place % 2:
             text.append(part, style="cyan")
@@ -599,8 +622,9 @@ def _section(entry: Entry, mark: str) -> str:
     first, *others = entry.fields.items()
     parts = [f"{mark} {entry.title}", first[1]]
     for label, markdown in others:
-        is_list = _ITEM.match(markdown)
-        parts.append(f"**{label}**:" + ("\n" if is_list else " ") + markdown)
+        # A list begins on a line of its own.
+        between = "\n" if _ITEM.match(markdown) else " "
+        parts.append(f"**{label}**:{between}{markdown}")
     return "\n\n".join(parts)
 
 

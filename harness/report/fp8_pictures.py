@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 INK, GRID = "#222222", "#e5e5e5"
 ROLE_COLOURS = {"input": "#8c6bb1", "weight": "#737373", "grad_output": "#e6a117"}
 FORMATS = {
@@ -50,7 +51,7 @@ class Gathered:
 
     steps: Floats
     fans: dict[tuple[str, str], Floats]
-    exponents: dict[tuple[str, bool], npt.NDArray[np.int64]]
+    exponents: dict[tuple[str, bool], Ints]
 
 
 def pictures(history: RunHistory, folder: Path) -> list[Path]:
@@ -77,12 +78,12 @@ def gather(found: SlotSteps) -> Gathered:
     # The steps of one column, and all columns. A run may have millions of steps: only these stay in memory.
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
     fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
-    exponents: dict[tuple[str, bool], npt.NDArray[np.int64]] = {}
+    exponents: dict[tuple[str, bool], Ints] = {}
     for role in ROLES:
         for scaled in (False, True):
             exponents[role, scaled] = np.zeros(HIGHEST - LOWEST + 1, np.int64)
 
-    places: list[npt.NDArray[np.int64]] = []
+    places: list[Ints] = []
     looked_up: tuple[str, ...] | None = None
     column = 0
     for step, names, values in found.read():
@@ -117,14 +118,15 @@ def gather(found: SlotSteps) -> Gathered:
     return Gathered(firsts.astype(np.float64), by_name, exponents)
 
 
-def _places_of(role: str, names: Sequence[str]) -> npt.NDArray[np.int64]:
+def _places_of(role: str, names: Sequence[str]) -> Ints:
     return np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
 
 
-def _count_exponents(magnitudes: Floats) -> npt.NDArray[np.int64]:
+def _count_exponents(magnitudes: Floats) -> Ints:
     """How many magnitudes have each binary exponent, LOWEST to HIGHEST; the ends take what is beyond them."""
     usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
-    bins = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST).astype(np.int64) - LOWEST
+    exponents = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST)
+    bins = exponents.astype(np.int64) - LOWEST
     return np.bincount(bins, minlength=HIGHEST - LOWEST + 1)
 
 
@@ -140,12 +142,15 @@ def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
 
 def _join(wide: Floats, fans: Floats, column: int) -> None:
     """Join the steps of a column into `fans`; stays NaN where no step had a value."""
-    measured = ~np.isnan(wide[:, :, 0, :]).all(axis=-1)
+    # wide is [roles, figures, ranks, steps]. The first rank is the minimum over the layers, the last the maximum.
+    lowest, highest = wide[:, :, 0, :], wide[:, :, -1, :]
+    measured = ~np.isnan(lowest).all(axis=-1)
     joined = np.full(fans.shape[:3], np.nan)
-    joined[measured, 0] = np.nanmin(wide[:, :, 0, :][measured], axis=-1)
-    joined[measured, -1] = np.nanmax(wide[:, :, -1, :][measured], axis=-1)
+    joined[measured, 0] = np.nanmin(lowest[measured], axis=-1)
+    joined[measured, -1] = np.nanmax(highest[measured], axis=-1)
     for rank in range(1, len(RANKS) - 1):
-        joined[measured, rank] = np.nanmedian(wide[:, :, rank, :][measured], axis=-1)
+        of_rank = wide[:, :, rank, :]
+        joined[measured, rank] = np.nanmedian(of_rank[measured], axis=-1)
     fans[..., column] = joined
 
 
@@ -258,7 +263,8 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
         return False
 
     # An overflow leaves a gradient norm that is not finite. Limits and bad data skip updates too.
-    applied, norm = history.points("train/step_applied"), history.points("train/grad_norm")
+    applied = history.points("train/step_applied")
+    norm = history.points("train/grad_norm")
     skipped = np.isin(steps, applied.steps[applied.figures == 0])
     overflowed = skipped & np.isin(steps, norm.steps[~np.isfinite(norm.figures)])
     figure, grid = _grid(1, 1, 9.0, 3.6)
@@ -271,14 +277,12 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     for marked, colour, text in marks:
         if marked.any():
             axes.plot(steps[marked], scale[marked], "x", color=colour, label=text, linestyle="none")
+    # A scale doubles and halves.
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    axes.set_title(
-        f"Loss scale of {label(history.run_dir.name)}: {skipped.sum()} updates skipped",
-        loc="left",
-        fontsize=10,
-    )
+    title = f"Loss scale of {label(history.run_dir.name)}: {skipped.sum()} updates skipped"
+    axes.set_title(title, loc="left", fontsize=10)
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=9)
     save(figure, path)

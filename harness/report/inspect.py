@@ -76,7 +76,8 @@ def sparkline(values: Sequence[float], bars: str = BARS) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
+    low = min(finite)
+    span = max(finite) - low
     top = len(bars) - 1
     line = ""
     for value in values:
@@ -150,11 +151,13 @@ def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str
     unread: list[str] = []
     for checkpoint in sorted(folder.glob("step-*"), reverse=True):
         try:
-            if not (checkpoint / "fp8.safetensors").is_file():
+            file = checkpoint / "fp8.safetensors"
+            if not file.is_file():
                 continue
-            check_header(checkpoint / "fp8.safetensors")
-            amaxes = load_file(checkpoint / "fp8.safetensors")["history"]
-            names = read_json(checkpoint / "state.json", MAX_LARGE)["parts"]["fp8"]["slots"]
+            check_header(file)
+            amaxes = load_file(file)["history"]
+            state = read_json(checkpoint / "state.json", MAX_LARGE)
+            names = state["parts"]["fp8"]["slots"]
             step = int(checkpoint.name.removeprefix("step-"))
             # Row 0 collects the next amax; rows 1 to L-1 run from the oldest update to the newest.
             histories: Histories = {}
@@ -241,11 +244,10 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
 
     files = data["files"]
     plural = "s" if files > 1 else ""
-    lines = [
-        f"{data['source']} ({data['kind']}): {files:,} file{plural}, {data['train_tokens']:,} tokens "
-        f"to train on, {data['val_tokens']:,} to validate on, {data['vocab']:,} token ids; "
-        f"{steps:,} steps are {epochs}"
-    ]
+    text = f"{data['source']} ({data['kind']}): {files:,} file{plural}, "
+    text += f"{data['train_tokens']:,} tokens to train on, {data['val_tokens']:,} to validate on, "
+    text += f"{data['vocab']:,} token ids; {steps:,} steps are {epochs}"
+    lines = [text]
 
     # A small source with a large share is repeated more often than the whole.
     for part in data.get("mixture", ()):
@@ -267,10 +269,10 @@ def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
     fields: list[str] = []
     for name, (dtype, *shape) in data["fields"].items():
         fields.append(f"{name} {dtype} {shape}")
-    lines = [
-        f"{data['source']}: {data['train_samples']:,} samples to train on, {data['val_samples']:,} to validate on, of "
-        f"{', '.join(fields)}; {steps:,} steps are {epochs}"
-    ]
+    text = f"{data['source']}: {data['train_samples']:,} samples to train on, "
+    text += f"{data['val_samples']:,} to validate on, of {', '.join(fields)}; "
+    text += f"{steps:,} steps are {epochs}"
+    lines = [text]
     if left := data["unreadable"]:
         looked_at = len(data["looked_at"])
         lines.append(f"unreadable among the {looked_at} looked at: {some(left, MAX_NAMED)}")
@@ -278,7 +280,10 @@ def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
 
 
 def _epochs(epochs: float) -> str:
-    return f"{epochs:.3g} epochs" if epochs < 1000 else f"{epochs:,.0f} epochs"
+    number = f"{epochs:,.0f}"
+    if epochs < 1000:
+        number = f"{epochs:.3g}"
+    return f"{number} epochs"
 
 
 def fp8_proof(history: RunHistory) -> str:
@@ -294,7 +299,10 @@ def fp8_proof(history: RunHistory) -> str:
     text = f"{len(expected) - len(silent)} of {len(expected)} FP8 slots saw a nonzero amax"
 
     # A frozen layer with nothing trained before it gets no gradient, so the silence of that slot is right.
-    frozen = {bare(row["module"]) for row in layers if row["frozen"]}
+    frozen: set[str] = set()
+    for row in layers:
+        if row["frozen"]:
+            frozen.add(bare(row["module"]))
     no_gradient: list[str] = []
     others: list[str] = []
     for slot in silent:
@@ -346,14 +354,18 @@ def _outcome(history: RunHistory) -> str:
     outcome = history.outcome
     if not outcome.get("status"):
         return "not ended: still running, or killed"
-    reason = f": {outcome['reason']}" if outcome.get("reason") else ""
-    at = f" at step {outcome['step']}" if "step" in outcome else ""
-    return f"{outcome['status']}{at}{reason}"
+    text = str(outcome["status"])
+    if "step" in outcome:
+        text += f" at step {outcome['step']}"
+    if outcome.get("reason"):
+        text += f": {outcome['reason']}"
+    return text
 
 
 def _loss(history: RunHistory) -> str:
     """The validation loss, and how far it is under what byte or token frequencies alone give."""
-    value, last = history.last("val/loss"), history.last("train/loss")
+    value = history.last("val/loss")
+    last = history.last("train/loss")
     unit = "" if history.unit == "loss" else f" {history.unit}"
 
     # A loop of the user's own: its loss may have any unit.
@@ -365,8 +377,10 @@ def _loss(history: RunHistory) -> str:
             losses.append(f"last training loss {last:.4g}")
         return ", ".join(losses) or "none"
     if value is None:
-        training = "" if last is None else f"; last training loss {last:.4f}{unit}"
-        return f"no validation{training}"
+        text = "no validation"
+        if last is not None:
+            text += f"; last training loss {last:.4f}{unit}"
+        return text
 
     # The validation loss, for bytes in bits too: so losses of any two texts compare.
     accuracy = history.last("val/accuracy")
@@ -399,12 +413,12 @@ def _precision(history: RunHistory) -> str:
 
 def _steps(history: RunHistory) -> str:
     found = counts(history)
-    text = (
-        f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; "
-        f"rollbacks {found['rollbacks']}; demotions {found['demotions']}"
-    )
+    text = f"{found['steps']}: {found['applied']} applied, {found['skipped']} skipped; "
+    text += f"rollbacks {found['rollbacks']}; demotions {found['demotions']}"
     demoted = sorted({layer for layer, *_ in history.demotions()})
-    return f"{text} ({some(demoted, MAX_NAMED)})" if demoted else text
+    if demoted:
+        text += f" ({some(demoted, MAX_NAMED)})"
+    return text
 
 
 def _speed(history: RunHistory) -> str:

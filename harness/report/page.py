@@ -178,6 +178,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     for row in rows:
         cells = "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row)
         lines.append(f"<tr>{cells}</tr>")
+    # Two columns of label and text need no headings.
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     if head:
         head = f"<tr>{head}</tr>"
@@ -228,6 +229,7 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
             label="update skipped",
         )
 
+    # Axes: of bytes also in bits, as losses of any two texts compare by those.
     _limits(axes, train, unigram)
     axes.set_xlabel("step")
     axes.set_ylabel("loss" if history.unit == "loss" else f"loss, {history.unit}")
@@ -255,8 +257,7 @@ def saturation_plot(history: RunHistory, path: Path) -> bool:
         return False
     from matplotlib.colors import Normalize
 
-    # The map.
-    # Colours go by the ratio's logarithm: half the limit and twice the limit are equally far from white.
+    # The map. Colours go by the ratio's logarithm: half the limit and twice the limit are equally far from white.
     steps, ratios = history.matrix("fp8_saturation", slots, MAX_COLUMNS)
     edges = _edges(steps)
     height = float(np.clip(0.095 * len(slots) + 1.8, 3.6, 17.0))
@@ -342,7 +343,9 @@ def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
 
 def _edges(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Edges of the columns that begin at `steps`."""
-    width = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    width = 1.0
+    if len(steps) > 1:
+        width = float(np.median(np.diff(steps)))
     return np.append(steps, steps[-1] + width).astype(np.float64)
 
 

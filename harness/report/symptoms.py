@@ -60,6 +60,7 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
     for name, stems in entries.items():
         shares: list[float] = []
         for word in asked:
+            # The entry's word that is most like this one.
             likes = [like for each, like in likeness[word].items() if each in stems]
             shares.append(weights[word] * max(likes, default=0.0))
         # Words of one phrase count more than the same words from several phrases.
@@ -76,7 +77,8 @@ def found(question: str, words: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _stems(text: str) -> list[str]:
     """The words of a text without their endings; usual words are left out."""
-    parts, usual = re.findall(r"[a-z0-9]+", text.lower()), _USUAL.split()
+    parts = re.findall(r"[a-z0-9]+", text.lower())
+    usual = _USUAL.split()
     return [_stem(part) for part in parts if part not in usual]
 
 

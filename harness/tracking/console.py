@@ -76,10 +76,11 @@ class Console:
             return
 
         # The first step pays for compilation and cold caches. It says nothing about the rest.
+        pace = facts.seconds
         if not self._first:
-            old = facts.seconds if self._pace is None else self._pace
-            self._pace = old + SMOOTHING * (facts.seconds - old)
-        pace = facts.seconds if self._pace is None else self._pace
+            if self._pace is not None:
+                pace = self._pace + SMOOTHING * (facts.seconds - self._pace)
+            self._pace = pace
         figures = self._figures(facts, pace)
         figures["fp8"] = f"{fp8_layers}/{fp8_total}"
         figures["skipped"] = str(skipped)
@@ -90,13 +91,13 @@ class Console:
         if self._progress is not None:
             self._update(self._progress, done, figures, due)
         elif due or done % self._every == 0:
-            width = len(str(self._total))
+            width = len(str(self._total)) + 2
             back = f"  rollbacks {rollbacks}" if rollbacks else ""
-            self._plain(
-                f"step {done:>{width + 2}}/{self._total}  loss {figures['loss']}  lr {figures['lr']}  "
-                f"|g| {figures['norm']}  {figures['rate']}{figures['mfu']}{figures['memory']}  fp8 {figures['fp8']}  "
-                f"skipped {skipped}{back}  eta {figures['eta']}"
-            )
+            line = f"step {done:>{width}}/{self._total}  loss {figures['loss']}  "
+            line += f"lr {figures['lr']}  |g| {figures['norm']}  "
+            line += f"{figures['rate']}{figures['mfu']}{figures['memory']}  "
+            line += f"fp8 {figures['fp8']}  skipped {skipped}{back}  eta {figures['eta']}"
+            self._plain(line)
 
     def _figures(self, facts: StepFacts, pace: float) -> dict[str, str]:
         """A step's figures as text; pace: average seconds of a step."""
@@ -195,6 +196,7 @@ class _Forgiving:
         try:
             return self._stream.write(text)
         except UnicodeEncodeError as error:
+            # A terminal that is not UTF-8 shows question marks.
             plain = text.encode(error.encoding, "replace").decode(error.encoding)
             return self._stream.write(plain)
 
@@ -254,6 +256,8 @@ def plan_table(plan: Mapping[str, Any]) -> RenderableType:
         table.add_column(heading, no_wrap=True)
     table.add_column(why)
     for row in plan_rows(plan):
-        # Text: a shape in brackets is not rich's markup.
-        table.add_row(*map(Text, row), style="" if row[1].startswith("fp8") else "dim")
-    return Group(*(Text(line) for line in rung_lines(plan)), Text(), table)
+        # The second column is the precision. Text: a shape in brackets is not rich's markup.
+        style = "" if row[1].startswith("fp8") else "dim"
+        table.add_row(*map(Text, row), style=style)
+    rungs = [Text(line) for line in rung_lines(plan)]
+    return Group(*rungs, Text(), table)

@@ -39,9 +39,12 @@ def first_step(folder: Path) -> int:
     """
     if not (folder / "config.yaml").exists():
         return 0
+    # A checkpoint's folder is called step-<N>. The file may be damaged: a number has a bounded length.
     source = str(read_mapping(folder / "started_from.json").get("path"))
     number = source.rpartition("step-")[2]
-    return int(number) + 1 if number.isdecimal() and len(number) < _DIGITS else 1
+    if number.isdecimal() and len(number) < _DIGITS:
+        return int(number) + 1
+    return 1
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -120,7 +123,8 @@ class ExistingRows:
 
         Equal means to the last bit; times and rates are not compared.
         """
-        existing = self._metrics.get((attempt, step, tuple(sorted(values))))
+        identity = (attempt, step, tuple(sorted(values)))
+        existing = self._metrics.get(identity)
         if not existing:
             return Comparison()
 

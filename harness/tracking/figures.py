@@ -43,6 +43,7 @@ class Points(Mapping[int, float]):
 
     def __init__(self, steps: npt.NDArray[np.int64], figures: npt.NDArray[np.float64]) -> None:
         """steps, figures: in the order of the rows. Of several rows of a step, the last counts."""
+        # A stable sort: rows of one step stay in their order.
         order = np.argsort(steps, kind="stable")
         steps, figures = steps[order], figures[order]
         is_last = np.ones(len(steps), bool)
@@ -107,7 +108,8 @@ class Figures:
         group.steps.append(row.step)
         group.attempts.append(row.attempt)
         process = (row.total, row.ranks, row.engine)
-        group.processes.append(self._processes.setdefault(process, len(self._processes)))
+        number = self._processes.setdefault(process, len(self._processes))
+        group.processes.append(number)
         for column, value in zip(group.columns.values(), row.values.values(), strict=True):
             column.append(value)
         self._count += 1
@@ -117,10 +119,12 @@ class Figures:
 
     def __iter__(self) -> Iterator[MetricsRow]:
         """Rows in the order of the journal; each is made anew when it is asked for."""
-        processes, groups = list(self._processes), list(self._groups.values())
+        processes = list(self._processes)
+        groups = list(self._groups.values())
 
         # For each row of the journal, the group that has it, and its place there.
-        owner, place = np.empty(self._count, np.int64), np.empty(self._count, np.int64)
+        owner = np.empty(self._count, np.int64)
+        place = np.empty(self._count, np.int64)
         for index, group in enumerate(groups):
             numbers = np.array(group.number)
             owner[numbers] = index
@@ -133,7 +137,8 @@ class Figures:
         processes = list(self._processes)
         by_number: dict[int, MetricsRow] = {}
         for group in self._groups.values():
-            for at in np.flatnonzero(np.array(group.steps) == step).tolist():
+            is_of_step = np.array(group.steps) == step
+            for at in np.flatnonzero(is_of_step).tolist():
                 by_number[group.number[at]] = _row(group, at, processes)
         return [by_number[number] for number in sorted(by_number)]
 
@@ -141,6 +146,7 @@ class Figures:
         """The first step of each attempt."""
         found: dict[int, int] = {}
         for group in self._groups.values():
+            # The least step of the rows of each attempt.
             attempts, place = np.unique(np.array(group.attempts), return_inverse=True)
             firsts = np.full(len(attempts), np.iinfo(np.int64).max)
             np.minimum.at(firsts, place, np.array(group.steps))
@@ -155,7 +161,8 @@ class Figures:
     def points(self, name: str, first: First, replaced: bool) -> Points:
         """One figure at the steps that count, or with `replaced` at those that a later attempt did again."""
         # Each list begins with an empty array: there may be no group, and nothing cannot be concatenated.
-        numbers, steps = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        numbers = [np.zeros(0, np.int64)]
+        steps = [np.zeros(0, np.int64)]
         values = [np.zeros(0)]
         for group in self._with.get(name, ()):
             wanted = group.replaced(first) == replaced
@@ -165,7 +172,9 @@ class Figures:
 
         # Groups are apart in memory; the order of the journal decides which row of a step is the last.
         order = np.argsort(np.concatenate(numbers))
-        return Points(np.concatenate(steps)[order], np.concatenate(values)[order])
+        all_steps = np.concatenate(steps)[order]
+        all_values = np.concatenate(values)[order]
+        return Points(all_steps, all_values)
 
 
 class SeriesOf(Mapping[str, Points]):
@@ -191,4 +200,5 @@ class SeriesOf(Mapping[str, Points]):
 
 def _row(group: _Group, at: int, processes: list[Process]) -> MetricsRow:
     values = {name: column[at] for name, column in group.columns.items()}
-    return MetricsRow(group.attempts[at], group.steps[at], values, *processes[group.processes[at]])
+    total, ranks, engine = processes[group.processes[at]]
+    return MetricsRow(group.attempts[at], group.steps[at], values, total, ranks, engine)

@@ -146,14 +146,16 @@ class RunHistory:
 
         # A step that a rollback discarded was done: its figures are not lost.
         there = points.steps
-        if (abandoned := self.abandoned.get(LOSS)) is not None:
+        abandoned = self.abandoned.get(LOSS)
+        if abandoned is not None:
             there = np.union1d(there, abandoned.steps)
         first = first_step(self.run_dir) or int(points.steps[0])
         last = int(points.steps[-1])
         # A forged step number would make this list huge.
         if last - len(there) > MOST_LOST:
             return []
-        return np.setdiff1d(np.arange(first, last + 1), there, assume_unique=True).tolist()
+        expected = np.arange(first, last + 1)
+        return np.setdiff1d(expected, there, assume_unique=True).tolist()
 
     @property
     def of_own_loop(self) -> bool:
@@ -257,8 +259,11 @@ class RunHistory:
             names = list(self.slot_steps.names)
         else:
             # The file is lost: the journal has some slots.
-            prefix = f"{metric}/"
-            names = [name.removeprefix(prefix) for name in self.series if name.startswith(prefix)]
+            names = []
+            for name in self.series:
+                key, slash, slot = name.partition("/")
+                if key == metric and slash:
+                    names.append(slot)
         order: dict[str, int] = {}
         for place, layer in enumerate(self.plan.get("layers", ())):
             order[bare(layer["module"])] = place
@@ -326,7 +331,8 @@ class RunHistory:
         amaxes: dict[str, list[float]] = {}
         for slot in slots:
             points = self.series.get(f"fp8_amax/{slot}", {})
-            amaxes[slot] = [points[step] for step in sorted(points)[-count:]]
+            newest = sorted(points)[-count:]
+            amaxes[slot] = [points[step] for step in newest]
         return last, amaxes
 
     def matrix(
@@ -338,7 +344,8 @@ class RunHistory:
         """
         if self.slot_steps is not None:
             # The file has figures by their field, the journal by their key.
-            figure = {each.key: name for name, each in SLOT_ROWS.items()}[metric]
+            figures = {each.key: name for name, each in SLOT_ROWS.items()}
+            figure = figures[metric]
             return self.slot_steps.joined(figure, slots, columns)
 
         # The file is lost: fill a matrix from the journal's series.
@@ -351,10 +358,14 @@ class RunHistory:
                 values[row, places[step]] = value
 
         # Join neighbours; padding makes the last group whole.
-        each = 1 if columns is None else max(1, -(-len(steps) // columns))
-        values = np.pad(values, ((0, 0), (0, -len(steps) % each)), constant_values=np.nan)
+        each = 1
+        if columns is not None:
+            each = max(1, -(-len(steps) // columns))
+        padding = -len(steps) % each
+        values = np.pad(values, ((0, 0), (0, padding)), constant_values=np.nan)
         if steps:
-            values = np.fmax.reduce(values.reshape(len(slots), -1, each), axis=2)
+            groups = values.reshape(len(slots), -1, each)
+            values = np.fmax.reduce(groups, axis=2)
         return np.array(steps[::each], dtype=np.int64), values
 
 
@@ -373,7 +384,8 @@ def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -
 
 
 def _stretch(after: int, run: Mapping[str, Mapping[str, Any]]) -> Stretch:
-    recipe, sha256 = run["params"].get("recipe", ""), run["tags"].get("recipe.sha256", "")
+    recipe = run["params"].get("recipe", "")
+    sha256 = run["tags"].get("recipe.sha256", "")
     return Stretch(after, shown(str(recipe)), shown(str(sha256)))
 
 
@@ -393,10 +405,16 @@ def _slot_key(slot: str, order: Mapping[str, int]) -> tuple[Any, ...]:
     layer, role = split_slot(slot)
     natural: list[tuple[int, int, str]] = []
     for part in layer.split("."):
-        is_number = part.isdecimal() and len(part) < MAX_TEXT
-        natural.append((0, int(part), "") if is_number else (1, 0, part))
+        if part.isdecimal() and len(part) < MAX_TEXT:
+            natural.append((0, int(part), ""))
+        else:
+            natural.append((1, 0, part))
+
+    # Layers that the plan does not have, and roles that are not known, come last.
     place = order.get(bare(layer), len(order))
-    role_place = ROLES.index(role) if role in ROLES else len(ROLES)
+    role_place = len(ROLES)
+    if role in ROLES:
+        role_place = ROLES.index(role)
     return place, natural, role_place, role
 
 

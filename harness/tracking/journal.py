@@ -98,9 +98,10 @@ def encode(row: Mapping[str, Any]) -> bytes:
         text = json.dumps(row, allow_nan=False, default=_plain)
     except ValueError:
         # Rare: a number that is not finite. Only then is the row walked through in Python.
-        text = json.dumps(
-            _spell_out(row), allow_nan=False, default=lambda value: _spell_out(_plain(value))
-        )
+        def spelt_out(value: Any) -> Any:
+            return _spell_out(_plain(value))
+
+        text = json.dumps(_spell_out(row), allow_nan=False, default=spelt_out)
     return text.encode() + b"\n"
 
 
@@ -345,7 +346,9 @@ def run_page(run_dir: Path) -> str:
 def delivered(run_dir: Path) -> bool:
     """Whether MLflow has every finished row of this run's journal."""
     journal = run_dir / JOURNAL
-    return not journal.exists() or Position.load(run_dir).offset == finished_size(journal)
+    if not journal.exists():
+        return True
+    return Position.load(run_dir).offset == finished_size(journal)
 
 
 def tracking_uri(environment: Mapping[str, str] = os.environ, folder: Path | None = None) -> str:
@@ -369,7 +372,8 @@ def misplaced(environment: Mapping[str, str] = os.environ, folder: Path | None =
     found = [each for each in "?%" if each in here]
     if not found:
         return ""
-    return f"its path has a {' and a '.join(found)}, which means something else in the address of a database"
+    signs = " and a ".join(found)
+    return f"its path has a {signs}, which means something else in the address of a database"
 
 
 def _ends_a_row(journal: Path, offset: int) -> bool:
@@ -448,7 +452,8 @@ class Journal:
         # A resume repeats steps: their rows are not written twice.
         self._existing = ExistingRows()
         if resume_step is not None:
-            self._existing = ExistingRows.index(read_rows(path, since=resume_step - 1), resume_step)
+            rows = read_rows(path, since=resume_step - 1)
+            self._existing = ExistingRows.index(rows, resume_step)
         self.existing_attempt = self._existing.attempt
         self._now = RowClock(self._existing.latest)
 

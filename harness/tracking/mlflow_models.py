@@ -56,9 +56,12 @@ class CheckpointModels:
 
         # The checkpoint changed its state; one that was never sent as saved has no model.
         model = self._retry(self._find, step)
-        if model:
-            tags = {"good": "true"} if state == "good" else {"state": state, "good": "false"}
-            self._retry(self._client.set_logged_model_tags, model, tags)
+        if not model:
+            return
+        tags = {"state": state, "good": "false"}
+        if state == "good":
+            tags = {"good": "true"}
+        self._retry(self._client.set_logged_model_tags, model, tags)
 
     def _saved(self, row: Mapping[str, Any], step: int, milliseconds: int) -> None:
         """Create the checkpoint's model, with tags, metrics and a link from the run's page."""

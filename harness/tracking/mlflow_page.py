@@ -39,8 +39,8 @@ def data_input(data: Mapping[str, Any]) -> DatasetInput:
 
     # Long values, such as a list of thousands of files, have no room in a profile.
     short = {key: value for key, value in data.items() if len(str(value)) < 1000}
-    profile = {key: value for key, value in short.items() if key != "source"}
-    profile_text = json.dumps(profile, default=str)
+    short.pop("source", None)
+    profile_text = json.dumps(short, default=str)
     source_text = json.dumps({"uri": source})
     dataset = Dataset(name, digest, "local", source_text, profile=profile_text)
     return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])
@@ -80,8 +80,8 @@ class Description:
 
         # The hash is of the text that we wrote last: another text is a person's, and stays.
         existing = self._client.get_run(self._run_id).data.tags
-        there, ours = existing.get(MLFLOW_RUN_NOTE, ""), existing.get(_NOTE_HASH)
-        if there and _hash(there) != ours:
+        there = existing.get(MLFLOW_RUN_NOTE, "")
+        if there and _hash(there) != existing.get(_NOTE_HASH):
             self._stale = False
             return
 
@@ -181,7 +181,8 @@ def _listed(facts: Mapping[str, Any]) -> str:
 
 def _cell(text: object) -> str:
     """Text for a cell of a Markdown table: on one line, without a bar or a tag, of bounded length."""
-    return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())[:600]
+    plain = str(text).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(plain.split())[:600]
 
 
 def _hash(text: str) -> str:

@@ -103,9 +103,11 @@ def pause(failures: int, asked: float | None, share: float) -> float:
     asked: seconds that the server asked for.
     share: drawn from 0 to 1, so that many runs that lost one server do not come back all at once.
     """
+    if asked is not None:
+        return asked + SHORTEST * share
     # Twice as long each time. The exponent is bounded, because a float is.
-    usual = min(SHORTEST * 2.0 ** min(failures - 1, 20), LONGEST) * (0.5 + 0.5 * share)
-    return usual if asked is None else asked + SHORTEST * share
+    doubled = SHORTEST * 2.0 ** min(failures - 1, 20)
+    return min(doubled, LONGEST) * (0.5 + 0.5 * share)
 
 
 def passing(status: int | None, asked: bool) -> bool:

@@ -196,15 +196,19 @@ def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str],
 
 def portion(offset: int, size: int) -> str:
     """How much of a journal MLflow has, in words; both in bytes."""
-    return f"{offset / max(size, 1):.1%} of the journal delivered ({offset / 1e6:,.1f} of {size / 1e6:,.1f} MB)"
+    share = offset / max(size, 1)
+    megabytes = f"{offset / 1e6:,.1f} of {size / 1e6:,.1f} MB"
+    return f"{share:.1%} of the journal delivered ({megabytes})"
 
 
 @contextmanager
 def _log(run_dir: Path) -> Iterator[BinaryIO]:
     """The shipper's log. Only its owner may read it: libraries write there, too."""
-    with open(
-        run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)
-    ) as log:
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    with open(run_dir / "shipper.log", "ab", opener=opened) as log:
         with suppress(OSError):  # one that somebody else owns
             os.fchmod(log.fileno(), 0o600)
         yield log
@@ -368,7 +372,8 @@ class _Follower:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(scrubbed(str(error)).split())[:500]}"
+    text = " ".join(scrubbed(str(error)).split())
+    return f"{type(error).__name__}: {text[:500]}"
 
 
 def _cause(error: BaseException) -> str:

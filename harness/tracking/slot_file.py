@@ -113,6 +113,7 @@ class SlotFile:
         frame = _HEADER.pack(magic, len(packed), attempt, step) + packed
         self._cut()
         if os.write(self._fd, frame) != len(frame):
+            # `_end` stays: the part is cut off before the next frame.
             raise OSError("the disk took only a part of a step's figures")
         self._end += len(frame)
 
@@ -221,15 +222,15 @@ class SlotSteps:
             for place in reversed(places) if back else places:
                 step = int(self.steps[place])
                 names = self._named[self._which[place]]
+                at, packed = int(self._at[place]), int(self._sizes[place])
                 size = 4 * len(FIGURES) * len(names)
-                payload = _payload(file, int(self._at[place]), int(self._sizes[place]), size)
-                if payload is None:
+                payload = _payload(file, at, packed, size)
+                if payload is None or len(payload) != size or not names:
                     continue
                 # The planes of bytes back into floats; see `SlotFile.add`.
-                if names and len(payload) == size:
-                    planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
-                    numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
-                    yield step, names, numbers.view(np.float32)[..., 0]
+                planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
+                numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
+                yield step, names, numbers.view(np.float32)[..., 0]
 
     def heard(self) -> list[str]:
         """Slots whose amax was ever over 0."""
@@ -275,8 +276,11 @@ class SlotSteps:
 
         columns: neighbouring steps are joined where there are more; None: a column for each step.
         """
+        # `each` steps are joined in a column.
         count = len(self.steps)
-        each = 1 if columns is None else max(1, -(-count // columns))
+        each = 1
+        if columns is not None:
+            each = max(1, -(-count // columns))
         values = np.full((len(slots), -(-count // each)), np.nan)
         rows = {name: row for row, name in enumerate(slots)}
         which = FIGURES.index(figure)
@@ -290,7 +294,9 @@ class SlotSteps:
                 places = [place for place, name in enumerate(names) if name in rows]
                 chosen = np.array(places, np.int64)
                 targets = np.array([rows[names[place]] for place in places], np.int64)
-            column = values[:, int(np.searchsorted(self.steps, step)) // each]
+            # A view: what is written into it is in `values`.
+            number = int(np.searchsorted(self.steps, step)) // each
+            column = values[:, number]
             column[targets] = np.fmax(column[targets], figures[which, chosen])
         return self.steps[::each], values
 
@@ -341,6 +347,7 @@ def _payload(file: Any, at: int, packed: int, size: int) -> bytes | None:
         payload = stream.decompress(file.read(packed), size + 1)
     except zlib.error:
         return None
+    # At most one byte more than allowed was unpacked: a small frame cannot fill the memory.
     return payload if stream.eof and len(payload) <= size else None
 
 

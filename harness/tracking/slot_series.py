@@ -73,7 +73,7 @@ class SlotLimits:
         with np.errstate(invalid="ignore"):
             bad = (
                 (slots.saturation > limits)
-                | ~(np.isfinite(slots.amax) | np.isnan(slots.amax))
+                | np.isinf(slots.amax)
                 | (slots.clipped > self.clipped)
                 | (slots.underflow > underflow)
                 | (slots.sqnr_db < self.sqnr_db)
@@ -81,7 +81,8 @@ class SlotLimits:
                 | (slots.centred_db < self.centred_db)
             )
             over = np.nan_to_num(slots.saturation / limits, nan=0.0)
-        return sorted(np.flatnonzero(bad).tolist(), key=lambda place: (-over[place], place))
+        places: list[int] = np.flatnonzero(bad).tolist()
+        return sorted(places, key=lambda place: (-over[place], place))
 
 
 def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dict[str, float]:
@@ -165,7 +166,8 @@ class SlotSeries:
     def __init__(
         self, config: TrackingConfig, folder: Path | None, limits: SlotLimits | None = None
     ) -> None:
-        self.config, self.limits = config, limits
+        self.config = config
+        self.limits = limits
         self.file = None if folder is None else SlotFile(folder / SLOT_FILE)
         self._journal = None if folder is None else folder / JOURNAL
         self._names: tuple[str, ...] = ()
@@ -211,11 +213,13 @@ class SlotSeries:
 
     def rest(self, attempt: int) -> Kept | None:
         """The figures of the last step, at the end of a run; None if that step's row has them."""
-        if self._last is None or self._last[1] != attempt:
+        if self._last is None:
             return None
-        facts, slots = self._last[0], self._last[0].slots
-        assert slots is not None
-        return self._row(facts.step, slots, [])
+        facts, attempt_of_last = self._last
+        if attempt_of_last != attempt:
+            return None
+        assert facts.slots is not None
+        return self._row(facts.step, facts.slots, [])
 
     def _row(self, step: int, slots: SlotStats, events: list[Event]) -> Kept:
         """A row with the quantiles of the roles and the series of single slots; the next row begins anew."""
@@ -275,11 +279,10 @@ class SlotSeries:
             if not any(fnmatchcase(name, pattern) for name in names):
                 text = f"tracking.fp8_slots: {pattern!r} matches no FP8 slot"
                 yield {"code": "fp8.unmatched", "pattern": pattern, "text": text}
-        if len(asked) > self.config.fp8_series:
-            rest = asked[self.config.fp8_series :]
-            yield _not_picked(
-                rest, "asked for", f"{self.config.fp8_series} at most, tracking.fp8_series"
-            )
+        most = self.config.fp8_series
+        if len(asked) > most:
+            bound = f"{most} at most, tracking.fp8_series"
+            yield _not_picked(asked[most:], "asked for", bound)
 
     def _picked_before(self, attempt: int, step: int) -> Iterator[tuple[str, str]]:
         """(slot, why) of slots that were picked before, from the journal.
@@ -327,8 +330,12 @@ class SlotSeries:
         if facts.demoted:
             demoted = set(facts.demoted)
             yield DEMOTED, [name for name in slots.names if name.rpartition(".")[0] in demoted]
+
+        # A step that was not applied, and the first ones, are not judged: their scales do not fit.
         limits = self.limits
-        if limits is not None and facts.applied and facts.applied_steps > limits.warmup_steps:
+        if limits is None or not facts.applied:
+            return
+        if facts.applied_steps > limits.warmup_steps:
             yield NEAR, [slots.names[place] for place in limits.beyond(slots)]
 
     def _worst_now(self, step: int, low: Floats, high: Floats) -> dict[str, str]:
@@ -350,11 +357,13 @@ class SlotSeries:
         self, role: str, columns: Sequence[int], low: Floats, high: Floats
     ) -> Iterator[tuple[str, tuple[str, float]]]:
         """(figure, (layer, value)) of the worst layer by each figure that was measured."""
-        for figure, least in _WORST:
-            values: Floats = (low if least else high)[FIGURES.index(figure), columns]
+        for figure, least_is_worst in _WORST:
+            extremes = low if least_is_worst else high
+            values: Floats = extremes[FIGURES.index(figure), columns]
             if np.isnan(values).all():
                 continue
-            at = int(np.nanargmin(values) if least else np.nanargmax(values))
+            worst = np.nanargmin(values) if least_is_worst else np.nanargmax(values)
+            at = int(worst)
             layer = self._names[columns[at]].removesuffix(f".{role}")
             yield figure, (layer, float(values[at]))
 

@@ -66,9 +66,13 @@ class Destination:
         uri, needs = stored.get("uri"), stored.get("needs")
         if not isinstance(uri, str) or not 0 < len(uri) <= _LONGEST or not uri.isprintable():
             return None
-        named = set(map(str, needs)) if isinstance(needs, list) else set[str]()
+
+        # Only variables of MLflow: the file may be damaged, and their names are shown.
         secrets = {URI, _USERNAME, _PASSWORD, _TOKEN}
-        return cls(Address.of(uri).bare, tuple(sorted(secrets & named)))
+        named: set[str] = set()
+        if isinstance(needs, list):
+            named = secrets.intersection(map(str, needs))
+        return cls(Address.of(uri).bare, tuple(sorted(named)))
 
     def save(self, run_dir: Path) -> None:
         """Write it into the run folder, atomically."""
@@ -84,15 +88,20 @@ class Destination:
 
 def _absolute(uri: str) -> str:
     """`uri` with an absolute path, if it is a file with a path relative to the working folder."""
+    # sqlite:///mlflow.db, sqlite+pysqlite:///mlflow.db?settings
     sqlite = re.fullmatch(r"(sqlite(?:\+\w+)?:///)([^/:?][^:?]*)(\?.*)?", uri)
     if sqlite is not None:
         scheme, path, settings = sqlite.groups()
-        return f"{scheme}{Path.cwd().resolve() / path}{settings or ''}"
+        return f"{scheme}{_here(path)}{settings or ''}"
     if uri.startswith("file:") and not uri.startswith("file:/"):
-        return f"file://{Path.cwd().resolve() / uri.removeprefix('file:')}"
+        return f"file://{_here(uri.removeprefix('file:'))}"
     if ":" not in uri and not uri.startswith("databricks"):
-        return f"file://{Path.cwd().resolve() / uri}"
+        return f"file://{_here(uri)}"
     return uri
+
+
+def _here(path: str) -> Path:
+    return Path.cwd().resolve() / path
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,8 @@ class Choice:
         if address.settings:
             return f"MLflow's client cannot use an address with settings (?...): set {_TOKEN} for a token"
         if address.userinfo and ":" not in address.userinfo:
-            return (
-                f"MLflow's client does not send a token that stands before the host: set {_TOKEN}"
-            )
+            why = "MLflow's client does not send a token that stands before the host"
+            return f"{why}: set {_TOKEN}"
         return ""
 
     @property

@@ -36,7 +36,7 @@ DATASET = (
     Mutation(
         8,
         "reading leaves the process its random numbers",
-        "        np.random.set_state(before[1])\n",
+        "        np.random.set_state(of_numpy)\n",
         "",
         "tests/unit/data/test_dataset.py -k leaves_the_process",
     ),

@@ -74,8 +74,8 @@ takes each protection away and checks that a test fails.
 FIGURES = """## Figures
 `pytest tests/faults/TEST` measures a figure again. In brackets is the share that could still fail, at 95% confidence.
 
-| row | what | measured | wanted | TEST |
-|---|---|---|---|---|
+| row | what | measured | TEST |
+|---|---|---|---|
 """
 
 
@@ -135,7 +135,9 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
             test = f"`{_plain(figure).removeprefix('tests/faults/')}`"
             if test not in tests:
                 tests.append(test)
-        cells = (str(row), kind, "<br>".join(dict.fromkeys(values)), target, "<br>".join(tests))
+        if target not in ("", "all"):
+            values.append(f"(wanted: {target})")
+        cells = (str(row), kind, "<br>".join(dict.fromkeys(values)), "<br>".join(tests))
         lines.append(f"| {' | '.join(cells)} |")
     return FIGURES + "\n".join(lines) + "\n"
 

@@ -511,10 +511,10 @@ def test_figures_that_share_a_side_of_the_colon_are_one_line() -> None:
         ]
     )
     assert page.splitlines()[-3:] == [
-        "| 1 | two load | a repair, killed: 21 of 21 (13.29%)<br>a save, killed: 19 of 19 (14.59%) |  "
+        "| 1 | two load | a repair, killed: 21 of 21 (13.29%)<br>a save, killed: 19 of 19 (14.59%) "
         "| `b.py::y`<br>`a.py::x` |",
-        "| 1 | alone: others load | 3 s |  | `a.py::x` |",
-        "| 1 | longest end | deepspeed: 1.7 s<br>torchrun: 0.9 s |  | `a.py::z` |",
+        "| 1 | alone: others load | 3 s | `a.py::x` |",
+        "| 1 | longest end | deepspeed: 1.7 s<br>torchrun: 0.9 s | `a.py::z` |",
     ]
 
 

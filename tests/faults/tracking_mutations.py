@@ -71,8 +71,8 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "Retry-After is honoured",
-        "return usual if asked is None else asked + SHORTEST * share",
-        "return usual",
+        "    if asked is not None:\n        return asked + SHORTEST * share\n",
+        "",
         "tests/faults/test_delivery.py -k honoured",
     ),
     Mutation(
@@ -100,14 +100,16 @@ TRACKING: tuple[Mutation, ...] = (
         18,
         "the shipper's log is for its owner alone",
         (
-            'run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)\n'
-            "    ) as log:\n"
+            "return os.open(path, flags, 0o600)\n"
+            "\n"
+            '    with open(run_dir / "shipper.log", "ab", opener=opened) as log:\n'
             "        with suppress(OSError):  # one that somebody else owns\n"
             "            os.fchmod(log.fileno(), 0o600)"
         ),
         (
-            'run_dir / "shipper.log", "ab", opener=lambda path, flags: os.open(path, flags, 0o644)\n'
-            "    ) as log:"
+            "return os.open(path, flags, 0o644)\n"
+            "\n"
+            '    with open(run_dir / "shipper.log", "ab", opener=opened) as log:'
         ),
         "tests/faults/test_delivery.py -k no_secret_of",
     ),
@@ -282,7 +284,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a description that somebody wrote is left alone",
-        "if there and _hash(there) != ours:",
+        "if there and _hash(there) != existing.get(_NOTE_HASH):",
         "if False:",
         "tests/unit/tracking/test_mlflow_page.py -k somebody_chose",
     ),
@@ -303,8 +305,8 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         19,
         "a resume keeps no rows of steps that it does not do again",
-        "ExistingRows.index(read_rows(path, since=resume_step - 1), resume_step)",
-        "ExistingRows.index(list(read_rows(path)), resume_step)",
+        "rows = read_rows(path, since=resume_step - 1)",
+        "rows = list(read_rows(path))",
         "tests/unit/tracking/test_long_journals.py::test_memory_grows_by_little_for_each_row[resumed]",
     ),
     Mutation(
