@@ -160,7 +160,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "what every rank holds whole is counted once",
-        "if name in rows or world_rank() == 0]",
+        "if name in self.rows or world_rank() == 0]",
         "]",
         f"{_ENGINE} -k every_bit",
     ),
@@ -181,7 +181,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "ranks that call different blocks do not train on",
-        "if not self._of_rows.same_order.item():",
+        "if not self._local.same_order.item():",
         "if False:",
         f"{_ENGINE} -k call_different_blocks",
     ),
