@@ -1,5 +1,6 @@
-"""A model that FSDP2 (torch's `fully_shard`) has sharded, as the update of a step needs it. For our engine and for loops
-of the user's own.
+"""What the update of a step needs of a model that FSDP2 (torch's `fully_shard`) has sharded.
+
+For our engine, and for loops of the user's own.
 
 `fully_shard` puts DTensors in the place of the model's Parameters. Each rank holds its rows of them. For every DTensor
 there is a plain Parameter over the same memory here (`LocalRows.weights`). Norms, shares and snapshots are taken from
@@ -38,6 +39,11 @@ from harness.core.collectives import (
     world_size,
 )
 from harness.core.shards import Rows
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, the same memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class CallOrder:

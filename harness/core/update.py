@@ -44,7 +44,7 @@ from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerm
 from harness.core.health import GradHealth, by_device_and_dtype, grad_health, sum_of_squares
 from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
-from harness.core.sharded import LocalRows
+from harness.core.sharded import LocalRows, local_of
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -132,7 +132,7 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
         return
     gradients: list[Tensor] = []
     for group in optimizer.param_groups:
-        gradients += [param.grad for param in group["params"] if param.grad is not None]
+        gradients += [local_of(param.grad) for param in group["params"] if param.grad is not None]
     for alike in by_device_and_dtype(gradients):
         torch._foreach_div_(alike, divisor.to(alike[0].device))
     optimizer.step()

@@ -22,8 +22,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.core.errors import MisuseError, Problem
+from harness.core.sharded import local_of
 
 OwnsAny = Callable[[Iterable[nn.Parameter]], bool]
+OfShards = Callable[[str, Optimizer], list[Problem]]
 T = TypeVar("T")
 _Mark = tuple[int, int]
 
@@ -44,11 +46,16 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
 
 
 def optimizer_problems(
-    call: str, optimizers: Sequence[object], max_grad_norm: float | None, owns_any: OwnsAny
+    call: str,
+    optimizers: Sequence[object],
+    max_grad_norm: float | None,
+    owns_any: OwnsAny,
+    of_shards: OfShards | None = None,
 ) -> list[Problem]:
     """What is wrong with these arguments of `call`, at any time.
 
     owns_any: whether any of some parameters belongs to the model.
+    of_shards: what is wrong with an optimizer of a model that is sharded; None: it is not.
     """
     problems: list[Problem] = []
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -63,8 +70,11 @@ def optimizer_problems(
             what = f"{name} is no torch.optim.Optimizer"
             problems.append(Problem(what, call, fix="give the optimizer itself"))
             continue
-        if sharded := sharded_problems(call, parameters_of([each])):
-            problems += sharded
+        if flat := flat_problems(call, parameters_of([each])):
+            problems += flat
+            continue
+        if of_shards is not None:
+            problems += of_shards(call, each)
             continue
         if not owns_any(parameters_of([each])):
             what = f"{name} holds no parameter of the prepared model"
@@ -78,20 +88,25 @@ def optimizer_problems(
 
 
 def sharded_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
-    """Why a model whose parameters FSDP has sharded cannot be trained in a loop of one's own; empty if it is whole."""
-    kinds: set[str] = set()
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            kinds.add("fully_shard (FSDP2)")
-        elif isinstance(parameter, FlatParameter):
-            kinds.add("FullyShardedDataParallel (FSDP1)")
-    problems: list[Problem] = []
-    for kind in sorted(kinds):
-        what = f"the model is sharded by {kind}"
-        why = "norms, scales and snapshots would be of this rank's rows alone"
-        fix = "wrap the model in DistributedDataParallel, or train it by harness train with engine.name=fsdp"
+    """Why a model that is sharded before `prepare` cannot be prepared; empty if it is whole."""
+    parameters = list(parameters)
+    problems = flat_problems(call, parameters)
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        what = "the model is sharded by fully_shard (FSDP2) already"
+        why = "the plan and the FP8 layers are made for whole weights"
+        fix = "prepare the whole model first, then fully_shard it, then make the optimizer"
         problems.append(Problem(what, call, why, fix))
     return problems
+
+
+def flat_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
+    """Why a model that FSDP1 has sharded cannot be trained in a loop of one's own; empty if it has not."""
+    if not any(isinstance(parameter, FlatParameter) for parameter in parameters):
+        return []
+    what = "the model is sharded by FullyShardedDataParallel (FSDP1)"
+    why = "norms, scales and snapshots would be of this rank's rows alone"
+    fix = "fully_shard (FSDP2), after prepare(); or DistributedDataParallel"
+    return [Problem(what, call, why, fix)]
 
 
 def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]:
@@ -198,6 +213,7 @@ class OpenWindow:
 
     begun: a forward in `context` has begun the window.
     backwards: how many there were in this window.
+    has_gradients: whether the last one left a gradient. FSDP2 keeps those of micro-batches that it does not exchange.
     copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
         copy is refused as well.
     """
@@ -205,6 +221,7 @@ class OpenWindow:
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
+        self.has_gradients = False
         self.copies: Live[nn.Module] = Live()
         self._owns_any = owns_any
         # Whether this window's own step is running.
@@ -219,7 +236,9 @@ class OpenWindow:
 
     def backward_done(self, parameters: Iterable[nn.Parameter], scaled: bool) -> None:
         """One more micro-batch is in the gradients of `parameters`. scaled: they carry a loss scale."""
+        parameters = list(parameters)
         self.backwards += 1
+        self.has_gradients = any(parameter.grad is not None for parameter in parameters)
         self._marks = {}
         if scaled:
             self._marks = {parameter: _mark(parameter) for parameter in parameters}
@@ -269,7 +288,8 @@ class OpenWindow:
         self._applied = []
         for optimizer in self._stepped:
             for parameter in parameters_of([optimizer]):
-                if parameter.grad is not None:
+                # Rows that a rank has none of look alike in every window.
+                if parameter.grad is not None and local_of(parameter.grad).numel():
                     self._applied.append((parameter, _mark(parameter)))
                     break
 
@@ -345,5 +365,7 @@ def _watch_optimizers() -> None:
 
 def _mark(parameter: nn.Parameter) -> _Mark | None:
     """Changes whenever the gradient is replaced or written in place; None without a gradient."""
-    grad = parameter.grad
-    return None if grad is None else (grad.data_ptr(), grad._version)
+    if parameter.grad is None:
+        return None
+    grad = local_of(parameter.grad)
+    return grad.data_ptr(), grad._version

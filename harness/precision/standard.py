@@ -321,6 +321,7 @@ class Standard:
             # The module calls itself. Only its outermost call leaves the context.
             self._depth += 1
         elif not busy:
+            self._ready.find_shards(f"{type(module).__name__}()", in_forward=True)
             self._open(module, self._precision.context())
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
@@ -375,7 +376,9 @@ class Standard:
             yield
             return
         # The model's parameters are added by hand: a reentrant checkpoint hides them from the graph.
-        self.gradients.watch([*self._ready.model.parameters(), *_leaves([loss])])
+        shards = self._ready.shards
+        gathered = [] if shards is None else shards.gathered
+        self.gradients.watch([*self._ready.parameters(), *gathered, *_leaves([loss])])
         self.gradients.active = True
         try:
             yield
