@@ -346,6 +346,8 @@ class Precision:
         scales = ready.loss_scale is not None and not ready.loss_scale.retired
         carry_scale = scales and not self._hooks.begun
         ready.window.backward_done(ready.parameters(), carry_scale)
+        if ready.shards is not None:
+            ready.shards.backward_done(carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -377,7 +379,7 @@ class Precision:
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
             fix = "zero_grad() only after step(); to give up a window, for example after an error, drop_window() too"
             raise misuse("backward()", what, why, fix)
-        ready.window.check_gradients("backward()")
+        ready.check_gradients("backward()")
 
     @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
@@ -408,13 +410,15 @@ class Precision:
         ready = self._outside("step()")
         chosen = unwrapped(optimizers)
         problems = step_problems(chosen, ready.window.backwards)
+        if ready.shards is not None:
+            problems = ready.shards.step_problems() or problems
         problems += optimizer_problems(
             "step()", chosen, max_grad_norm, ready.owns_any, ready.of_shards()
         )
         problems += ready.guard_problems(chosen)
         if problems:
             raise MisuseError(problems)
-        ready.window.check_gradients("step()")
+        ready.check_gradients("step()")
         ready.window.step_begins()
 
         # What only this process can measure of the window.

@@ -15,6 +15,7 @@ from threading import Lock, get_ident
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
@@ -128,6 +129,18 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
     return problems
 
 
+@torch.no_grad()
+def makes_state_alone(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` would do nothing but make its state.
+
+    So does torch.distributed.checkpoint.state_dict before it loads: a first step at rate 0, with gradients of zero.
+    """
+    if optimizer.state or any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
+    return all(not local_of(grad).any() for grad in gradients)
+
+
 class Turn:
     """Lets one thread at a time work with a prepared model.
 
@@ -199,6 +212,14 @@ class Live(Generic[T]):
             return list(self._members)
 
 
+def changed_gradients(call: str, count: int) -> MisuseError:
+    """The error for gradients under a loss scale that are not as the last `backward` left them."""
+    what = f"{count} gradients were changed after backward()"
+    why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
+    fix = "clip with step(optimizer, max_grad_norm=...), and leave gradients alone"
+    return misuse(call, what, why, fix)
+
+
 class OpenWindow:
     """What happens between a window's first `context` and its `step`.
 
@@ -209,7 +230,7 @@ class OpenWindow:
     MisuseError.
 
     Under an fp16 loss scale, gradients must also stay as `backward` left them. Their addresses and version counters
-    show a change, and reading those needs no work on the device.
+    show a change, and reading those needs no work on the device. Those of a DTensor do not: see `LoopShards`.
 
     begun: a forward in `context` has begun the window.
     backwards: how many there were in this window.
@@ -250,10 +271,7 @@ class OpenWindow:
             if parameter.grad is not None and _mark(parameter) != mark:
                 changed += 1
         if changed:
-            what = f"{changed} gradients were changed after backward()"
-            why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
-            fix = "clip with step(optimizer, max_grad_norm=...), and leave gradients alone"
-            raise misuse(call, what, why, fix)
+            raise changed_gradients(call, changed)
 
     def check_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a window's first backward: raises MisuseError if a gradient is as the last step left it.
@@ -263,7 +281,11 @@ class OpenWindow:
         applied, self._applied = self._applied, []
         kept = False
         for parameter, mark in applied:
-            kept |= parameter.grad is not None and _mark(parameter) == mark
+            same = parameter.grad is not None and _mark(parameter) == mark
+            # What zeroes a DTensor in place leaves the versions of its rows as they were. Only then the host reads it.
+            if same and isinstance(parameter.grad, DTensor):
+                same = bool(local_of(parameter.grad).any())
+            kept |= same
         if not kept:
             return
 
@@ -287,11 +309,14 @@ class OpenWindow:
         # zero_grad() of an optimizer zeroes all of its gradients, so one gradient of each shows whether it was called.
         self._applied = []
         for optimizer in self._stepped:
+            # Rows that a rank has none of look alike in every window.
+            found: list[nn.Parameter] = []
             for parameter in parameters_of([optimizer]):
-                # Rows that a rank has none of look alike in every window.
                 if parameter.grad is not None and local_of(parameter.grad).numel():
-                    self._applied.append((parameter, _mark(parameter)))
-                    break
+                    found.append(parameter)
+            # Beside DTensors, zeroing in place leaves the version of a plain gradient as it was, too.
+            found.sort(key=lambda parameter: not isinstance(parameter, DTensor))
+            self._applied += [(parameter, _mark(parameter)) for parameter in found[:1]]
 
     def step_begins(self) -> None:
         """The optimizers may step now."""
@@ -310,7 +335,7 @@ class OpenWindow:
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Raises MisuseError if `optimizer` may not step now."""
-        if self._stepping:
+        if self._stepping or (not self.begun and makes_state_alone(optimizer)):
             return
         # A step without gradients does nothing: of a part that does not train in this window, for example.
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]

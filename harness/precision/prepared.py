@@ -216,6 +216,12 @@ class Prepared:
         """What is wrong with an optimizer of the sharded model; None for a model that is not sharded."""
         return None if self.shards is None else self.shards.optimizer_problems
 
+    def check_gradients(self, call: str) -> None:
+        """Raises MisuseError if gradients are not as the last `backward` left them."""
+        self.window.check_gradients(call)
+        if self.shards is not None:
+            self.shards.check_gradients(call)
+
     def moved(self) -> str:
         """How the model changed after it was prepared, in a way that breaks the plan; empty if it did not.
 
@@ -226,10 +232,12 @@ class Prepared:
         if forward is not self._forward and not self._is_prepared_forward(forward):
             return "is another: its forward was replaced after it was prepared, as by another library's autocast"
 
-        for name, store, key, dtype in self._places:
+        for name, store, key, dtype, ndim in self._places:
             value = store.get(key)
             if value is None:
                 continue
+            if value.ndim != ndim:
+                return f"has another shape of {name}, as after FullyShardedDataParallel (FSDP1) or ZeRO 3"
             if value.device != self.device:
                 return f"was prepared on {self.device} and is on {value.device} now ({name})"
             if value.dtype != dtype:
@@ -270,13 +278,13 @@ class Prepared:
         self._children = _children(self.model)
         self._forward = vars(self.model).get("forward")
 
-        # Every parameter's name, the dict and key that it is found under, and its dtype.
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype]] = []
+        # Every parameter's name, the dict and key that it is found under, its dtype and number of dimensions.
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]] = []
         for name, module in modules.items():
             for key, value in module._parameters.items():
                 if value is not None:
                     full = f"{name}.{key}" if name else key
-                    self._places.append((full, module._parameters, key, value.dtype))
+                    self._places.append((full, module._parameters, key, value.dtype, value.ndim))
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from harness.core.collectives import world_size
+from harness.core.collectives import Fingerprint, world_size
 from harness.core.errors import MisuseError, Problem, some
-from harness.core.sharded import LocalRows, StartWeights
-from harness.precision.misuse import parameters_of
+from harness.core.sharded import LocalRows, StartWeights, local_of
+from harness.precision.misuse import changed_gradients, parameters_of
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -70,6 +70,8 @@ class LoopShards:
             self._by_id[id(param)] = weight
         self._counted = {id(weight) for weight in self.local.counted()}
         self._checked = False
+        self._device = device
+        self._hashes: dict[int, Tensor] = {}
 
         names = [] if start is None else start.differing(self.local)
         if names:
@@ -122,6 +124,46 @@ class LoopShards:
         """The rows have changed: the next forward gathers them, also where an evaluation left the old ones gathered."""
         self.local.return_gradients()
         self.local.reshard()
+
+    def backward_done(self, scaled: bool) -> None:
+        """Note the gradients as a backward left them, in the first window. scaled: they carry a loss scale.
+
+        Operations on a DTensor leave no trace in the versions of its rows, so their bits are compared. A loop that
+        clips by itself does so in its first window.
+        """
+        self._hashes = self._hashed() if scaled and not self._checked else {}
+
+    def check_gradients(self, call: str) -> None:
+        """Raises MisuseError if gradients of the first window changed since. Reads the device, in that window alone."""
+        before, self._hashes = self._hashes, {}
+        if not before:
+            return
+        # Gradients that are gone are looked for elsewhere.
+        now = self._hashed()
+        differs = [now[key] != before[key] for key in before.keys() & now.keys()]
+        changed = int(torch.stack(differs).sum()) if differs else 0
+        if changed:
+            raise changed_gradients(call, changed)
+
+    def _hashed(self) -> dict[int, Tensor]:
+        """A hash of each gradient that the optimizer would see."""
+        keys = [number for number, param in enumerate(self.parameters) if param.grad is not None]
+        found: list[Tensor] = []
+        for number in keys:
+            grad = self.parameters[number].grad
+            assert grad is not None
+            found.append(local_of(grad))
+        return dict(zip(keys, Fingerprint(self._device).of(found), strict=True))
+
+    def step_problems(self) -> list[Problem]:
+        """What is wrong with a step now."""
+        waiting = sum(param.grad is not None for param in self.gathered)
+        if not waiting:
+            return []
+        what = f"the gradients of {waiting} parameters are each rank's own"
+        why = "they were never exchanged, and would be added to those of the next window"
+        fix = "model.set_requires_gradient_sync(True) before the last micro-batch of a window"
+        return [Problem(what, "step()", why, fix)]
 
     def drop_window(self) -> None:
         """Drop the gradients of micro-batches that were not exchanged yet. `zero_grad` of an optimizer misses them."""
@@ -200,10 +242,11 @@ def _parameter_problems(call: str, model: nn.Module, device: torch.device) -> li
 def _gathered(model: nn.Module, units: Iterable[FSDPModule]) -> list[nn.Parameter]:
     """The Parameters that forwards compute with. Gathers one unit at a time. Collective."""
     found: dict[int, nn.Parameter] = {}
+    before = {id(param) for param in model.parameters()}
     for unit in units:
         unit.unshard()
         for param in model.parameters():
-            if not isinstance(param, DTensor):
+            if id(param) not in before:
                 found[id(param)] = param
         unit.reshard()
     return list(found.values())

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from harness.core.errors import MisuseError, Problem
 from harness.precision.layers import widened
 from harness.precision.loss_scale import LossScale
-from harness.precision.misuse import Live, misuse
+from harness.precision.misuse import Live, makes_state_alone, misuse
 
 if TYPE_CHECKING:
     from harness.precision.api import Precision, StepOutcome
@@ -82,6 +82,11 @@ class WrappedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        begun = self._precision.prepared.window.begun
+        if not begun and all(makes_state_alone(each) for each in self.optimizers):
+            for each in self.optimizers:
+                each.step()
+            return loss
         self.outcome = self._precision.step(self.optimizers, self.max_grad_norm, self.tokens)
         return loss
 

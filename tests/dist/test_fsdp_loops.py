@@ -129,7 +129,9 @@ class Loop:
         self.precision = Precision(recipe(name))
         self.sharded = sharded
         self.bare = self.precision.prepare(net())
-        self.model: Any = shard(self.bare, **settings) if sharded else DistributedDataParallel(self.bare)
+        self.model: Any = (
+            shard(self.bare, **settings) if sharded else DistributedDataParallel(self.bare)
+        )
         self.optimizer = make(self.bare.parameters())
         self.wrapped = self.precision.wrap(self.optimizer, max_grad_norm=CLIP) if standard else None
 
@@ -214,7 +216,9 @@ def beside_ddp(name: str, standard: bool = False, **settings: Any) -> dict[str, 
         "norms": [[step["norm"] for step in found] for found in steps],
         "switched": [step["switch"] != "None" for step in steps[1]],
         "demoted": loops[1].precision.demoted,
-        "rows": sum(p.to_local().numel() for p in loops[1].bare.parameters() if isinstance(p, DTensor)),
+        "rows": sum(
+            p.to_local().numel() for p in loops[1].bare.parameters() if isinstance(p, DTensor)
+        ),
     }
 
 
