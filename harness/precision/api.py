@@ -250,6 +250,9 @@ class Precision:
                 self.is_evaluating = before
                 for module, training in modes:
                     module.training = training
+                # Between two windows: torch's checkpoints do not find parameters that an evaluation left gathered.
+                if ready.shards is not None and not ready.window.begun:
+                    ready.shards.local.reshard()
 
     @contextmanager
     def context(self) -> Iterator[None]:

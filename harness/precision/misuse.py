@@ -310,10 +310,7 @@ class OpenWindow:
         self._applied = []
         for optimizer in self._stepped:
             # Rows that a rank has none of look alike in every window.
-            found: list[nn.Parameter] = []
-            for parameter in parameters_of([optimizer]):
-                if parameter.grad is not None and local_of(parameter.grad).numel():
-                    found.append(parameter)
+            found = [p for p in parameters_of([optimizer]) if _has_gradient(p)]
             # Beside DTensors, zeroing in place leaves the version of a plain gradient as it was, too.
             found.sort(key=lambda parameter: not isinstance(parameter, DTensor))
             self._applied += [(parameter, _mark(parameter)) for parameter in found[:1]]
@@ -386,6 +383,10 @@ def _watch_optimizers() -> None:
                 window.refuse(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and local_of(parameter.grad).numel() > 0
 
 
 def _mark(parameter: nn.Parameter) -> _Mark | None:
