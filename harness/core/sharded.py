@@ -33,7 +33,6 @@ from harness.core.collectives import (
     Fingerprint,
     differing,
     gather_over_ranks,
-    max_over_ranks,
     mean_over_ranks,
     world_rank,
     world_size,
@@ -191,9 +190,9 @@ class StartWeights:
         self._rows = self._fingerprint.of(pieces)
 
     def differing(self, local: LocalRows) -> list[str]:
-        """Names of parameters that differed between ranks, if some rank still has the rows that it had. Collective.
+        """Names of parameters that differed between ranks, if several still have the rows that they had. Collective.
 
-        Rows that were loaded since then are the same model's on all ranks, whatever the ranks began with.
+        Ranks whose rows have changed since then have loaded them, perhaps from a rank that kept its own.
         """
         differs = differing(self._whole).tolist()
         names: list[str] = []
@@ -208,5 +207,5 @@ class StartWeights:
             kept.append(here & (weight.numel() > 0))
         if not names:
             return []
-        flags = max_over_ranks(torch.stack(kept).float()).tolist()
-        return [name for name, flag in zip(names, flags, strict=True) if flag]
+        ranks = gather_over_ranks(torch.stack(kept).float()).sum(dim=0).tolist()
+        return [name for name, count in zip(names, ranks, strict=True) if count > 1]
