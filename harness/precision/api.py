@@ -62,7 +62,7 @@ class Precision:
     """Everything between a recipe and an optimizer step, for one model in any training loop.
 
         precision = Precision.from_recipe("fp8_hybrid")
-        model = precision.prepare(model)                 # on its device already, not yet wrapped by DDP
+        model = precision.prepare(model)                 # on its device already, not yet wrapped by DDP or sharded
         for x, y in batches:
             with precision.context():
                 loss = loss_function(model(x), y)
