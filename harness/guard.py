@@ -13,25 +13,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
-from harness.core.collectives import RankComparison
+from harness.core.collectives import RankComparison, world_size
 from harness.core.config import CheckpointConfig, GuardConfig, snapshot_gap, unwatched
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
 from harness.core.schema import validate
 from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight
-from harness.engines.parts import ModelPart
+from harness.engines.parts import ModelPart, Shards
 from harness.monitors.registry import build_monitors
 from harness.monitors.responder import Judge, Judgement
 from harness.precision.standard import unwrapped
 from harness.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from harness.precision.api import Precision
+    from harness.precision.prepared import Prepared
 
 # Bytes of optimizer state for each trained element, to estimate a snapshot before any state exists: Adam's two moments.
 _MOMENT_BYTES = 8
@@ -123,6 +124,7 @@ class Guard:
         """
         # Everything that is wrong with the arguments is reported at once.
         ready = precision.prepared
+        ready.find_shards(_HERE)
         chosen = unwrapped(optimizers)
         parts: dict[str, Any] = {f"optimizer.{number}": each for number, each in enumerate(chosen)}
         if hasattr(keep, "state_dict"):  # one object, which may be iterable too, such as a module
@@ -142,19 +144,22 @@ class Guard:
         if text := unwatched(config.enabled, fallback, bool(ready.context.layers)):
             telemetry.tell(0, "precision.unwatched", text)
         monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
-        comparison = RankComparison.of(config, ready.model, ready.device)
+        # Ranks that hold different rows have nothing to compare.
+        comparison = None
+        if ready.shards is None:
+            comparison = RankComparison.of(config, ready.model, ready.device)
 
         # Snapshots, if every rank has the memory for them.
         memory = None
         if config.enabled and config.snapshot_every:
-            ready.state.parts["model"] = ModelPart(ready.model)
+            ready.state.parts["model"] = _model_part(ready)
             for name, each in parts.items():
                 ready.state.parts[name] = ExternalState(name, each)
             ready.state.state_dict()  # raises now for what cannot be kept
-            trained = sum(
-                param.numel() for param in ready.model.parameters() if param.requires_grad
-            )
+            trained = sum(param.numel() for param in ready.parameters() if param.requires_grad)
             size = state_bytes(ready.model, _MOMENT_BYTES * trained)
+            if ready.shards is not None:
+                size = -(-size // world_size())
             memory = room_for_snapshots(size, healthy, ready.device, telemetry)
 
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
@@ -372,6 +377,14 @@ class Guard:
         return Problem(what, "guard", why, fix)
 
 
+def _model_part(ready: Prepared) -> ModelPart:
+    """The model as a part of the state: of a sharded one this rank's rows."""
+    if ready.shards is None:
+        return ModelPart(ready.model)
+    local = ready.shards.local
+    return ModelPart(ready.model, Shards(local.weights, local.rows, None, local.reshard))
+
+
 _HERE = "Guard.for_precision"
 
 
@@ -381,7 +394,10 @@ def _misused(
     """What is wrong with the arguments of `Guard.for_precision`. parts: optimizers, and what is kept."""
     ready = precision.prepared
     problems: list[Problem] = []
+    of_shards = ready.of_shards()
     for each in parts:
+        if of_shards is not None and isinstance(each, Optimizer):
+            problems += of_shards(_HERE, each)
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             what = f"{type(each).__name__} lacks state_dict or load_state_dict"
             problems.append(Problem(what, _HERE, fix="wrap it"))

@@ -324,8 +324,8 @@ class ExternalState:
     Its state may nest dicts, Counters, lists and tuples of tensors, numbers and text, under keys that are numbers or
     text. `state_dict` takes that tree apart: tensors get a number each, and the rest becomes JSON that refers to them.
 
-    A tensor subclass made of tensors, such as torchao's quantised moments, is taken apart into those. Its class and
-    shape are remembered in this object alone, so its state can be loaded only where it came from.
+    A tensor subclass made of tensors, such as torchao's quantised moments or a DTensor, is taken apart into those. Its
+    class and shape are remembered in this object alone, so its state can be loaded only where it came from.
     """
 
     def __init__(self, name: str, owner: Any) -> None:
@@ -383,7 +383,10 @@ class ExternalState:
 
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
-            kind = (type(value), context, value.shape, value.stride())
+            parts = {name: getattr(value, name) for name in names}
+            inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+            others = {name: part for name, part in parts.items() if name not in inner}
+            kind = (type(value), context, others, value.shape, value.stride())
             if kind not in self._kinds:
                 self._kinds.append(kind)
             number = self._kinds.index(kind)
@@ -427,8 +430,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# What a tensor subclass is made of beside its tensors: its class, its context (what torch needs), shape and stride.
-_Kind = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
+# What a tensor subclass is made of beside its tensors: its class, its context (what torch needs), other parts such as a
+# DTensor's mesh, shape and stride.
+_Kind = tuple[Any, Any, dict[str, Any], tuple[int, ...], tuple[int, ...]]
 
 
 def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kind]) -> Any:
@@ -443,8 +447,8 @@ def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kin
 
     if kind == "wrapped":
         number, inner = value
-        cls, context, shape, stride = kinds[number]
-        parts = _put_together(inner, tensors, kinds)
+        cls, context, others, shape, stride = kinds[number]
+        parts = {**_put_together(inner, tensors, kinds), **others}
         return cls.__tensor_unflatten__(parts, context, shape, stride)
 
     if kind in ("dict", "counter"):

@@ -44,6 +44,7 @@ from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerm
 from harness.core.health import GradHealth, by_device_and_dtype, grad_health, sum_of_squares
 from harness.core.metrics import REDUCED, SCALARS, read
 from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
+from harness.core.sharded import LocalRows, local_of
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -131,7 +132,7 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
         return
     gradients: list[Tensor] = []
     for group in optimizer.param_groups:
-        gradients += [param.grad for param in group["params"] if param.grad is not None]
+        gradients += [local_of(param.grad) for param in group["params"] if param.grad is not None]
     # One operation divides all gradients of a device and dtype.
     for alike in by_device_and_dtype(gradients):
         torch._foreach_div_(alike, divisor.to(alike[0].device))
@@ -160,7 +161,7 @@ class DynamicLossScale(Protocol):
 
 
 class TorchGradients:
-    """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel.
+    """Gradients that plain torch optimizers own: of one process, or averaged by DistributedDataParallel or FSDP2.
 
     parameters: whose gradients these are, each once.
     weights: whose norm is measured; None: `parameters`.
@@ -180,8 +181,10 @@ class TorchGradients:
         device: torch.device,
         overflow: Tensor | None = None,
         weights: Iterable[torch.nn.Parameter] | None = None,
+        local: LocalRows | None = None,
     ) -> None:
         self.device = device
+        self._local = local
         self._optimizers = optimizers
         self._parameters = list(parameters)
         weights = self._parameters if weights is None else weights
@@ -193,6 +196,9 @@ class TorchGradients:
 
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
+        if self._local is not None:
+            self._local.take_gradients()
+
         # A copy: `apply` moves the scale, and the step reports the one that its gradients were computed with.
         loss_scale = self._one
         if self._loss_scale is not None:
@@ -231,9 +237,9 @@ class TorchGradients:
     def sum(self, values: Tensor) -> Tensor:
         """What each rank measured of its rows, summed over ranks: fp64, the same bits on each.
 
-        Here every rank holds all gradients, and `values` are what they are.
+        Where every rank holds all gradients, `values` are what they are.
         """
-        return values
+        return values if self._local is None else self._local.sum(values)
 
     def max_(self, values: Tensor) -> Tensor:
         """As `Gradients.max_`."""

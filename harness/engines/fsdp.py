@@ -7,47 +7,42 @@ operation (reduce-scatter), so each rank gets the gradient of its own rows.
 `fully_shard` puts DTensors in the place of the model's Parameters. Nothing else in the harness sees one. For each there
 is a plain Parameter over the same memory, this rank's rows (`Shards.weights`). Optimizer, gate, norms, snapshots and
 checkpoints use those, so they work as they do under DDP, fused kernels and the gate on the device included. What is
-measured of rows is summed over ranks in fp64 (`ShardGradients`).
+measured of rows is summed over ranks in fp64 (`LocalRows.sum`).
 
 On two ranks every loss, weight and moment equals DDP's, bit for bit. With more ranks collectives may add in another
 order. On a CPU one more thing differs: fused AdamW rounds the last elements of a tensor otherwise, those that do not
 fill a vector register. A piece whose size is not a multiple of 16 has other last elements than the whole tensor.
 
-Traps that this file takes care of:
+Traps that this file takes care of, beside those of core/sharded.py:
 
-- The root of the model stays gathered after a forward without backward, such as a validation. Values that are loaded
-  into the rows then would not be seen by the next forward. So a load reshards every module (`Shards.loaded`).
+- Values that are loaded into the rows after a validation would not be seen by the next forward, as the root of the
+  model stays gathered. So a load reshards every module (`Shards.loaded`).
 - Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
   rank 0's weights; here the ranks' weights are compared before they are cut.
 - Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
-- Ranks that call blocks in another order gather halves of different weights, and nothing fails if the sizes agree. So
-  the order of calls travels with the norms: where ranks differ the update is skipped, and in the first step the run
-  ends with an error. A rank that calls fewer blocks than another hangs before that, until `timeout_seconds`. Calls
-  without gradients are not compared.
+- Ranks that call blocks in another order end the run with an error in the first step; later the gate skips the update.
+  A rank that calls fewer blocks than another hangs before that, until `timeout_seconds`. Calls without gradients are
+  not compared.
 - The optimizer works on the memory that FSDP2 gathers from. The first step checks that it still is the same memory.
-- 0-d parameters cannot be cut. Every rank holds them, and their gradients are averaged here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from harness.core.blocks import blocks_of
-from harness.core.collectives import Fingerprint, differing, gather_over_ranks, world_rank
+from harness.core.collectives import Fingerprint, differing
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.protocols import Stateful
-from harness.core.shards import Rows
+from harness.core.sharded import LocalRows
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.own_update import OwnUpdate
@@ -59,45 +54,6 @@ if TYPE_CHECKING:
 
 _WHERE = "engine.name=fsdp"
 _NAMED = 3
-
-
-class CallOrder:
-    """The order in which this rank called the blocks of a model in a window, as one number under 2^40."""
-
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self.value = 0
-        for number, block in enumerate(blocks, start=1):
-            # Compiled code must not take the number for a constant.
-            note: Any = torch.compiler.disable(partial(self._note, number))
-            block.register_forward_pre_hook(note)
-
-    def _note(self, number: int, module: nn.Module, args: object) -> None:
-        if torch.is_grad_enabled():
-            self.value = (self.value * 1_000_003 + number) % 2**40
-
-
-class ShardGradients(TorchGradients):
-    """Gradients of which each rank holds its rows, already averaged over ranks.
-
-    order: this rank's `CallOrder` of the window; set before `measure`.
-    same_order: 0-d bool, whether all ranks had the same one.
-    """
-
-    order = 0
-    same_order: Tensor
-
-    def sum(self, values: Tensor) -> Tensor:
-        """As `TorchGradients.sum`; one collective, added in rank order.
-
-        The first value, the squares of the gradients, is infinite if ranks called different blocks.
-        """
-        # A whole number under 2^40 is exact in fp64.
-        order = values.new_full((1,), float(self.order))
-        gathered = gather_over_ranks(torch.cat([values, order]))
-        total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]
-        self.same_order = (orders == orders[0]).all()
-        total[0] = torch.where(self.same_order, total[0], math.inf)
-        return total
 
 
 class FsdpEngine(OwnUpdate):
@@ -158,31 +114,24 @@ class FsdpEngine(OwnUpdate):
         join(read_launch(), device, timeout_seconds)
         _require_same_weights(model, device)
         frozen = kept_state(model)[1].get("frozen")
-        scalars = {name: param for name, param in model.named_parameters() if param.ndim == 0}
-        self._scalars = {name: param for name, param in scalars.items() if param.requires_grad}
-        self._calls = CallOrder(_shard(model, device, set(scalars.values())))
+        scalars = {param for param in model.parameters() if param.ndim == 0}
+        self._local = LocalRows(model, _shard(model, device, scalars))
         self._every_micro_batch = every_micro_batch
         self._checked = False
 
-        # What everybody else sees: a plain Parameter over the memory of each DTensor's local rows.
-        self._sharded: dict[str, DTensor] = {}
-        weights: dict[str, nn.Parameter] = {}
-        rows: dict[str, Rows] = {}
-        for name, param in model.named_parameters():
-            weights[name] = param
-            if isinstance(param, DTensor):
-                self._sharded[name] = param
-                local = param.to_local().detach()
-                weights[name] = nn.Parameter(local, requires_grad=param.requires_grad)
-                rows[name] = _rows_of(param, world_rank())
-        self._shards = Shards(weights, rows, frozen, self._reshard)
-
-        # Rank 0 alone counts what every rank holds whole, or a sum over ranks would count it once for each rank.
+        # What everybody else sees: plain Parameters over this rank's rows.
+        weights = self._local.weights
+        self._shards = Shards(weights, self._local.rows, frozen, self._local.reshard)
         optimizer = make_optimizer(weights)
-        counted = [weights[name] for name in weights if name in rows or world_rank() == 0]
-        trained = [weight for weight in counted if weight.requires_grad]
-        self._of_rows = ShardGradients([optimizer], trained, max_grad_norm, loss_scale, device)
-        super().__init__(model, optimizer, self._of_rows, schedule, loss_scale, device)
+        gradients = TorchGradients(
+            [optimizer],
+            self._local.counted(),
+            max_grad_norm,
+            loss_scale,
+            device,
+            local=self._local,
+        )
+        super().__init__(model, optimizer, gradients, schedule, loss_scale, device)
         self.module = model
 
         # As under DDP, the later micro-batches of a window go on with each rank's own buffers.
@@ -204,13 +153,6 @@ class FsdpEngine(OwnUpdate):
     @lost_rank_named()
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`."""
-        # The gradients of this rank's rows, where the optimizer looks for them.
-        for name, param in self._sharded.items():
-            grad = param.grad
-            self._shards.weights[name].grad = grad.to_local() if isinstance(grad, DTensor) else None
-        self._average_scalars()
-        self._of_rows.order = self._calls.value
-        self._calls.value = 0
         figures = self._gradients.measure(thorough)
 
         # The host reads this once. In later steps the gate skips an update whose ranks called different blocks.
@@ -221,16 +163,8 @@ class FsdpEngine(OwnUpdate):
         return figures
 
     def _require_same_memory(self) -> None:
-        """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers.
-
-        FSDP2 may give a piece new memory if the model was moved or cast after it was sharded.
-        """
-        moved: list[str] = []
-        for name, param in self._sharded.items():
-            local, weight = param.to_local(), self._shards.weights[name]
-            if local.numel() and local.data_ptr() != weight.data_ptr():
-                moved.append(name)
-        if moved:
+        """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers."""
+        if moved := self._local.moved():
             what = f"weights have new memory since the model was sharded: {some(moved, _NAMED)}"
             why = "the optimizer would update the old one, and the model would not change"
             fix = "do not move or cast the model, or assign its .data, once training begins"
@@ -238,37 +172,19 @@ class FsdpEngine(OwnUpdate):
 
     def _require_same_order(self) -> None:
         """Raise ConfigError if the ranks called different blocks in this window."""
-        if not self._of_rows.same_order.item():
+        if not self._local.same_order.item():
             what = "the ranks called different blocks of the model, or in another order"
             why = "each would gather halves of other weights"
             fix = "call every block on every rank, or start with torchrun alone (engine ddp)"
             raise ConfigError(Problem(what, _WHERE, why, fix))
 
-    def _average_scalars(self) -> None:
-        """Average the gradients of 0-d parameters over ranks; a rank without one counts as zero. Collective."""
-        if not self._scalars:
-            return
-        found: list[Tensor] = []
-        for param in self._scalars.values():
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            found.append(grad.detach())
-        mean = self.mean(torch.stack(found))
-        for param, grad in zip(self._scalars.values(), mean.unbind(), strict=True):
-            param.grad = grad.clone()
-
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
         figures = super().apply(skip, overflow, norm, clip)
         # The optimizer dropped those of its own weights.
-        for param in self._sharded.values():
+        for param in self._local.sharded.values():
             param.grad = None
         return figures
-
-    def _reshard(self) -> None:
-        """Drop what is gathered: the next forward gathers it anew."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`: this rank's rows."""
@@ -347,10 +263,3 @@ def _blocks_without_ties(model: nn.Module) -> list[nn.Module]:
         if inside and all(uses[key] == count for key, count in inside.items()):
             found.append(block)
     return found
-
-
-def _rows_of(param: DTensor, rank: int) -> Rows:
-    """Which rows of `param` are here."""
-    rows = Rows.of_rank(tuple(param.shape), rank, param.device_mesh.size())
-    assert tuple(param.to_local().shape) == rows.local_shape, "FSDP2 cuts as torch.chunk does"
-    return rows

@@ -43,7 +43,11 @@ def named_state(model: nn.Module) -> tuple[TensorDict, dict[str, str]]:
     return tensors, tied
 
 
-def kept_state(model: nn.Module, frozen_meta: Meta | None = None) -> tuple[TensorDict, Meta]:
+def kept_state(
+    model: nn.Module,
+    frozen_meta: Meta | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> tuple[TensorDict, Meta]:
     """What a checkpoint holds of `model`: tensors as `named_state` gives them, and meta data.
 
     Frozen weights that come from a folder stay there, if the model names that folder in an attribute `frozen_from`. The
@@ -54,8 +58,12 @@ def kept_state(model: nn.Module, frozen_meta: Meta | None = None) -> tuple[Tenso
     frozen: {"from": folder, "count": of tensors, "sha256": of their hashes}, if frozen weights are left out.
 
     frozen_meta: `frozen` of an earlier call. The frozen weights are not read again then.
+    weights: by name, what is here of each parameter of a sharded model.
     """
     tensors, tied = named_state(model)
+    if weights is not None:
+        # Between two steps the model may hold whole parameters, left by a validation. Its names and ties count.
+        tensors = {name: weights.get(name, tensor) for name, tensor in tensors.items()}
     meta: Meta = {"tied": tied}
     if described := getattr(model, "config_sha256", ""):
         meta["config"] = str(described)
@@ -125,7 +133,8 @@ class Shards:
 
     weights: by name, a plain Parameter over the memory of this rank's rows.
     rows: by name, which rows these are.
-    frozen: the meta data of frozen weights, as `kept_state` gave it before the model was sharded.
+    frozen: the meta data of frozen weights, as `kept_state` gave it before the model was sharded. None: as it gives it
+        of this rank's rows, which fits a copy in memory.
     loaded: called after new values were copied into `weights`.
     """
 
@@ -149,12 +158,9 @@ class ModelPart:
         self._frozen: Meta | None = None if shards is None else shards.frozen
 
     def _kept(self) -> tuple[TensorDict, Meta]:
-        tensors, meta = kept_state(self.model, self._frozen)
+        weights = None if self._shards is None else self._shards.weights
+        tensors, meta = kept_state(self.model, self._frozen, weights)
         self._frozen = meta.get("frozen")
-        if self._shards is not None:
-            # Between two steps the model may hold whole parameters, left by a validation. Its names and ties count.
-            weights = self._shards.weights
-            tensors = {name: weights.get(name, tensor) for name, tensor in tensors.items()}
         return tensors, meta
 
     def rows(self) -> dict[str, Rows]:

@@ -99,7 +99,7 @@ def _problems(accelerator: Accelerator) -> list[Problem]:
     if kind not in _DISTRIBUTED:
         what = f"distributed_type is {kind}"
         why = "it owns gradients and the step"
-        fix = "one process, or DDP; launch/deepspeed.sh runs DeepSpeed"
+        fix = "one process, or DDP; FSDP2 in a loop of your own (docs/guide/api.md); launch/deepspeed.sh runs DeepSpeed"
         problems.append(Problem(what, "Accelerator", why, fix))
 
     # Accelerator has the plugin in every case; its backend says whether it compiles.

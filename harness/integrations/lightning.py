@@ -4,7 +4,7 @@
     trainer = Trainer(plugins=[TrainerPrecision(precision)], callbacks=[HarnessCallback("runs/mine")])
     trainer.fit(module, batches)
 
-For lightning 2.6: one process, or DDP.
+For lightning 2.6: one process, DDP, or FSDP2 by ModelParallelStrategy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class TrainerPrecision(TrainerBase):
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         if not hasattr(bare, "automatic_optimization"):
             what = f"the strategy made {type(bare).__name__} of the model"
-            raise MisuseError(Problem(what, "TrainerPrecision", fix='strategy="auto" or "ddp"'))
+            fix = 'strategy="auto" or "ddp", or ModelParallelStrategy with fully_shard'
+            raise MisuseError(Problem(what, "TrainerPrecision", fix=fix))
         _prepare(self.harness, bare)
         self._module = bare
         self._redirected = bare is not model
@@ -130,6 +131,11 @@ class FabricPrecision(FabricBase):
         # From here each model call opens the precision's context by itself, also in an evaluation before training.
         self.harness.standard_loop()
         return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Before each call of the model: look whether the strategy has sharded it since."""
+        self.harness.prepared.find_shards("fabric.setup_module()")
+        return nullcontext()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """`Precision.step` for one optimizer, or for several that were wrapped as one."""

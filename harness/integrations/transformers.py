@@ -35,7 +35,7 @@ _CONFLICTS = {
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
     "torch_compile": "the Trainer would compile the model by itself, before it is prepared; compile block by block",
     "deepspeed": "its engine owns gradients and the step",
-    "fsdp": "its sharded parameters cannot be prepared",
+    "fsdp": "it shards the model by itself, which was never tried with a prepared one",
 }
 
 

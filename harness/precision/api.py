@@ -62,7 +62,7 @@ class Precision:
     """Everything between a recipe and an optimizer step, for one model in any training loop.
 
         precision = Precision.from_recipe("fp8_hybrid")
-        model = precision.prepare(model)                 # on its device already, not yet wrapped by DDP
+        model = precision.prepare(model)                 # on its device already, not yet wrapped by DDP or sharded
         for x, y in batches:
             with precision.context():
                 loss = loss_function(model(x), y)
@@ -156,7 +156,10 @@ class Precision:
 
     def drop_window(self) -> None:
         """Forget a window that has begun, for example after an error in it. Zero the gradients too."""
-        self._end_window(self._ready("drop_window()"))
+        ready = self._ready("drop_window()")
+        if ready.shards is not None:
+            ready.shards.drop_window()
+        self._end_window(ready)
 
     @property
     def plan(self) -> Plan:
@@ -184,8 +187,11 @@ class Precision:
         Raises MisuseError naming everything that is wrong with the call.
         """
         ready = self._ready("wrap()")
+        ready.find_shards("wrap()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any)
+        problems = optimizer_problems(
+            "wrap()", chosen, max_grad_norm, ready.owns_any, ready.of_shards()
+        )
         problems += wrap_problems(chosen)
         if problems:
             raise MisuseError(problems)
@@ -199,7 +205,7 @@ class Precision:
         `backward()` of a loss that reaches the model is `Precision.backward`. Under fp16 gradients come out unscaled,
         so torch's own clipping, logging and hooks are right. `context`, `backward` and `step` still work.
         """
-        self._between_steps("standard_loop()")
+        self._between_steps("standard_loop()").find_shards("standard_loop()")
         if not self._hooks.begun:
             self._hooks.begin()
 
@@ -232,6 +238,7 @@ class Precision:
         Raises MisuseError inside of `context()`, and while another thread works with the model.
         """
         ready = self._outside("evaluating()")
+        ready.find_shards("evaluating()")
         before = self.is_evaluating
         with self.turn.hold("evaluating()"), torch.no_grad():
             modes = [(module, module.training) for module in ready.model.modules()]
@@ -243,6 +250,9 @@ class Precision:
                 self.is_evaluating = before
                 for module, training in modes:
                     module.training = training
+                # Between two windows: torch's checkpoints do not find parameters that an evaluation left gathered.
+                if ready.shards is not None and not ready.window.begun:
+                    ready.shards.local.reshard()
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -255,6 +265,7 @@ class Precision:
         after a training forward that no step has followed yet.
         """
         ready = self._outside("context()")
+        ready.find_shards("context()")
         moved = ready.moved()
         if moved:
             why = "the plan was made for the model as it was; weights in less than float32 lose small updates"
@@ -337,7 +348,9 @@ class Precision:
         self._loss += loss.detach().float().reshape(()).to(ready.device)
         scales = ready.loss_scale is not None and not ready.loss_scale.retired
         carry_scale = scales and not self._hooks.begun
-        ready.window.backward_done(ready.model.parameters(), carry_scale)
+        ready.window.backward_done(ready.parameters(), carry_scale)
+        if ready.shards is not None:
+            ready.shards.backward_done(carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -360,14 +373,16 @@ class Precision:
         """Raises MisuseError if the gradients are not what this backward may be added to."""
         if not ready.window.backwards:
             ready.agree()
-            ready.window.check_zeroed(ready.model.parameters())
-        elif all(parameter.grad is None for parameter in ready.model.parameters()):
+            ready.window.check_zeroed(ready.parameters())
+        elif ready.window.has_gradients and all(
+            parameter.grad is None for parameter in ready.parameters()
+        ):
             count = ready.window.backwards
             what = f"the gradients of {count} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
             fix = "zero_grad() only after step(); to give up a window, for example after an error, drop_window() too"
             raise misuse("backward()", what, why, fix)
-        ready.window.check_gradients("backward()")
+        ready.check_gradients("backward()")
 
     @torch.compiler.disable(reason="Precision.step() is no part of a graph")
     @torch.no_grad()
@@ -398,11 +413,15 @@ class Precision:
         ready = self._outside("step()")
         chosen = unwrapped(optimizers)
         problems = step_problems(chosen, ready.window.backwards)
-        problems += optimizer_problems("step()", chosen, max_grad_norm, ready.owns_any)
+        if ready.shards is not None:
+            problems = ready.shards.step_problems() or problems
+        problems += optimizer_problems(
+            "step()", chosen, max_grad_norm, ready.owns_any, ready.of_shards()
+        )
         problems += ready.guard_problems(chosen)
         if problems:
             raise MisuseError(problems)
-        ready.window.check_gradients("step()")
+        ready.check_gradients("step()")
         ready.window.step_begins()
 
         # What only this process can measure of the window.
@@ -424,7 +443,7 @@ class Precision:
                 ready.terms(),
                 ready.judge.comparison,
                 self._clock or StepClock(ready.device),
-                fp8_weights=ready.fp8_weights,
+                fp8_weights=ready.fp8_weights(),
                 window=ready.state.ledger.window_index(ready.state.step),
                 tokens=tokens,
             )
@@ -504,7 +523,7 @@ class Precision:
         """
         ready = self._outside("load_state_dict()")
         ready.load(state)
-        self._end_window(ready)
+        self.drop_window()
 
     def _ready(self, call: str) -> Prepared:
         """What was prepared. Raises MisuseError before `prepare`."""
@@ -547,6 +566,8 @@ class Precision:
         self._clock = None
         ready.window.close()
         ready.buffers.drop()
+        if ready.shards is not None:
+            ready.shards.local.calls.value = 0
         if self._hooks.gradients is not None:
             self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)

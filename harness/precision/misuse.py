@@ -15,6 +15,7 @@ from threading import Lock, get_ident
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
@@ -22,8 +23,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.core.errors import MisuseError, Problem
+from harness.core.sharded import local_of
 
 OwnsAny = Callable[[Iterable[nn.Parameter]], bool]
+OfShards = Callable[[str, Optimizer], list[Problem]]
 T = TypeVar("T")
 _Mark = tuple[int, int]
 
@@ -44,11 +47,16 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
 
 
 def optimizer_problems(
-    call: str, optimizers: Sequence[object], max_grad_norm: float | None, owns_any: OwnsAny
+    call: str,
+    optimizers: Sequence[object],
+    max_grad_norm: float | None,
+    owns_any: OwnsAny,
+    of_shards: OfShards | None = None,
 ) -> list[Problem]:
     """What is wrong with these arguments of `call`, at any time.
 
     owns_any: whether any of some parameters belongs to the model.
+    of_shards: what is wrong with an optimizer of a model that is sharded; None: it is not.
     """
     problems: list[Problem] = []
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -63,8 +71,11 @@ def optimizer_problems(
             what = f"{name} is no torch.optim.Optimizer"
             problems.append(Problem(what, call, fix="give the optimizer itself"))
             continue
-        if sharded := sharded_problems(call, parameters_of([each])):
-            problems += sharded
+        if flat := flat_problems(call, parameters_of([each])):
+            problems += flat
+            continue
+        if of_shards is not None:
+            problems += of_shards(call, each)
             continue
         if not owns_any(parameters_of([each])):
             what = f"{name} holds no parameter of the prepared model"
@@ -78,20 +89,25 @@ def optimizer_problems(
 
 
 def sharded_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
-    """Why a model whose parameters FSDP has sharded cannot be trained in a loop of one's own; empty if it is whole."""
-    kinds: set[str] = set()
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            kinds.add("fully_shard (FSDP2)")
-        elif isinstance(parameter, FlatParameter):
-            kinds.add("FullyShardedDataParallel (FSDP1)")
-    problems: list[Problem] = []
-    for kind in sorted(kinds):
-        what = f"the model is sharded by {kind}"
-        why = "norms, scales and snapshots would be of this rank's rows alone"
-        fix = "wrap the model in DistributedDataParallel, or train it by harness train with engine.name=fsdp"
+    """Why a model that is sharded before `prepare` cannot be prepared; empty if it is whole."""
+    parameters = list(parameters)
+    problems = flat_problems(call, parameters)
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        what = "the model is sharded by fully_shard (FSDP2) already"
+        why = "the plan and the FP8 layers are made for whole weights"
+        fix = "prepare the whole model first, then fully_shard it, then make the optimizer"
         problems.append(Problem(what, call, why, fix))
     return problems
+
+
+def flat_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
+    """Why a model that FSDP1 has sharded cannot be trained in a loop of one's own; empty if it has not."""
+    if not any(isinstance(parameter, FlatParameter) for parameter in parameters):
+        return []
+    what = "the model is sharded by FullyShardedDataParallel (FSDP1)"
+    why = "norms, scales and snapshots would be of this rank's rows alone"
+    fix = "fully_shard (FSDP2), after prepare(); or DistributedDataParallel"
+    return [Problem(what, call, why, fix)]
 
 
 def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]:
@@ -111,6 +127,18 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
         fix = "call zero_grad() after step(), not between backward() and step()"
         problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
     return problems
+
+
+@torch.no_grad()
+def makes_state_alone(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` would do nothing but make its state.
+
+    So does torch.distributed.checkpoint.state_dict before it loads: a first step at rate 0, with gradients of zero.
+    """
+    if optimizer.state or any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
+    return all(not local_of(grad).any() for grad in gradients)
 
 
 class Turn:
@@ -184,6 +212,14 @@ class Live(Generic[T]):
             return list(self._members)
 
 
+def changed_gradients(call: str, count: int) -> MisuseError:
+    """The error for gradients under a loss scale that are not as the last `backward` left them."""
+    what = f"{count} gradients were changed after backward()"
+    why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
+    fix = "clip with step(optimizer, max_grad_norm=...), and leave gradients alone"
+    return misuse(call, what, why, fix)
+
+
 class OpenWindow:
     """What happens between a window's first `context` and its `step`.
 
@@ -194,10 +230,11 @@ class OpenWindow:
     MisuseError.
 
     Under an fp16 loss scale, gradients must also stay as `backward` left them. Their addresses and version counters
-    show a change, and reading those needs no work on the device.
+    show a change, and reading those needs no work on the device. Those of a DTensor do not: see `LoopShards`.
 
     begun: a forward in `context` has begun the window.
     backwards: how many there were in this window.
+    has_gradients: whether the last one left a gradient. FSDP2 keeps those of micro-batches that it does not exchange.
     copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
         copy is refused as well.
     """
@@ -205,6 +242,7 @@ class OpenWindow:
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
+        self.has_gradients = False
         self.copies: Live[nn.Module] = Live()
         self._owns_any = owns_any
         # Whether this window's own step is running.
@@ -219,7 +257,9 @@ class OpenWindow:
 
     def backward_done(self, parameters: Iterable[nn.Parameter], scaled: bool) -> None:
         """One more micro-batch is in the gradients of `parameters`. scaled: they carry a loss scale."""
+        parameters = list(parameters)
         self.backwards += 1
+        self.has_gradients = any(parameter.grad is not None for parameter in parameters)
         self._marks = {}
         if scaled:
             self._marks = {parameter: _mark(parameter) for parameter in parameters}
@@ -231,10 +271,7 @@ class OpenWindow:
             if parameter.grad is not None and _mark(parameter) != mark:
                 changed += 1
         if changed:
-            what = f"{changed} gradients were changed after backward()"
-            why = "they carry the loss scale: clipped or divided now, they would be wrong by that factor"
-            fix = "clip with step(optimizer, max_grad_norm=...), and leave gradients alone"
-            raise misuse(call, what, why, fix)
+            raise changed_gradients(call, changed)
 
     def check_zeroed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before a window's first backward: raises MisuseError if a gradient is as the last step left it.
@@ -244,7 +281,11 @@ class OpenWindow:
         applied, self._applied = self._applied, []
         kept = False
         for parameter, mark in applied:
-            kept |= parameter.grad is not None and _mark(parameter) == mark
+            same = parameter.grad is not None and _mark(parameter) == mark
+            # What zeroes a DTensor in place leaves the versions of its rows as they were. Only then the host reads it.
+            if same and isinstance(parameter.grad, DTensor):
+                same = bool(local_of(parameter.grad).any())
+            kept |= same
         if not kept:
             return
 
@@ -268,10 +309,11 @@ class OpenWindow:
         # zero_grad() of an optimizer zeroes all of its gradients, so one gradient of each shows whether it was called.
         self._applied = []
         for optimizer in self._stepped:
-            for parameter in parameters_of([optimizer]):
-                if parameter.grad is not None:
-                    self._applied.append((parameter, _mark(parameter)))
-                    break
+            # Rows that a rank has none of look alike in every window.
+            found = [p for p in parameters_of([optimizer]) if _has_gradient(p)]
+            # Beside DTensors, zeroing in place leaves the version of a plain gradient as it was, too.
+            found.sort(key=lambda parameter: not isinstance(parameter, DTensor))
+            self._applied += [(parameter, _mark(parameter)) for parameter in found[:1]]
 
     def step_begins(self) -> None:
         """The optimizers may step now."""
@@ -290,7 +332,7 @@ class OpenWindow:
 
     def refuse(self, optimizer: Optimizer) -> None:
         """Raises MisuseError if `optimizer` may not step now."""
-        if self._stepping:
+        if self._stepping or (not self.begun and makes_state_alone(optimizer)):
             return
         # A step without gradients does nothing: of a part that does not train in this window, for example.
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
@@ -343,7 +385,13 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and local_of(parameter.grad).numel() > 0
+
+
 def _mark(parameter: nn.Parameter) -> _Mark | None:
     """Changes whenever the gradient is replaced or written in place; None without a gradient."""
-    grad = parameter.grad
-    return None if grad is None else (grad.data_ptr(), grad._version)
+    if parameter.grad is None:
+        return None
+    grad = local_of(parameter.grad)
+    return grad.data_ptr(), grad._version

@@ -31,6 +31,7 @@ from harness.core.errors import CheckpointError, MachineError, MisuseError, Prob
 from harness.core.facts import Limits, RungVerdict, StepTerms, Switch
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
+from harness.core.sharded import StartWeights
 from harness.core.state import RunLedger, TrainState
 from harness.core.update import InFlight, TorchGradients, WindowBuffers
 from harness.monitors.fallback import FallbackController, WholeRunFallback
@@ -39,10 +40,11 @@ from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
-from harness.precision.misuse import OpenWindow, parameters_of, sharded_problems
+from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharded_problems
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
+from harness.precision.sharding import LoopShards, is_sharded, late_problem
 
 _log = logging.getLogger("harness.precision")
 _FP8_LAYERS = "harness.precision.backends."
@@ -64,6 +66,7 @@ class Prepared:
     optimizers: those that the guard restores on a rollback.
     has_telemetry: a `harness.Telemetry` records what happens.
     loaded: how often a state was loaded.
+    shards: this rank's rows, once the loop has sharded the model; see `find_shards`.
     parts: names of the state owned here; a Guard adds model and optimizers.
     state: everything that a continuation needs. This object is a part of it itself ("own": `applied`, and the layers
       that the user keeps in BF16 by `precision.demote`).
@@ -80,12 +83,19 @@ class Prepared:
 
         # Convert. The plan finds the weights of FP8 layers in the model as it was before.
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
-        self.fp8_weights = self.plan.fp8_weights(model)
+        fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
         scaled = self.loss_scale is not None
         self.context = monitor_context(
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
         )
+
+        # By name alone: whoever held the weights themselves would keep them whole when the loop shards the model.
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        self._fp8_names = {layer: names[id(weight)] for layer, weight in fp8_weights.items()}
+        del fp8_weights, names
+        self.shards: LoopShards | None = None
+        self._start = StartWeights(model, self.device) if self._ranks > 1 else None
 
         self.model = model
         self._remember()
@@ -159,6 +169,59 @@ class Prepared:
             fix = "call init_process_group(), or make the Accelerator, before prepare()"
             raise MisuseError(Problem(what, "prepare()", why, fix))
 
+    def find_shards(self, call: str, in_forward: bool = False) -> None:
+        """Look whether the loop has sharded the model since `prepare`. The first call that finds it so is collective.
+
+        in_forward: a forward of the model has begun.
+
+        Raises MisuseError if it is sharded in a way that would give other numbers, or too late to look at it.
+        """
+        if self.shards is not None:
+            return
+        modules = [module for _, _, module in self._children]
+        if not is_sharded([self.model, *modules]):
+            return
+        if in_forward:
+            raise MisuseError(late_problem(call))
+        if self._ranks != world_size():
+            what = "the model is sharded, and prepare() came before the process group"
+            why = "the ranks' weights and plans were never compared"
+            fix = "call init_process_group() before prepare()"
+            raise MisuseError(Problem(what, call, why, fix))
+        if self.guarded:
+            what = "the model was sharded after Guard.for_precision"
+            why = "snapshots and rollbacks would be of parameters that it no longer has"
+            raise MisuseError(Problem(what, call, why, "make the Guard after fully_shard"))
+
+        shards = LoopShards(call, self.model, self.device, self._start)
+        # No cast of a whole weight may be kept from here on; and nothing here holds the whole weights any longer.
+        self.backend.gather_weights()
+        self.shards, self._start = shards, None
+        self.owned = {id(own): own for own in [*shards.parameters, *shards.gathered]}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters; of a sharded one those that optimizers hold, whatever is gathered now."""
+        return list(self.model.parameters()) if self.shards is None else self.shards.parameters
+
+    def fp8_weights(self) -> dict[str, Tensor]:
+        """In the first step the weight of each FP8 layer, see `Plan.fp8_weights`; later nothing, as nobody asks."""
+        if self.state.step:
+            return {}
+        weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        if self.shards is not None:
+            weights |= self.shards.local.sharded
+        return {layer: weights[name] for layer, name in self._fp8_names.items() if name in weights}
+
+    def of_shards(self) -> OfShards | None:
+        """What is wrong with an optimizer of the sharded model; None for a model that is not sharded."""
+        return None if self.shards is None else self.shards.optimizer_problems
+
+    def check_gradients(self, call: str) -> None:
+        """Raises MisuseError if gradients are not as the last `backward` left them."""
+        self.window.check_gradients(call)
+        if self.shards is not None:
+            self.shards.check_gradients(call)
+
     def moved(self) -> str:
         """How the model changed after it was prepared, in a way that breaks the plan; empty if it did not.
 
@@ -169,10 +232,12 @@ class Prepared:
         if forward is not self._forward and not self._is_prepared_forward(forward):
             return "is another: its forward was replaced after it was prepared, as by another library's autocast"
 
-        for name, store, key, dtype in self._places:
+        for name, store, key, dtype, ndim in self._places:
             value = store.get(key)
             if value is None:
                 continue
+            if value.ndim != ndim:
+                return f"has another shape of {name}, as after FullyShardedDataParallel (FSDP1) or ZeRO 3"
             if value.device != self.device:
                 return f"was prepared on {self.device} and is on {value.device} now ({name})"
             if value.dtype != dtype:
@@ -213,19 +278,19 @@ class Prepared:
         self._children = _children(self.model)
         self._forward = vars(self.model).get("forward")
 
-        # Every parameter's name, the dict and key that it is found under, and its dtype.
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype]] = []
+        # Every parameter's name, the dict and key that it is found under, its dtype and number of dimensions.
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]] = []
         for name, module in modules.items():
             for key, value in module._parameters.items():
                 if value is not None:
                     full = f"{name}.{key}" if name else key
-                    self._places.append((full, module._parameters, key, value.dtype))
+                    self._places.append((full, module._parameters, key, value.dtype, value.ndim))
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's."""
         asked = {id(parameter) for parameter in parameters}
         # Adapters may have come since the last look.
-        if asked.isdisjoint(self.owned):
+        if asked.isdisjoint(self.owned) and self.shards is None:
             self.owned = {id(own): own for own in self.model.parameters()}
         return not asked.isdisjoint(self.owned)
 
@@ -384,16 +449,29 @@ class LoopGradients(TorchGradients):
         max_norm: float,
         overflow: Tensor | None,
     ) -> None:
+        parameters: Iterable[nn.Parameter] = parameters_of(optimizers)
+        weights: Iterable[nn.Parameter] = ready.parameters()
+        shards = ready.shards
+        if shards is not None:
+            parameters, weights = shards.counted(parameters), shards.counted(weights)
         super().__init__(
             optimizers,
-            parameters_of(optimizers),
+            parameters,
             max_norm,
             ready.loss_scale,
             ready.device,
             overflow,
-            weights=ready.model.parameters(),
+            weights=weights,
+            local=None if shards is None else shards.local,
         )
         self._ready = ready
+
+    def measure(self, thorough: bool) -> dict[str, Tensor]:
+        """See `Gradients.measure`."""
+        figures = super().measure(thorough)
+        if self._ready.shards is not None:
+            self._ready.shards.check()
+        return figures
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """See `Gradients.apply`. Adds `applied_steps` to the figures."""
@@ -401,6 +479,8 @@ class LoopGradients(TorchGradients):
         with _lr_times(self._optimizers, ready.judge.lr_factor):
             figures = super().apply(skip, overflow, norm, clip)
         ready.buffers.settle(figures["applied"])
+        if ready.shards is not None:
+            ready.shards.update_done()
         ready.applied += figures["applied"]
         return {**figures, "applied_steps": ready.applied.clone()}
 

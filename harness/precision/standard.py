@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from harness.core.errors import MisuseError, Problem
 from harness.precision.layers import widened
 from harness.precision.loss_scale import LossScale
-from harness.precision.misuse import Live, misuse
+from harness.precision.misuse import Live, makes_state_alone, misuse
 
 if TYPE_CHECKING:
     from harness.precision.api import Precision, StepOutcome
@@ -82,6 +82,11 @@ class WrappedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        begun = self._precision.prepared.window.begun
+        if not begun and all(makes_state_alone(each) for each in self.optimizers):
+            for each in self.optimizers:
+                each.step()
+            return loss
         self.outcome = self._precision.step(self.optimizers, self.max_grad_norm, self.tokens)
         return loss
 
@@ -321,6 +326,7 @@ class Standard:
             # The module calls itself. Only its outermost call leaves the context.
             self._depth += 1
         elif not busy:
+            self._ready.find_shards(f"{type(module).__name__}()", in_forward=True)
             self._open(module, self._precision.context())
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
@@ -375,7 +381,9 @@ class Standard:
             yield
             return
         # The model's parameters are added by hand: a reentrant checkpoint hides them from the graph.
-        self.gradients.watch([*self._ready.model.parameters(), *_leaves([loss])])
+        shards = self._ready.shards
+        gathered = [] if shards is None else shards.gathered
+        self.gradients.watch([*self._ready.parameters(), *gathered, *_leaves([loss])])
         self.gradients.active = True
         try:
             yield

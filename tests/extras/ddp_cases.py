@@ -1,4 +1,5 @@
-"""Lightning, Fabric, Hugging Face's Trainer and accelerate under DDP: what each rank saw, as JSON.
+"""Lightning, Fabric, Hugging Face's Trainer and accelerate under DDP, and Lightning's under FSDP2: what each rank saw,
+as JSON.
 
     torchrun --standalone --nproc-per-node 2 ddp_cases.py FOLDER
 
@@ -23,10 +24,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from loop_support import EAGER, ROWS, adamw, codes, mlp, recipe
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
@@ -114,6 +119,9 @@ def seen(
 ) -> dict[str, Any]:
     tensors = precision.state_dict()["tensors"]
     facts = precision.facts()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return {
         "losses": list(losses),
         "weights": digest(model.parameters()),
@@ -128,8 +136,11 @@ def seen(
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
+    """Of whole tensors, whoever holds their rows."""
     found = hashlib.sha256()
     for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
@@ -194,13 +205,47 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.5), "interval": "step"}]
 
 
+class ShardedModule(Module):
+    """Prepares and shards its net in `configure_model`, which Lightning may call several times."""
+
+    def __init__(self, precision: Precision) -> None:
+        super().__init__()
+        self.harness = precision
+
+    def configure_model(self) -> None:
+        if not self.harness.is_prepared:
+            self.harness.prepare(self.net)
+            sharded(self.net, self.device_mesh)
+
+
+def sharded(net: nn.Module, mesh: Any) -> nn.Module:
+    for layer in net.children():
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(net, mesh=mesh["data_parallel"])
+
+
+def module_of(precision: Precision, is_sharded: bool) -> tuple[Module, dict[str, Any]]:
+    """A module, and the options of its Trainer."""
+    if not is_sharded:
+        return Module(), {}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return ShardedModule(precision), {"strategy": strategy}
+
+
 def fit(
     folder: Path, precision: Precision, module: Module, data: Any, *more: Any, **options: Any
 ) -> None:
-    given = {"enable_checkpointing": False, "max_epochs": 1, "callbacks": [], **options}
+    given = {
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+        "callbacks": [],
+        "strategy": "ddp",
+        **options,
+    }
     path = given.pop("ckpt_path", None)
     Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", plugins=[TrainerPrecision(precision)], default_root_dir=folder,
+        accelerator="cpu", devices=2, plugins=[TrainerPrecision(precision)], default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False, logger=False, **given,
     ).fit(module, data, *more, ckpt_path=path)  # fmt: skip
 
@@ -212,20 +257,23 @@ def lightning(policy: Recipe, folder: Path, manual: bool = False) -> dict[str, A
     return seen(precision, module.net, module.losses)
 
 
-def lightning_guarded(folder: Path) -> dict[str, Any]:
-    precision, module = Precision(recipe(fallback=EAGER)), Module()
+def lightning_guarded(folder: Path, is_sharded: bool = False) -> dict[str, Any]:
+    precision = Precision(recipe(fallback=EAGER))
+    module, more = module_of(precision, is_sharded)
     callback = HarnessCallback()
     callback.watch = watch = Told(folder / "run", GUARD, mlflow=False, fp8_every=1)
-    fit(folder, precision, module, loader(24, False, BAD), loader(2, False), callbacks=[callback])
+    data = loader(24, False, BAD)
+    fit(folder, precision, module, data, loader(2, False), callbacks=[callback], **more)
     return watched(precision, module, watch, folder / "run")
 
 
-def lightning_resumed(folder: Path) -> dict[str, Any]:
+def lightning_resumed(folder: Path, is_sharded: bool = False) -> dict[str, Any]:
     def one(where: str, epochs: int, path: Path | None = None) -> dict[str, Any]:
-        precision, module = Precision(recipe()), Module()
+        precision = Precision(recipe())
+        module, strategy = module_of(precision, is_sharded)
         saver = ModelCheckpoint(folder / where, every_n_epochs=1, save_top_k=-1, filename="{step}")
         callbacks = [saver, HarnessCallback(guard=GUARD)]
-        more = {"enable_checkpointing": True, "max_epochs": epochs, "ckpt_path": path}
+        more = {"enable_checkpointing": True, "max_epochs": epochs, "ckpt_path": path, **strategy}
         fit(folder, precision, module, loader(6, False), callbacks=callbacks, **more)
         return seen(precision, module.net, module.losses)
 
@@ -234,15 +282,22 @@ def lightning_resumed(folder: Path) -> dict[str, Any]:
     return {"whole": whole, "again": again}
 
 
-def fabric(policy: Recipe) -> dict[str, Any]:
+def fabric(policy: Recipe, is_sharded: bool = False) -> dict[str, Any]:
     precision = Precision(policy)
-    made = Fabric(
-        accelerator="cpu", devices=2, strategy="ddp", plugins=[FabricPrecision(precision, CLIP)]
-    )
+    strategy: Any = "ddp"
+    if is_sharded:
+        strategy = FabricModelParallel(sharded, data_parallel_size=2, tensor_parallel_size=1)
+    plugins = [FabricPrecision(precision, CLIP)]
+    made = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugins)
     made.launch()
     bare = mlp()
-    inner = adamw(bare)
-    model, optimizer = made.setup(bare, inner)
+    if is_sharded:
+        model = made.setup_module(bare)
+        inner = adamw(bare)
+        optimizer = made.setup_optimizers(inner)
+    else:
+        inner = adamw(bare)
+        model, optimizer = made.setup(bare, inner)
     scheduler = StepLR(inner, 3, 0.5)
     losses: list[float] = []
     for number, (x, y) in enumerate(made.setup_dataloaders(loader(BATCHES, False))):
@@ -467,6 +522,15 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield f"fabric {name}", lambda name=name: fabric(recipe(name))
         yield f"hf {name}", lambda name=name: hf(recipe(name), folder / "hf")
         yield f"accelerate {name}", lambda name=name: accelerated(recipe(name))
+        yield f"fabric sharded {name}", lambda name=name: fabric(recipe(name), is_sharded=True)
+    yield (
+        "lightning sharded guarded",
+        lambda: lightning_guarded(folder / "sharded guarded", is_sharded=True),
+    )
+    yield (
+        "lightning sharded resumed",
+        lambda: lightning_resumed(folder / "sharded resumed", is_sharded=True),
+    )
     yield "manual fp8_hybrid", lambda: lightning(recipe(), folder / "manual", manual=True)
     yield "lightning guarded", lambda: lightning_guarded(folder / "lightning guarded")
     yield "hf guarded", lambda: hf_guarded(folder / "hf guarded")

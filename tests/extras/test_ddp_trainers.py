@@ -1,4 +1,7 @@
-"""Lightning, Fabric, Hugging Face's Trainer and accelerate on two DDP ranks: one launch by torchrun for all cases."""
+"""Lightning, Fabric, Hugging Face's Trainer and accelerate on two ranks: one launch by torchrun for all cases.
+
+Under DDP; Lightning and Fabric under FSDP2, too.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def both(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.parametrize("trainer", ["lightning", "fabric", "hf", "accelerate"])
+@pytest.mark.parametrize("trainer", ["lightning", "fabric", "fabric sharded", "hf", "accelerate"])
 def test_two_ranks_give_the_plain_loops_losses(
     ranks: list[dict[str, Any]], trainer: str, name: str
 ) -> None:
@@ -90,7 +93,16 @@ def test_guard_and_telemetry_act_on_both_ranks(ranks: list[dict[str, Any]], trai
     assert first["counted"] < 24
 
 
-@pytest.mark.parametrize("trainer", ["lightning", "hf", "accelerate"])
+def test_a_sharded_run_is_guarded_as_under_ddp(ranks: list[dict[str, Any]]) -> None:
+    for whole, rows in zip(
+        both(ranks, "lightning guarded"), both(ranks, "lightning sharded guarded"), strict=True
+    ):
+        # The net alone is prepared, so its layers' names have no "net." before them.
+        named = {**rows, "demoted": [f"net.{name}" for name in rows["demoted"]]}
+        assert json.dumps(named) == json.dumps(whole), "NaN equals NaN"
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "lightning sharded", "hf", "accelerate"])
 def test_two_ranks_go_on_bit_for_bit(ranks: list[dict[str, Any]], trainer: str) -> None:
     for found in both(ranks, f"{trainer} resumed"):
         whole, again = found["whole"], found["again"]

@@ -8,6 +8,7 @@ _SAVES = "tests/unit/checkpoint/test_sharded.py"
 _RECOVERY = "tests/unit/checkpoint/test_sharded_recovery.py"
 
 _ENGINE = "tests/dist/test_fsdp.py"
+_LOOPS = "tests/dist/test_fsdp_loops.py"
 
 SHARDED: tuple[Mutation, ...] = (
     Mutation(
@@ -160,7 +161,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "what every rank holds whole is counted once",
-        "if name in rows or world_rank() == 0]",
+        "if name in self.rows or world_rank() == 0]",
         "]",
         f"{_ENGINE} -k every_bit",
     ),
@@ -181,15 +182,92 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "ranks that call different blocks do not train on",
-        "if not self._of_rows.same_order.item():",
+        "if not self._local.same_order.item():",
         "if False:",
         f"{_ENGINE} -k call_different_blocks",
     ),
     Mutation(
         22,
-        "a loop of one's own does not train a sharded model",
+        "a loop of one's own does not prepare a model that is sharded already",
         '    problems = sharded_problems("prepare()", model.parameters())\n',
         "    problems: list[Problem] = []\n",
         "tests/dist/test_fsdp.py -k refused_in_a_loop",
+    ),
+    Mutation(
+        22,
+        "the forward after an update sees it, also where an evaluation left weights gathered",
+        "        self.local.return_gradients()\n        self.local.reshard()\n",
+        "        self.local.return_gradients()\n",
+        f"{_LOOPS} -k odd_loops",
+    ),
+    Mutation(
+        22,
+        "gradients that were not exchanged go with a window that is given up",
+        "        for param in self.gathered:\n            param.grad = None\n",
+        "",
+        f"{_LOOPS} -k odd_loops",
+    ),
+    Mutation(
+        22,
+        "gathered weights that a reentrant checkpoint hides get true gradients",
+        "[*self._ready.parameters(), *gathered, *_leaves([loss])]",
+        "[*self._ready.parameters(), *_leaves([loss])]",
+        f"{_LOOPS} -k odd_loops",
+    ),
+    Mutation(
+        22,
+        "no cast of a whole weight is kept in a loop of one's own",
+        "        self.backend.gather_weights()\n",
+        "",
+        f"{_LOOPS} -k whole_weight",
+    ),
+    Mutation(
+        22,
+        "FSDP2 does not cast beside the plan",
+        "if policy.param_dtype is not None:",
+        "if False:",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "what FSDP2 does not shard is not trained by each rank for itself",
+        "if param.requires_grad and param.ndim:",
+        "if False:",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "ranks that prepared different weights do not train a patchwork",
+        "names = [] if start is None else start.differing(self.local)",
+        "names: list[str] = []",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "a step needs gradients that were exchanged",
+        "waiting = sum(param.grad is not None for param in self.gathered)",
+        "waiting = 0",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "gradients of a DTensor are not clipped under a loss scale",
+        "self._hashes = self._hashed() if scaled and not self._checked else {}",
+        "self._hashes = {}",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "an optimizer that was made before fully_shard does not train in vain",
+        "others = [p for p in parameters_of([optimizer]) if id(p) not in self._by_id]",
+        "others: list[nn.Parameter] = []",
+        f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "FSDP1 with use_orig_params is noticed by the shape of its parameters",
+        "            if value.ndim != ndim:\n",
+        "            if False:\n",
+        f"{_LOOPS} -k other_numbers",
     ),
 )
