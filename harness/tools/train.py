@@ -67,6 +67,7 @@ from harness.run_folder import (
     write_source,
 )
 from harness.telemetry import Telemetry
+from harness.tools.agreement import agree_on_job, agree_on_start
 from harness.tools.preflight import (
     check_delivery,
     check_first_rung,
@@ -119,6 +120,7 @@ def train(request: Request) -> int:
     config = _with_own_tokenizer(request.config)
     source = find_source(request.resume, request.name)
     worker = join_worker(config, request.launcher)
+    agree_on_start(request, config, worker)
     check_delivery(config, worker)
 
     # One folder for all ranks. Its lock keeps other processes out until this one has ended.
@@ -218,6 +220,9 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
     if config.guard.enabled and ENGINES[worker.engine].snapshots:
         plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))
+
+    # Ranks that made something else of the same config must not train together.
+    agree_on_job(data.facts(), plan, model)
 
     # Refuse now what would end the run later.
     check_vocab(model, data.ids, config.model.target)
