@@ -42,7 +42,7 @@ from harness.core.config import (
     unwatched,
     warmup_doubt,
 )
-from harness.core.errors import CheckpointError, ExitCode, Problem, tell_wrapper
+from harness.core.errors import CheckpointError, ExitCode, LostRankError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
 from harness.data.source import source_changes
@@ -399,7 +399,8 @@ def _settle(run: Run, error: BaseException) -> None:
     if not isinstance(error, Exception):
         return
     try:
-        run.recovery.settle()
+        # A save by all ranks cannot succeed without the lost one.
+        run.recovery.settle("a rank is lost" if isinstance(error, LostRankError) else "")
     except Exception as another:  # the same fault may cause both, and the caller reports the first
         run.telemetry.event(
             run.state.step, "checkpoint.failed", text=f"{type(another).__name__}: {another}"
