@@ -444,7 +444,7 @@ def _stop_reason(run: Run) -> str:
 
 
 def observe(run: Run, facts: StepFacts) -> Judgement:
-    """Have a step judged and recorded; keep the repro bundle of a bad one before anything is rolled back. Collective."""
+    """Have a step judged and recorded; keep the repro bundle of a bad one before a rollback. Collective."""
     judged = run.guard.observe(facts)
     if judged.suspect:
         # The bundle links the newest checkpoint before the step: which one that is must not depend on how fast the disk
