@@ -13,8 +13,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Innermost calls that are shown of a thread.
+# Innermost calls that are shown of a thread: at most, and whatever they are.
 _DEPTH = 10
+_ALWAYS = 2
+_TORCH = "/site-packages/torch/"
 _WAITING = ("threading.py", "queue.py", "selectors.py")
 
 
@@ -98,8 +100,10 @@ def stacks() -> list[Stack]:
         calls: list[str] = []
         place = frame
         while place is not None and len(calls) < _DEPTH:
+            # Of the calls inside of torch the innermost ones say what is waited for.
             code = place.f_code
-            calls.append(f"{code.co_filename}:{place.f_lineno} in {code.co_name}")
+            if len(calls) < _ALWAYS or _TORCH not in code.co_filename:
+                calls.append(f"{code.co_filename}:{place.f_lineno} in {code.co_name}")
             place = place.f_back
         stack = Stack(names.get(ident, "thread"), tuple(reversed(calls)))
         if ident == main:

@@ -115,9 +115,7 @@ def report_of(answers: Mapping[int, Answer], ranks: int) -> str:
     if not found and not all(each.waits for each in answers.values()):
         return ""
 
-    headline = (
-        "the ranks wait for each other: they called different collectives, or the network fails"
-    )
+    headline = "the ranks wait for each other: they called other blocks or collectives, or the network fails"
     shown = sorted(answers)
     if found:
         named = some([f"rank {rank}" for rank in found], _NAMED)

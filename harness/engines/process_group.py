@@ -135,7 +135,8 @@ def _problem(why: str) -> Problem:
         what, _, details = hangs.partition("\n")
         gone = f"; gone by now: {some(lost, _NAMED)}" if lost else ""
         fix = (
-            f"mend what it hangs in, and {fix}; if it is only slow: a higher engine.timeout_seconds"
+            "look at the code that is named, and start the same command again: it resumes at the newest checkpoint; "
+            "if it is only slow: a higher engine.timeout_seconds"
         )
         return Problem(what, where, f"{why}{gone}\n{details}", fix)
     if lost:
