@@ -257,7 +257,8 @@ def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool 
     if wanted.target is not None:
         own = open_dataset(config, folder) if lead else None
         worker.group.barrier()
-        return own or open_dataset(config, folder, read_only=True)
+        # What ranks have is compared later, by all of them together (tools/agreement.py).
+        return own or open_dataset(config, folder, read_only=True, compare=worker.is_lead)
 
     # Tokens, of one source or of a mixture.
     def read(lead: bool) -> list[TokenData]:

@@ -30,6 +30,7 @@ from harness.core.config import RunConfig
 from harness.core.errors import ExitCode
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
 from harness.core.health import Fault, check_batch, harmless, name_faults
+from harness.core.progress import training
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
 from harness.core.update import InFlight, StepClock, finish_step, peak_memory, to_device
@@ -162,11 +163,14 @@ def train_step(
 
     # Forward and backward. Converted layers cast with the scales of earlier steps and record this window's amax.
     precision.begin_window(sample=judge.samples(run.stats_every))
+    training.enter("data", run.state.step + 1)
     shares = shares or [
         Share(engine.rank, run.data.micro_batches(window, engine.rank, engine.world_size))
     ]
     own = _accumulate(run, window, shares)
     own["peak_memory"] = peak_memory(engine.device)
+
+    training.enter("update")
 
     # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop.
     # One step later `train` below has them judged (guard.py, which asks monitors/responder.py) and recorded
@@ -232,11 +236,13 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
 
             # Engines reduce gradients over ranks in the last backward only.
             last = share is shares[-1] and number == len(share.batches)
+            training.enter("forward")
             with engine.micro_batch(last):
                 with run.forward_clock.forward(), precision.context():
                     loss = run.task.loss(engine.module, batch)
                 if weight is not None:
                     loss = loss * weight
+                training.enter("backward")
                 with precision.backward_context(last):
                     engine.backward(loss / len(share.batches))
             total += loss.detach().float()
@@ -281,7 +287,9 @@ def evaluate(run: Run) -> Validation:
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         right = torch.zeros_like(total)
         counted, has_labels = 0, False
+        training.enter("validation")
         for batch in run.data.validation(engine.rank, engine.world_size):
+            training.again()
             weight = 1
             if run.data.masked:
                 batch, weight = _without_bad_samples(run, batch)
@@ -436,9 +444,13 @@ def _stop_reason(run: Run) -> str:
 
 
 def observe(run: Run, facts: StepFacts) -> Judgement:
-    """Have a step judged and recorded; keep the repro bundle of a bad one, before anything is rolled back."""
+    """Have a step judged and recorded; keep the repro bundle of a bad one before a rollback. Collective."""
     judged = run.guard.observe(facts)
     if judged.suspect:
+        # The bundle links the newest checkpoint before the step: which one that is must not depend on how fast the disk
+        # is. All ranks wait in rounds, as one that waited in a collective for a slow disk of rank 0 would give up.
+        if run.keep_flight is not None or run.engine.world_size > 1:
+            run.recovery.wait()
         _keep_flight(run, judged)
     return judged
 
@@ -478,8 +490,6 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
     if run.keep_flight is None:
         return
     facts = judged.facts
-    # The bundle links the newest checkpoint before the step: which one that is must not depend on how fast the disk is.
-    run.recovery.settle()
     try:
         samples = run.data.window(facts.window).samples
         codes = [verdict.code for verdict in judged.verdicts if not verdict.ok]

@@ -44,6 +44,9 @@ _LEFT = re.compile(rf"({ENTRY}|{CHECKED}|{FAILED})-(\d{{5,}})\.json")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
 # A rank's patience with rank 0, in waits of rank 0.
 _PATIENCE = 2
+_SLOW = (
+    "if the disk is only slow: a higher engine.timeout_seconds, or a faster disk for the run folder"
+)
 # Ranks that one message names, and characters of a reason.
 _NAMED = 8
 _SHOWN = 400
@@ -115,8 +118,8 @@ class Meeting:
                 raise CheckpointError(Problem(self._why, str(folder)))
             if late:
                 what = f"{_ranks(waits)} left nothing within {self._seconds:g} s"
-                why = "lost, hanging, or not in the same folder"
-                raise CheckpointError(Problem(what, str(folder), why))
+                why = "lost, hanging, or not in the same folder; every rank's log names one that hangs"
+                raise CheckpointError(Problem(what, str(folder), why, _SLOW))
             self._given_up.wait(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
@@ -179,7 +182,7 @@ class Meeting:
                 raise CheckpointError(Problem(self._why, f"rank {self.rank}"))
             if time.monotonic() > until:
                 what = f"rank 0 {lacking} within {patience:g} s"
-                raise CheckpointError(Problem(what, f"rank {self.rank}"))
+                raise CheckpointError(Problem(what, f"rank {self.rank}", fix=_SLOW))
             self._given_up.wait(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 

@@ -16,6 +16,7 @@ for one. The next start moves that checkpoint back.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 import shutil
@@ -37,7 +38,15 @@ from harness.checkpoint.together import (
     verify_together,
 )
 from harness.core.config import CheckpointConfig
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, clock
+from harness.core.errors import (
+    CheckpointError,
+    ConfigError,
+    ExitCode,
+    LostRankError,
+    Problem,
+    clock,
+)
+from harness.core.progress import saving
 from harness.core.protocols import Engine, Meta, Tensors, Tracker
 from harness.core.schema import read_yaml
 from harness.core.state import RunLedger, TrainState
@@ -152,9 +161,9 @@ class Recovery:
 
     def save_and_verify(self, metrics: Mapping[str, float]) -> bool:
         """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded."""
-        self._wait_for_saver()
+        self.wait()
         saved = self._write(self._own_saver, metrics, blocking=True)
-        self._wait_for_saver()
+        self.wait()
         return saved
 
     @property
@@ -214,26 +223,64 @@ class Recovery:
 
         Ranks that save together learn here that one of them has ended without the others.
         """
-        if not self._together:
-            while self._on_any_rank(saver is not None and saver.busy(ROUND)):
-                pass
-            return
-
-        while True:
-            busy = saver is not None and saver.busy(ROUND)
-            rank, ranks = self.engine.rank, self.engine.world_size
-            failed = saver is not None and saver.failed()
-            failures = [failed and each == rank for each in range(ranks)]
-            any_busy, lead_busy, *lost = self._on_any_ranks(busy, busy and rank == 0, *failures)
-            if not any_busy:
+        try:
+            if self._together:
+                self._until_all_idle(saver)
                 return
+            while self._on_any_rank(self._busy(saver)):
+                pass
+        finally:
+            saving.rest()
+
+    def _busy(self, saver: Saver | None) -> bool:
+        """Whether this rank's `saver` is at work, after waiting for a round. Else the rank waits for another one."""
+        if saver is not None and saver.busy(ROUND):
+            return True
+        if saving.resting:
+            saving.enter("waits for a save", self.state.step, waits=True)
+        return False
+
+    def _until_all_idle(self, saver: Saver | None) -> None:
+        """As `_until_idle`, where ranks save together.
+
+        Raises LostRankError on every rank, naming the ranks that are still at work long after the save has failed.
+        """
+        rank, ranks = self.engine.rank, self.engine.world_size
+        until = math.inf
+        while True:
+            busy = self._busy(saver)
+            failed = saver is not None and saver.failed()
+            own = [each == rank for each in range(ranks)]
+            flags = self._on_any_ranks(
+                time.monotonic() > until,
+                *(busy and here for here in own),
+                *(failed and here for here in own),
+            )
+            late, at_work, lost = flags[0], flags[1 : 1 + ranks], flags[1 + ranks :]
+            if not any(at_work):
+                return
+
+            # The save has ended on rank 0, or cannot succeed: nobody has a reason to be at work for long.
+            over = not at_work[0] or any(lost)
+            if over and until == math.inf:
+                until = time.monotonic() + 2 * self.wait_seconds
+            if over and late:
+                raise LostRankError(self._hangs(at_work))
             if saver is None:
                 continue
-            if not lead_busy:
+            if not at_work[0]:
                 saver.give_up("rank 0 has ended this save")
             elif any(lost):
                 named = ", ".join(str(each) for each in range(ranks) if lost[each])
                 saver.give_up(f"rank {named} could not write its part, nor say why")
+
+    def _hangs(self, at_work: Sequence[bool]) -> Problem:
+        """Which ranks hang in a save that has ended for the others."""
+        named = ", ".join(str(rank) for rank, busy in enumerate(at_work) if busy)
+        what = f"lost rank {named}: it hangs in a save that has ended for the other ranks"
+        why = f"it has not returned within {2 * self.wait_seconds:g} s; every rank's log shows in what it hangs"
+        fix = "start the same command again; if its disk is only slow: a higher engine.timeout_seconds"
+        return Problem(what, f"rank {self.engine.rank}", why, fix)
 
     def _wait_for_space(self, attempt: Callable[[], bool]) -> bool:
         """Wait on every rank and try again, until `attempt` succeeds. Collective.
@@ -323,10 +370,10 @@ class Recovery:
 
     def _failures_so_far(self) -> int:
         """How many saves in a row have failed, the present one included; the same on every rank. Collective."""
-        self._wait_for_saver()
+        self.wait()
         return int(self.engine.broadcast(self._failures))
 
-    def _wait_for_saver(self) -> None:
+    def wait(self) -> None:
         """Wait on every rank until no save is under way, and log its result. Collective."""
         self._until_idle(self._own_saver)
         if self.engine.rank == 0:
@@ -342,9 +389,17 @@ class Recovery:
         """For each of `mine`, whether it is true on any rank. Collective."""
         return on_any_ranks(self.engine, *mine)
 
-    def settle(self) -> None:
-        """Wait until this rank writes nothing, and log the result of the save on rank 0. Not collective."""
+    def settle(self, lost: str = "") -> None:
+        """Wait until this rank writes nothing, and log the result of the save on rank 0. Not collective.
+
+        lost: says that a rank is lost, for which a save by all ranks then waits no longer.
+        """
         if self._own_saver is not None:
+            if lost and self._together:
+                self.saver.give_up(lost)
+                # This rank's own disk may be what hangs. The process ends all the same.
+                if self.saver.busy(self.wait_seconds):
+                    return
             self.saver.wait()
         if self.engine.rank == 0:
             self._update_marks(self.state.step, self.good.settled)
@@ -360,7 +415,7 @@ class Recovery:
         Newer good checkpoints that do not verify are logged by name.
         """
         if self._together:
-            self._wait_for_saver()
+            self.wait()
             return self._newest_good_together()
         self.settle()
         newest: int | None = None

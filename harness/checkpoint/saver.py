@@ -23,6 +23,7 @@ from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.errors import CheckpointError
+from harness.core.progress import saving
 from harness.core.protocols import Meta, Tensors
 from harness.core.shards import ShardedRows
 
@@ -195,6 +196,7 @@ class Saver:
     def _in_background(
         self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], blocking: bool
     ) -> None:
+        saving.enter("save", saved.step)
         try:
             # On Linux a priority can be set for one thread: where cores are scarce, training goes first.
             if not blocking:
@@ -205,6 +207,8 @@ class Saver:
             self._work(saved, tensors, meta, good, blocking)
         except BaseException as error:
             self._crash = error
+        finally:
+            saving.rest()
 
     def _work(
         self,

@@ -8,6 +8,7 @@ arguments.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -255,8 +256,7 @@ def find_target(where: str, target: str, what: str) -> Any:
         # A config may name code to run, but functions of Python's own library (os:system) are never meant.
         problem = f"is of Python's own library, which has no {what}"
         raise ConfigError(Problem(problem, where, fix="name your own function"))
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # console scripts do not have the working folder on their path
+    _search_working_folder()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -271,6 +271,26 @@ def find_target(where: str, target: str, what: str) -> Any:
                 names.append(other)
         raise ConfigError(Problem(f'no function "{name}"', where, fix=near_match(name, names)))
     return found
+
+
+def file_of_target(target: str) -> Path | None:
+    """The file of the module that `target` ("pkg.mod:name") names, found without running it; None if there is none."""
+    _search_working_folder()
+    try:
+        spec = importlib.util.find_spec(target.partition(":")[0])
+    except (
+        Exception
+    ):  # a package above it is imported, and may fail in any way; `find_target` reports that
+        return None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return Path(spec.origin)
+
+
+def _search_working_folder() -> None:
+    """Put the working folder on the module path: console scripts do not have it there."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def call_target(section: str, target: str, args: Mapping[str, Any], what: str) -> Any:

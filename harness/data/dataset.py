@@ -395,16 +395,20 @@ def _hash(sample: Batch) -> str:
     return digest.hexdigest()
 
 
-def open_dataset(config: RunConfig, run_dir: Path, read_only: bool = False) -> DatasetBatches:
+def open_dataset(
+    config: RunConfig, run_dir: Path, read_only: bool = False, compare: bool = True
+) -> DatasetBatches:
     """The data set of a run. The first process that opens it writes its fingerprint into the run's folder.
 
-    read_only: write nothing. Raises as DatasetBatches, and DataError if it is not the data set that the run began with,
-    or that rank 0 has.
+    read_only: write nothing.
+    compare: with the fingerprint in the run's folder.
+
+    Raises as DatasetBatches, and DataError if it is not the data set that the run began with.
     """
     train = config.train
     data = DatasetBatches(config.data, train.seed, train.global_batch, train.micro_batch)
     path = run_dir / "data" / RECORD
-    if path.exists():
+    if compare and path.exists():
         _compare(path, data.fingerprint, data.name)
     if read_only or path.exists():
         return data

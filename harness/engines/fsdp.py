@@ -28,24 +28,26 @@ Traps that this file takes care of, beside those of core/sharded.py:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from harness.core.blocks import blocks_of
-from harness.core.collectives import Fingerprint, differing
+from harness.core.collectives import Fingerprint, differing, max_over_ranks
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.protocols import Stateful
 from harness.core.sharded import LocalRows
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
-from harness.engines.own_update import OwnUpdate
+from harness.engines.own_update import OwnUpdate, without_gradient
 from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state
 from harness.engines.process_group import join, leave, lost_rank_named, read_launch
 
@@ -54,6 +56,39 @@ if TYPE_CHECKING:
 
 _WHERE = "engine.name=fsdp"
 _NAMED = 3
+
+
+class FirstUse:
+    """Which parameters get a gradient in the first window. FSDP2 makes zeros for the others, which looks the same.
+
+    groups: the modules that FSDP2 gathers one by one, by their names in the model; the model itself has none.
+    """
+
+    def __init__(self, groups: Mapping[str, nn.Module]) -> None:
+        self.names: set[str] = set()
+        self._hooked: set[nn.Parameter] = set()
+        self._handles: list[Any] = []
+        for prefix, module in groups.items():
+            note: Any = torch.compiler.disable(partial(self._gathered, prefix))
+            self._handles.append(module.register_forward_pre_hook(note))
+
+    def _gathered(self, prefix: str, module: nn.Module, args: object) -> None:
+        """What FSDP2 has just gathered are plain parameters, whose gradients can be watched."""
+        for name, param in module.named_parameters():
+            if isinstance(param, DTensor) or not param.requires_grad or param in self._hooked:
+                continue
+            self._hooked.add(param)
+            note = partial(self._note, prefix + name)
+            self._handles.append(param.register_post_accumulate_grad_hook(note))
+
+    def _note(self, name: str, param: Tensor) -> None:
+        self.names.add(name)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._hooked.clear()
 
 
 class FsdpEngine(OwnUpdate):
@@ -115,7 +150,14 @@ class FsdpEngine(OwnUpdate):
         _require_same_weights(model, device)
         frozen = kept_state(model)[1].get("frozen")
         scalars = {param for param in model.parameters() if param.ndim == 0}
-        self._local = LocalRows(model, _shard(model, device, scalars))
+        blocks = _shard(model, device, scalars)
+        self._local = LocalRows(model, blocks)
+        of_blocks = {id(block) for block in blocks}
+        groups = {"": model}
+        for name, module in model.named_modules():
+            if id(module) in of_blocks:
+                groups[f"{name}."] = module
+        self._first_use = FirstUse(groups)
         self._every_micro_batch = every_micro_batch
         self._checked = False
 
@@ -153,6 +195,9 @@ class FsdpEngine(OwnUpdate):
     @lost_rank_named()
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`."""
+        if not self._checked:
+            self._require_gradients()
+
         figures = self._gradients.measure(thorough)
 
         # The host reads this once. In later steps the gate skips an update whose ranks called different blocks.
@@ -161,6 +206,26 @@ class FsdpEngine(OwnUpdate):
             self._require_same_memory()
             self._require_same_order()
         return figures
+
+    def _require_gradients(self) -> None:
+        """Raise ConfigError naming parameters that no rank used. Collective.
+
+        Their gradients of zero would let the optimizer decay them. Under DDP such a model is refused, too.
+        """
+        self._first_use.end()
+        weights = self._local.weights
+        trained = [name for name, weight in weights.items() if weight.requires_grad]
+        # 0-d parameters are not gathered: their gradients are where they always are.
+        used = set(self._first_use.names)
+        for name in trained:
+            if weights[name].ndim == 0 and weights[name].grad is not None:
+                used.add(name)
+        flags = torch.tensor([float(name in used) for name in trained], device=self.device)
+        anywhere = max_over_ranks(flags).tolist()
+        unused = [name for name, flag in zip(trained, anywhere, strict=True) if not flag]
+        if unused:
+            why = "FSDP2 would give them gradients of zero, and the optimizer would decay them"
+            raise ConfigError(without_gradient(unused, why))
 
     def _require_same_memory(self) -> None:
         """Raise ConfigError if the optimizer's weights are not those that FSDP2 gathers."""

@@ -6,7 +6,7 @@ a skipped update. DeepSpeed does these things itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,13 @@ from harness.core.errors import Problem
 from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers, takes_found_inf
 from harness.engines.parts import settings_of
 from harness.engines.process_group import ProcessGroup
+
+
+def without_gradient(names: Sequence[str], why: str) -> Problem:
+    """The refusal of trainable parameters that got no gradient in the first step. why: it cannot go on so."""
+    what = f"{len(names)} parameters took no part in the loss, such as {names[0]}"
+    fix = "freeze them (requires_grad_(False)), use them, or train on one process"
+    return Problem(what, "model", why, fix)
 
 
 class OwnUpdate(ProcessGroup):

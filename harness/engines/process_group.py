@@ -28,6 +28,8 @@ from torch import Tensor
 from harness.core.collectives import max_over_ranks, mean_over_ranks, world_rank, world_size
 from harness.core.errors import ConfigError, LostRankError, MachineError, Problem, clipped, some
 from harness.core.processes import state_of
+from harness.core.progress import training
+from harness.engines.hang import HangWatch
 
 # Seconds: the kernel closes a dying process's connections before /proc shows it as gone.
 _SHOWS_WITHIN = 1.0
@@ -72,12 +74,16 @@ class _Meeting:
 
     rank: this one's number.
     host: who hosts the rendezvous, for messages.
+    address: its address and port.
     peers: in rank order; None for a rank that has not come. Empty if no ranks are to meet.
+    watch: finds out which rank hangs; None before the ranks have joined.
     """
 
     rank: int = 0
     host: str = ""
+    address: tuple[str, int] = ("", 0)
     peers: list[_Peer | None] = field(default_factory=list)
+    watch: HangWatch | None = None
 
 
 _meeting = _Meeting()
@@ -122,6 +128,17 @@ def _problem(why: str) -> Problem:
     # A rank of this machine is gone or stopped.
     where = f"rank {_meeting.rank}" if _meeting.peers else f"rank {world_rank()}"
     fix = "start the same command again: it resumes at the newest checkpoint; the lost rank's own message is above this"
+
+    # A rank was found to hang. Others may be gone by now because of it.
+    hangs = _meeting.watch.report if _meeting.watch is not None else ""
+    if hangs:
+        what, _, details = hangs.partition("\n")
+        gone = f"; gone by now: {some(lost, _NAMED)}" if lost else ""
+        fix = (
+            "look at the code that is named, and start the same command again: it resumes at the newest checkpoint; "
+            "if it is only slow: a higher engine.timeout_seconds"
+        )
+        return Problem(what, where, f"{why}{gone}\n{details}", fix)
     if lost:
         return Problem(f"lost {some(lost, _NAMED)}", where, why=why, fix=fix)
 
@@ -302,6 +319,10 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
     _meeting.rank, _meeting.peers = launch.rank, [None] * launch.world_size
     with lost_rank_named():
         _watched(meet_and_join, timeout_seconds)
+    training.again()
+    _meeting.watch = HangWatch(
+        lambda: _client(timeout), launch.rank, launch.world_size, timeout_seconds
+    )
 
 
 def _watched(action: Callable[[], None], seconds: float) -> None:
@@ -358,6 +379,7 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     local = launch.one_machine and not agent
     address = _LOOPBACK if local else os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
+    _meeting.address = address, port
     host = "the launcher" if agent else "rank 0"
     _meeting.host = f"the rendezvous at {address}:{port}, which {host} hosts,"
 
@@ -376,6 +398,14 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     # our own entries, and the addresses at which gloo and NCCL reach each other.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start-{start}", store)
+
+
+def _client(timeout: timedelta) -> dist.Store:
+    """Another connection to the rendezvous, for the thread that looks for ranks that hang."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    address, port = _meeting.address
+    store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"hang-{start}", store)
 
 
 def _listen(port: int) -> int:
@@ -406,6 +436,8 @@ def limit_every_group(timeout_seconds: float) -> None:
 
 def leave() -> None:
     """Leave the process group; harmless if this process is in none."""
+    if _meeting.watch is not None:
+        _meeting.watch.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
         _meeting.peers = []
@@ -425,6 +457,7 @@ class ProcessGroup:
     @lost_rank_named()
     def mean(self, values: Tensor) -> Tensor:
         """Mean over ranks of fp32 [n] or 0-d. It is summed in rank order, so that all ranks get the same bits."""
+        training.again()
         return mean_over_ranks(values)
 
     def max(self, values: Tensor) -> Tensor:
@@ -434,6 +467,7 @@ class ProcessGroup:
     @lost_rank_named()
     def max_(self, values: Tensor) -> Tensor:
         """`max` in place."""
+        training.again()
         return max_over_ranks(values)
 
     @lost_rank_named()
@@ -441,6 +475,7 @@ class ProcessGroup:
         """Rank 0's `value`, which is JSON-able. What other ranks pass is ignored."""
         if self.world_size == 1:
             return value
+        training.again()
 
         # The size goes first: the others must allocate the tensor that they receive into.
         data = json.dumps(value).encode() if self.rank == 0 else b""
@@ -455,5 +490,6 @@ class ProcessGroup:
     @lost_rank_named()
     def barrier(self) -> None:
         """Wait for every rank."""
+        training.again()
         if self.world_size > 1:
             dist.barrier()

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.core.config import RunConfig
-from harness.core.errors import ConfigError, Problem
+from harness.core.errors import ConfigError
 from harness.core.protocols import Stateful
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import shares_buffers
-from harness.engines.own_update import OwnUpdate
+from harness.engines.own_update import OwnUpdate, without_gradient
 from harness.engines.parts import ModelPart, OptimizerPart
 from harness.engines.process_group import join, leave, lost_rank_named, read_launch
 
@@ -143,7 +143,5 @@ def _require_gradients(model: nn.Module) -> None:
         if param.requires_grad and param.grad is None:
             unused.append(name)
     if unused:
-        what = f"{len(unused)} parameters took no part in the loss, such as {unused[0]}"
         why = "DistributedDataParallel needs a gradient of every parameter, and would fail at the next forward"
-        fix = "freeze them (requires_grad_(False)), use them, or train on one process"
-        raise ConfigError(Problem(what, "model", why, fix))
+        raise ConfigError(without_gradient(unused, why))

@@ -42,7 +42,7 @@ from harness.core.config import (
     unwatched,
     warmup_doubt,
 )
-from harness.core.errors import CheckpointError, ExitCode, Problem, tell_wrapper
+from harness.core.errors import CheckpointError, ExitCode, LostRankError, Problem, tell_wrapper
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
 from harness.data.source import source_changes
@@ -67,6 +67,7 @@ from harness.run_folder import (
     write_source,
 )
 from harness.telemetry import Telemetry
+from harness.tools.agreement import agree_on_job, agree_on_start
 from harness.tools.preflight import (
     check_delivery,
     check_first_rung,
@@ -119,6 +120,7 @@ def train(request: Request) -> int:
     config = _with_own_tokenizer(request.config)
     source = find_source(request.resume, request.name)
     worker = join_worker(config, request.launcher)
+    agree_on_start(request, config, worker)
     check_delivery(config, worker)
 
     # One folder for all ranks. Its lock keeps other processes out until this one has ended.
@@ -218,6 +220,9 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
     if config.guard.enabled and ENGINES[worker.engine].snapshots:
         plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))
+
+    # Ranks that made something else of the same config must not train together.
+    agree_on_job(data.facts(), plan, model)
 
     # Refuse now what would end the run later.
     check_vocab(model, data.ids, config.model.target)
@@ -394,7 +399,8 @@ def _settle(run: Run, error: BaseException) -> None:
     if not isinstance(error, Exception):
         return
     try:
-        run.recovery.settle()
+        # A save by all ranks cannot succeed without the lost one.
+        run.recovery.settle("a rank is lost" if isinstance(error, LostRankError) else "")
     except Exception as another:  # the same fault may cause both, and the caller reports the first
         run.telemetry.event(
             run.state.step, "checkpoint.failed", text=f"{type(another).__name__}: {another}"

@@ -25,7 +25,7 @@ def command(run: RunFolder) -> int:
 
 
 def _verify(folder: Path) -> ExitCode:
-    from harness.checkpoint.manifest import read_marks
+    from harness.checkpoint.manifest import read_marks, read_shards
     from harness.checkpoint.policy import best
     from harness.checkpoint.store import Store
 
@@ -48,6 +48,8 @@ def _verify(folder: Path) -> ExitCode:
 
         # "good": enough healthy steps followed it, so a rollback may go back to it.
         words = ["ok"]
+        if shards := read_shards(path):
+            words.append(f"written by {shards.ranks} ranks")
         if step in good:
             words.append("good")
         for metric, lowest_at in lowest.items():

@@ -104,6 +104,14 @@ class Either(nn.Module):
         return self.first(x) if dist.get_rank() == 0 else self.second(x)
 
 
+def with_unused() -> Net:
+    """A net with parameters that no rank uses: in a block, and outside of any."""
+    model = net()
+    model.blocks[0].idle = nn.Linear(4, 4)
+    model.spare = nn.Linear(3, 3)
+    return model
+
+
 def make_fsdp(model: nn.Module, **settings: Any) -> FsdpEngine:
     config = TrainConfig.model_validate({})
     return FsdpEngine(
@@ -356,6 +364,10 @@ def rank_main(folder: Path) -> None:
     result["bytes"] = bytes_of_engines()
     result["unused"] = unused_on_some_ranks()
     result["blocks"] = refused(lambda: train(make_fsdp(Parted(in_one_block=False)), 0))
+    result["idle"] = [
+        refused(lambda: train(make_fsdp(with_unused()), 0)),
+        refused(lambda: train(make_ddp(with_unused()), 0)),
+    ]
     engine = make_fsdp(net())
     held = {name: list(t.shape) for name, t in engine.parts()["model"].state_dict()[0].items()}
     result["held"] = held
@@ -452,6 +464,16 @@ def test_parameters_that_only_some_ranks_use(two_ranks: list[dict[str, Any]]) ->
     for result in two_ranks:
         found, expected = result["unused"]
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_parameters_that_no_rank_uses_are_refused_as_under_ddp(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for result in two_ranks:
+        for text in result["idle"]:
+            assert "4 parameters took no part in the loss, such as spare.weight" in text or (
+                "4 parameters took no part in the loss, such as blocks.0.idle.weight" in text
+            )
 
 
 def test_ranks_that_call_different_blocks_are_refused(two_ranks: list[dict[str, Any]]) -> None:

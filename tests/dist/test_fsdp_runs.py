@@ -1,8 +1,14 @@
-"""`launch/train.py engine.name=fsdp` on two ranks, beside the same run under DDP: figures, checkpoints, resume."""
+"""`launch/train.py engine.name=fsdp` on two ranks, beside the same run under DDP: figures, checkpoints, resume.
+
+Run as a script, this file is one rank of `launch/train.py`. Rank 0 is killed while it saves the state of step 8.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +41,26 @@ CASES = {
 }
 
 
-def ran(folder: Path, engine: str, name: str, *arguments: str, steps: int = 12) -> Path:
-    """The folder of a finished run of `steps` steps, each of two micro-batches a rank."""
+def ran(
+    folder: Path,
+    engine: str,
+    name: str,
+    *arguments: str,
+    steps: int = 12,
+    ranks: int = RANKS,
+    killed: bool = False,
+) -> Path:
+    """The folder of a finished run of `steps` steps, each of two micro-batches a rank.
+
+    killed: rank 0 dies in its second save.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "nervous.yaml"
     recipe.write_text(RECIPE)
     chosen = [] if "--recipe" in arguments else ["--recipe", str(recipe)]
     done = train_ranks(
         folder,
-        RANKS,
+        ranks,
         *chosen,
         *arguments,
         "--name",
@@ -53,8 +70,13 @@ def ran(folder: Path, engine: str, name: str, *arguments: str, steps: int = 12) 
         "train.global_batch=8",
         "guard.measure_every=1",
         "checkpoint.every=4",
+        program=Path(__file__) if killed else None,
     )
-    assert done.returncode == 0, done.stdout
+    if killed:
+        assert done.returncode == -signal.SIGKILL, done.stdout
+        assert "lost rank 0" in done.stdout, "the other rank ends by itself, and says why"
+    else:
+        assert done.returncode == 0, done.stdout
     return folder / "runs" / name
 
 
@@ -118,3 +140,44 @@ def test_a_run_goes_on_under_another_engine(tmp_path: Path) -> None:
     ran(hopping, "ddp", "r", constant, *accept, steps=8)
     last = ran(hopping, "fsdp", "r", constant, *accept, steps=12)
     assert_same_state(state(last, 12), state(straight, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.faults(1, 20)
+def test_a_rank_that_is_killed_in_a_save_costs_no_bit(tmp_path: Path) -> None:
+    """The other rank does not wait for half of the timeout, which is longer than this test may take."""
+    fixed = ("--recipe", "fp32", "engine.timeout_seconds=1600")
+    straight = ran(tmp_path / "straight", "fsdp", "r", *fixed)
+    killed = ran(tmp_path / "killed", "fsdp", "r", *fixed, killed=True)
+    checkpoints = killed / "checkpoints"
+    assert [each.name for each in sorted(checkpoints.glob("step-*"))] == ["step-00000004"]
+    unfinished = list(checkpoints.glob(".tmp*"))
+    assert unfinished, "it was killed while it wrote"
+
+    # As many ranks repeat the run to the last bit. Other numbers of ranks add in another order.
+    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+    again = ran(tmp_path / "killed", "fsdp", "r", *fixed)
+    assert not any(each.exists() for each in unfinished)
+    assert_same_state(state(again, 12), state(straight, 12))
+    alone = state(ran(tmp_path / "alone", "fsdp", "r", *fixed, ranks=1), 12)
+    torch.testing.assert_close(alone["model"], state(straight, 12)["model"])
+
+
+def _killed_in_a_save() -> None:
+    """What `launch/train.py` does, up to the moment in which rank 0 waits for the pieces of step 8."""
+    from harness.checkpoint.meeting import Meeting
+    from harness.cli import train_main
+
+    gather = Meeting.gather
+
+    def dies(self: Meeting, folder: Path, kind: str) -> Any:
+        if "step-00000008" in folder.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(self, folder, kind)
+
+    Meeting.gather = dies  # type: ignore[method-assign]
+    train_main()
+
+
+if __name__ == "__main__":
+    _killed_in_a_save()

@@ -557,7 +557,7 @@ def test_verify_reads_pieces_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     save(tmp_path / "checkpoints", 3)
     (tmp_path / "journal.jsonl").write_text("")
     assert verify.command(tmp_path) == 0
-    assert "ok, lowest val_loss" in capsys.readouterr().out
+    assert "ok, written by 3 ranks, lowest val_loss" in capsys.readouterr().out
     (tmp_path / "checkpoints" / "step-00000003" / PIECE).unlink()
     assert verify.command(tmp_path) == 1
     assert PIECE in capsys.readouterr().out

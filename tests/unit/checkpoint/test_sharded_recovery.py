@@ -302,7 +302,7 @@ def test_a_rank_without_memory_for_a_copy_makes_all_wait_for_the_save(
             rank.recovery.keep({})
             seen.append(len(Store(tmp_path / "checkpoints", readonly=True).steps()))
             rank.part.held["weight"].fill_(-1)
-        rank.recovery._wait_for_saver()
+        rank.recovery.wait()
         rank.recovery.load(2)
         assert rank.holds(2)
         return seen[1:]
