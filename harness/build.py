@@ -114,6 +114,25 @@ def choose_engine(name: str, launcher: str, launch: Launch) -> str:
     return name
 
 
+def refusals(
+    name: str, config: RunConfig, recipe: Recipe, rung: Rung, device: str
+) -> list[Problem]:
+    """Why the engine `name` cannot train the run on `rung`, whatever its model is; empty if it can.
+
+    docs/reference/engines.md is made of these answers.
+
+    name: its key in ENGINES.
+    device: "cpu" or "cuda".
+    """
+    engine = ENGINES[name]
+    problems = engine.refusals(config.engine, rung.precision, device)
+    if engine.owns_loss_scale:
+        problems += check_half_weights(recipe, rung)
+    if not engine.any_optimizer:
+        problems += refused_by(name, config.train)
+    return problems
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """This process among the other ranks, and on its machine.
@@ -201,18 +220,12 @@ def build_plan(
 
     Raises ConfigError if engine, optimizer or model do not fit the rung.
     """
-    engine = ENGINES[worker.engine]
     # The model, once it is built: for the first rung that is tried. Later rungs are tried with the same one.
     built: list[nn.Module] = []
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.
-        problems = engine.refusals(config.engine, rung.precision, worker.device.type)
-        if engine.owns_loss_scale:
-            problems += check_half_weights(recipe, rung)
-        if not engine.any_optimizer:
-            problems += refused_by(worker.engine, config.train)
-        if problems:
+        if problems := refusals(worker.engine, config, recipe, rung, worker.device.type):
             raise ConfigError(problems)
 
         if not built:
