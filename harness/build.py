@@ -352,9 +352,14 @@ def build_run(
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
+    names = {id(param): name for name, param in model.named_parameters()}
+    fp8_names = {layer: names[id(weight)] for layer, weight in fp8_weights.items()}
+    # An engine that shards the model puts others in their place: nothing may hold the whole ones any longer.
+    del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     if engine.sharded:
         backend.gather_weights()
+    held = dict(model.named_parameters())
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
@@ -428,7 +433,7 @@ def build_run(
         watch=watch,
         keep_flight=recorder.keep if recorder else None,
         ideal=_ideal(flops, worker, card, plan),
-        fp8_weights=fp8_weights,
+        fp8_weights={layer: held[name] for layer, name in fp8_names.items()},
     )
 
 

@@ -99,6 +99,9 @@ def ran(folder: Path, variant: Variant, rung: Rung) -> dict[str, Any]:
         run = build_run(
             config, recipe, run_dir, worker, plan, model, data, telemetry, ledger, store
         )
+        trained: list[Any] = []
+        observe = run.guard.observe
+        run.guard.observe = lambda facts: (trained.append(list(facts.trained)), observe(facts))[1]  # type: ignore[method-assign]
         status = train(run).status
         run.stop.uninstall()
     figures: dict[str, list[float]] = {"train/loss": [], "train/grad_norm": []}
@@ -107,7 +110,8 @@ def ran(folder: Path, variant: Variant, rung: Rung) -> dict[str, Any]:
             for name, found in figures.items():
                 if row["kind"] == "metrics" and name in row["metrics"]:
                     found.append(row["metrics"][name])
-    return {"status": status, "rung": plan.resolved, "engine": run.engine.name, **figures}
+    ran_as = {"status": status, "rung": plan.resolved, "engine": run.engine.name}
+    return {**ran_as, "trained": trained[0], **figures}
 
 
 def rank_main(folder: Path) -> None:
@@ -163,6 +167,9 @@ def test_a_cell_that_works_trains_as_ddp_does(
     assert found["train/loss"][-1] < found["train/loss"][0], "it learns"
     for name in ("train/loss", "train/grad_norm"):
         assert found[name] == pytest.approx(ddp[name], rel=RELATIVE)
+    # The FP8 layers whose weights got a gradient in the first step; a layer without one is reported.
+    assert found["trained"] == ddp["trained"]
+    assert bool(found["trained"]) is (rung.precision == "fp8")
     bits = variant.settings.get("gradient_sync") == "window"
     if bits:
         assert found == {**ddp, "engine": "fsdp"}
