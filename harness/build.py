@@ -114,6 +114,25 @@ def choose_engine(name: str, launcher: str, launch: Launch) -> str:
     return name
 
 
+def refusals(
+    name: str, config: RunConfig, recipe: Recipe, rung: Rung, device: str
+) -> list[Problem]:
+    """Why the engine `name` cannot train the run on `rung`, whatever its model is; empty if it can.
+
+    docs/reference/engines.md is made of these answers.
+
+    name: its key in ENGINES.
+    device: "cpu" or "cuda".
+    """
+    engine = ENGINES[name]
+    problems = engine.refusals(config.engine, rung.precision, device)
+    if engine.owns_loss_scale:
+        problems += check_half_weights(recipe, rung)
+    if not engine.any_optimizer:
+        problems += refused_by(name, config.train)
+    return problems
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """This process among the other ranks, and on its machine.
@@ -201,18 +220,12 @@ def build_plan(
 
     Raises ConfigError if engine, optimizer or model do not fit the rung.
     """
-    engine = ENGINES[worker.engine]
     # The model, once it is built: for the first rung that is tried. Later rungs are tried with the same one.
     built: list[nn.Module] = []
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.
-        problems = engine.refusals(config.engine, rung.precision, worker.device.type)
-        if engine.owns_loss_scale:
-            problems += check_half_weights(recipe, rung)
-        if not engine.any_optimizer:
-            problems += refused_by(worker.engine, config.train)
-        if problems:
+        if problems := refusals(worker.engine, config, recipe, rung, worker.device.type):
             raise ConfigError(problems)
 
         if not built:
@@ -340,9 +353,14 @@ def build_run(
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
+    names = {id(param): name for name, param in model.named_parameters()}
+    fp8_names = {layer: names[id(weight)] for layer, weight in fp8_weights.items()}
+    # An engine that shards the model puts others in their place: nothing may hold the whole ones any longer.
+    del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     if engine.sharded:
         backend.gather_weights()
+    held = dict(model.named_parameters())
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
     own_scale = None if engine.owns_loss_scale else loss_scale
@@ -416,7 +434,7 @@ def build_run(
         watch=watch,
         keep_flight=recorder.keep if recorder else None,
         ideal=_ideal(flops, worker, card, plan),
-        fp8_weights=fp8_weights,
+        fp8_weights={layer: held[name] for layer, name in fp8_names.items()},
     )
 
 

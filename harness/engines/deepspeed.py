@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
 from harness.core.health import grad_norm, l2_norm
-from harness.core.protocols import Meta, Stateful, TensorDict
+from harness.core.protocols import Meta, Stateful
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
 from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.deepspeed_setup import (
@@ -38,13 +38,12 @@ from harness.engines.deepspeed_setup import (
     release_shared_memory,
 )
 from harness.engines.parts import (
+    Group,
     ModelPart,
+    OfParameter,
     OptimizerPart,
-    kept_state,
-    optimizer_meta,
-    require_same,
-    require_same_meta,
-    require_same_optimizer,
+    StateAccess,
+    WeightAccess,
 )
 from harness.engines.process_group import (
     ProcessGroup,
@@ -62,139 +61,136 @@ if TYPE_CHECKING:
 _LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class ZeroModelPart:
-    """fp32 weights and buffers under ZeRO 1 and 2, as a part of the TrainState.
+class ZeroWeightAccess(WeightAccess):
+    """fp32 weights and buffers under ZeRO 1 and 2.
 
     Collective under fp16, as the fp32 masters are gathered from all ranks then.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def like(self, tensor: Tensor) -> Tensor:
+        """As `WeightAccess.like`: a checkpoint holds the fp32 master, whatever DeepSpeed computes in."""
+        has_master = hasattr(tensor, "_hp_mapping")
+        return (
+            torch.empty_like(tensor, dtype=torch.float32, device="meta") if has_master else tensor
+        )
 
-    def state_dict(self) -> tuple[TensorDict, Meta]:
-        """As `ModelPart.state_dict`; parameters in fp32, whatever DeepSpeed computes in."""
+    def read(self, tensor: Tensor) -> Tensor:
+        """As `WeightAccess.read`; parameters in fp32."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        tensors, meta = kept_state(self.model)
-        full: TensorDict = {}
-        for name, tensor in tensors.items():
-            # Half-precision weights have an fp32 master. Buffers have none.
-            master = None
-            if tensor.dtype != torch.float32:
-                master = safe_get_full_fp32_param(tensor)
-            full[name] = tensor.detach() if master is None else master
-        return full, meta
+        # Half-precision weights have an fp32 master. Buffers have none.
+        master = None
+        if tensor.dtype != torch.float32:
+            master = safe_get_full_fp32_param(tensor)
+        return super().read(tensor) if master is None else master
 
-    @torch.no_grad()
-    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """As `ModelPart.load_state_dict`, into the parameters and into DeepSpeed's partitions of their masters."""
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """As `WeightAccess.write`, into DeepSpeed's partition of the master as well."""
         from deepspeed.utils import safe_set_full_fp32_param
 
-        here, own = kept_state(self.model)
-        require_same_meta(own, meta)
-
-        # The checkpoint holds the fp32 master of a parameter, whatever DeepSpeed computes in.
-        shapes: TensorDict = {}
-        for name, tensor in here.items():
-            has_master = hasattr(tensor, "_hp_mapping")
-            shapes[name] = tensor
-            if has_master:
-                shapes[name] = torch.empty_like(tensor, dtype=torch.float32, device="meta")
-        require_same("model", tensors, shapes)
-        for name, tensor in here.items():
-            tensor.copy_(tensors[name])
-            safe_set_full_fp32_param(tensor, tensors[name].to(tensor.device))
+        super().write(tensor, value)
+        safe_set_full_fp32_param(tensor, value.to(tensor.device))
 
 
-class ZeroOptimizerPart:
-    """Optimizer state under ZeRO 1 and 2, by parameter name as in `OptimizerPart`. Collective.
+class ZeroStateAccess(StateAccess):
+    """Optimizer state under ZeRO 1 and 2, gathered from all ranks. Collective.
 
-    model: for the names of the parameters.
     optimizer: the one whose parameter groups DeepSpeed has replaced by flat partitions.
     members: the parameters of each group, before DeepSpeed replaced them.
-    applied: the count of applied updates, 0-d.
+    names: of the parameters, by id.
     loss_scaler: DeepSpeed's.
     """
 
+    must_fit = True
+
     def __init__(
         self,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         members: list[list[nn.Parameter]],
-        applied: Tensor,
+        names: Mapping[int, str],
         loss_scaler: Any,
     ) -> None:
-        names = {id(param): name for name, param in model.named_parameters()}
-        self.optimizer = optimizer
-        self.groups = [[(names[id(param)], param) for param in group] for group in members]
-        self.applied = applied
-        self.loss_scaler = loss_scaler
+        super().__init__(optimizer)
+        self._members = members
+        self._names = names
+        self._loss_scaler = loss_scaler
+        # The number of each parameter's group.
+        self._numbers: dict[int, int] = {}
+        for number, group in enumerate(members):
+            self._numbers |= {id(param): number for param in group}
 
-    def _flat_states(self) -> list[dict[str, Tensor]]:
-        """The state of each group's flat partition. Counters are 0-d; the rest has the partition's shape."""
-        return [self.optimizer.state[group["params"][0]] for group in self.optimizer.param_groups]
+    def owned(self) -> list[tuple[nn.Parameter, Group]]:
+        """As `StateAccess.owned`; the groups have the flat partitions."""
+        owned: list[tuple[nn.Parameter, Group]] = []
+        for members, group in zip(self._members, self.optimizer.param_groups, strict=True):
+            owned += [(param, group) for param in members]
+        return owned
 
-    def state_dict(self) -> tuple[TensorDict, Meta]:
-        """As `OptimizerPart.state_dict`, gathered from all ranks. The meta data hold DeepSpeed's loss scaler, too."""
+    def _flat(self, group: Group) -> dict[str, Tensor]:
+        """The state of a group's flat partition. Counters are 0-d; the rest has the partition's shape."""
+        return self.optimizer.state[group["params"][0]]
+
+    def _flat_of(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """The state of the flat partition that holds `param`."""
+        return self._flat(self.optimizer.param_groups[self._numbers[id(param)]])
+
+    def like(self, param: nn.Parameter) -> OfParameter:
+        """As `StateAccess.like`; nothing is gathered."""
+        found: OfParameter = {}
+        for key, value in self._flat_of(param).items():
+            found[key] = value
+            if value.ndim > 0:
+                found[key] = torch.empty_like(param, dtype=value.dtype, device="meta")
+        return found
+
+    def read(self, param: nn.Parameter) -> OfParameter:
+        """As `StateAccess.read`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        tensors: TensorDict = {"applied": self.applied}
-        for members, flat in zip(self.groups, self._flat_states(), strict=True):
-            for name, param in members:
-                for key, value in flat.items():
-                    if value.ndim == 0:
-                        tensors[f"{name}.{key}"] = value.detach().clone()
-                        continue
-                    full = safe_get_full_optimizer_state(param, key)
-                    assert full is not None, f"DeepSpeed does not know parameter {name}"
-                    tensors[f"{name}.{key}"] = full
+        found: OfParameter = {}
+        for key, value in self._flat_of(param).items():
+            if value.ndim == 0:
+                found[key] = value.detach().clone()
+                continue
+            full = safe_get_full_optimizer_state(param, key)
+            assert full is not None, f"DeepSpeed does not know parameter {self._names[id(param)]}"
+            found[key] = full
+        return found
 
-        scaler: dict[str, Any] = {}
-        for key in _LOSS_SCALER_STATE:
-            if hasattr(self.loss_scaler, key):
-                scaler[key] = getattr(self.loss_scaler, key)
-        return tensors, {**optimizer_meta(self.optimizer), "plain": {}, "loss_scaler": scaler}
+    def require_fit(self, saved: Mapping[str, OfParameter]) -> None:
+        """Raise CheckpointError if parameters of one group have different counters: a partition has one for all."""
+        for members, group in zip(self._members, self.optimizer.param_groups, strict=True):
+            counters = [key for key, value in self._flat(group).items() if value.ndim == 0]
+            for key in counters:
+                incoming = [saved[self._names[id(param)]][key] for param in members]
+                if any(not torch.equal(other, incoming[0]) for other in incoming):
+                    what = f'parameters have different "{key}" counters'
+                    why = "ZeRO steps all parameters of a group together"
+                    fix = "resume with torchrun or a single process"
+                    raise CheckpointError(Problem(what, "optimizer", why, fix))
 
-    @torch.no_grad()
-    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Restore into a fresh or a live engine.
-
-        Raises CheckpointError if names, shapes or the optimizer differ, or if parameters that ZeRO steps together have
-        different step counters.
-        """
+    def write(self, param: nn.Parameter, group: Group, saved: OfParameter) -> None:
+        """As `StateAccess.write`, into the partitions."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        # Compare names and shapes with what this engine would save.
-        require_same_optimizer(self.optimizer, meta)
-        flats = self._flat_states()
-        here: TensorDict = {"applied": self.applied}
-        for members, flat in zip(self.groups, flats, strict=True):
-            for name, param in members:
-                for key, value in flat.items():
-                    like = value
-                    if value.ndim > 0:
-                        like = torch.empty_like(param, dtype=value.dtype, device="meta")
-                    here[f"{name}.{key}"] = like
-        require_same("optimizer", tensors, here)
+        for key, value in self._flat(group).items():
+            if value.ndim == 0:
+                value.copy_(saved[key])
+            else:
+                safe_set_full_optimizer_state(param, saved[key].to(param.device), key)
 
-        # A flat partition has one counter for all of its parameters.
-        for members, flat in zip(self.groups, flats, strict=True):
-            for key, value in flat.items():
-                incoming = [tensors[f"{name}.{key}"] for name, _ in members]
-                if value.ndim == 0:
-                    if any(not torch.equal(other, incoming[0]) for other in incoming):
-                        what = f'parameters have different "{key}" counters'
-                        why = "ZeRO steps all parameters of a group together"
-                        fix = "resume with torchrun or a single process"
-                        raise CheckpointError(Problem(what, "optimizer", why, fix))
-                    value.copy_(incoming[0])
-                    continue
-                for (_, param), tensor in zip(members, incoming, strict=True):
-                    safe_set_full_optimizer_state(param, tensor.to(param.device), key)
+    def meta(self) -> Meta:
+        """DeepSpeed's loss scaler."""
+        scaler: dict[str, Any] = {}
+        for key in _LOSS_SCALER_STATE:
+            if hasattr(self._loss_scaler, key):
+                scaler[key] = getattr(self._loss_scaler, key)
+        return {"loss_scaler": scaler}
 
-        self.applied.copy_(tensors["applied"])
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Restore the loss scaler. A checkpoint of another engine has none."""
         for key, value in meta.get("loss_scaler", {}).items():
-            setattr(self.loss_scaler, key, value)
+            setattr(self._loss_scaler, key, value)
 
 
 # DeepSpeed's section of the config by the precision of the run. FP8 layers cast for themselves: the rest runs in bf16.
@@ -451,17 +447,16 @@ class DeepSpeedEngine(ProcessGroup):
 
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`, in the layout of the plain torch engine."""
-        if not self._sharded:
-            weights = dict(self._model.named_parameters())
-            optimizer = OptimizerPart(weights, self._optimizer, self._applied)
-            return {"model": ModelPart(self._model), "optimizer": optimizer}
-        zero = self._engine.optimizer
-        return {
-            "model": ZeroModelPart(self._model),
-            "optimizer": ZeroOptimizerPart(
-                self._model, self._optimizer, self._members, self._applied, zero.loss_scaler
-            ),
-        }
+        weights = dict(self._model.named_parameters())
+        weight_access: WeightAccess | None = None
+        state_access: StateAccess | None = None
+        if self._sharded:
+            names = {id(param): name for name, param in weights.items()}
+            scaler = self._engine.optimizer.loss_scaler
+            weight_access = ZeroWeightAccess()
+            state_access = ZeroStateAccess(self._optimizer, self._members, names, scaler)
+        optimizer = OptimizerPart(weights, self._optimizer, self._applied, access=state_access)
+        return {"model": ModelPart(self._model, access=weight_access), "optimizer": optimizer}
 
     def close(self) -> None:
         """Leave the process group; safe to call twice."""

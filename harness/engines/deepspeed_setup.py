@@ -100,7 +100,8 @@ def check(zero_stage: int, precision: PrecisionName, device: str) -> list[Proble
     if zero_stage == 3:
         what = "ZeRO-3 is not supported yet"
         why = "its partitioned weights are not restored bit for bit"
-        problems.append(Problem(what, where, why, "set engine.zero_stage to 0, 1 or 2"))
+        stages = "=1" if precision == "fp16" else " to 0, 1 or 2"
+        problems.append(Problem(what, where, why, f"set engine.zero_stage{stages}"))
     if precision != "fp16":
         return problems
 

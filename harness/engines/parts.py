@@ -144,17 +144,45 @@ class Shards:
     loaded: Callable[[], None]
 
 
+class WeightAccess:
+    """How `ModelPart` reads and writes a tensor of the model: here the tensor itself is all there is.
+
+    An engine that keeps a weight elsewhere as well derives from this.
+    """
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the shape and dtype that a checkpoint has for `tensor`, without its values."""
+        return tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What a checkpoint holds for `tensor`."""
+        return tensor.detach()
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Copy what a checkpoint holds into `tensor`, which stays the same object."""
+        # The elements of an expanded buffer share memory: nothing can be copied into it.
+        expanded = 0 in tensor.stride() and tensor.numel() > 1
+        if expanded:
+            tensor.data = value.to(tensor.device, copy=True)
+        else:
+            tensor.copy_(value)
+
+
 class ModelPart:
     """Weights and persistent buffers, as a part of the TrainState.
 
     `state_dict` gives the live tensors: copy them before training goes on.
 
     shards: this rank's rows of each parameter, for a model that is sharded over ranks; None: the model's own tensors.
+    access: how a tensor is read and written.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, shards: Shards | None = None, access: WeightAccess | None = None
+    ) -> None:
         self.model = model
         self._shards = shards
+        self._access = access or WeightAccess()
         self._frozen: Meta | None = None if shards is None else shards.frozen
 
     def _kept(self) -> tuple[TensorDict, Meta]:
@@ -174,7 +202,7 @@ class ModelPart:
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """Tensors by state_dict key, tied ones once, and meta data: see `kept_state`."""
         tensors, meta = self._kept()
-        return {name: tensor.detach() for name, tensor in tensors.items()}, meta
+        return {name: self._access.read(tensor) for name, tensor in tensors.items()}, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -184,14 +212,10 @@ class ModelPart:
         """
         here, own = self._kept()
         require_same_meta(own, meta)
-        require_same("model", tensors, here)
+        expected = {name: self._access.like(tensor) for name, tensor in here.items()}
+        require_same("model", tensors, expected)
         for name, tensor in here.items():
-            # The elements of an expanded buffer share memory: nothing can be copied into it.
-            expanded = 0 in tensor.stride() and tensor.numel() > 1
-            if expanded:
-                tensor.data = tensors[name].to(tensor.device, copy=True)
-            else:
-                tensor.copy_(tensors[name])
+            self._access.write(tensor, tensors[name])
         if self._shards is not None:
             self._shards.loaded()
 
@@ -278,6 +302,74 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+Group = dict[str, Any]
+"""A parameter group of an optimizer."""
+OfParameter = dict[str, Any]
+"""The state of one parameter, by key; that of a tensor subclass by `<key>/<inner name>`."""
+
+
+class StateAccess:
+    """How `OptimizerPart` reads and writes the state of a parameter: here in `optimizer.state`, as torch keeps it.
+
+    An engine that keeps it elsewhere derives from this.
+    """
+
+    must_fit = False
+    """Whether the state is there for good, so that a checkpoint must have exactly its names."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def owned(self) -> list[tuple[nn.Parameter, Group]]:
+        """Each parameter that the optimizer trains, with its group."""
+        owned: list[tuple[nn.Parameter, Group]] = []
+        for group in self.optimizer.param_groups:
+            owned += [(param, group) for param in group["params"]]
+        return owned
+
+    def like(self, param: nn.Parameter) -> OfParameter:
+        """Shapes and dtypes of what `read` gives, without the values."""
+        return self.read(param)
+
+    def read(self, param: nn.Parameter) -> OfParameter:
+        """The state of `param`: live tensors of its shape, counters, and what is no tensor."""
+        found: OfParameter = {}
+        for key, value in self.optimizer.state[param].items():
+            if not isinstance(value, Tensor):
+                found[key] = value
+                continue
+            for inner, tensor in _inner(value).items():
+                found[f"{key}{inner}"] = tensor
+        return found
+
+    def require_fit(self, saved: Mapping[str, OfParameter]) -> None:
+        """Raise CheckpointError if the state of some parameters, by name, cannot be restored together."""
+
+    def write(self, param: nn.Parameter, group: Group, saved: OfParameter) -> None:
+        """Restore the state of `param`. Tensors that exist are copied into."""
+        state, live = self.optimizer.state[param], self.read(param)
+        saved_keys = {key.partition(_INNER)[0] for key in saved}
+        for key in state.keys() - saved_keys:
+            del state[key]
+        for key, value in saved.items():
+            if isinstance(live.get(key), Tensor):
+                live[key].copy_(value)
+            elif isinstance(value, Tensor):
+                # Like torch itself: step counters are on the host, unless a kernel reads them.
+                on_device = group.get("fused") or group.get("capturable")
+                on_host = key == SCALAR_STATE and not on_device
+                state[key] = value.detach().clone().to("cpu" if on_host else param.device)
+            else:
+                state[key] = value
+
+    def meta(self) -> Meta:
+        """More of the engine's own that a resume needs."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Restore what `meta` gave. meta: all of the part's."""
+
+
 class OptimizerPart:
     """Optimizer state by parameter name, and the count of applied updates, as a part of the TrainState.
 
@@ -289,6 +381,7 @@ class OptimizerPart:
     initial: `settings_of` of the optimizer when it was new; None: it is new now, take them here. Settings that differ
         from these are part of the state.
     rows: which rows of its parameter this rank holds, for each weight that is sharded.
+    access: how the state of a parameter is read and written.
     """
 
     def __init__(
@@ -298,28 +391,28 @@ class OptimizerPart:
         applied: Tensor,
         initial: Mapping[str, Any] | None = None,
         rows: Mapping[str, Rows] | None = None,
+        access: StateAccess | None = None,
     ) -> None:
         self._names = {id(weight): name for name, weight in weights.items()}
         self._rows = rows or {}
+        self._access = access or StateAccess(optimizer)
         self.optimizer = optimizer
         self.applied = applied
         self._initial = settings_of(optimizer) if initial is None else dict(initial)
 
-    def _owned(self) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+    def _owned(self) -> dict[str, tuple[nn.Parameter, Group]]:
         """Each parameter that the optimizer trains, with its group, by name."""
-        owned: dict[str, tuple[nn.Parameter, dict[str, Any]]] = {}
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                owned[self._names[id(param)]] = (param, group)
-        return owned
+        return {self._names[id(param)]: (param, group) for param, group in self._access.owned()}
 
     def rows(self) -> dict[str, Rows]:
         """The rows that this rank holds of each sharded tensor: those that have the shape of a sharded weight."""
         found: dict[str, Rows] = {}
         for name, (param, _) in self._owned().items():
             rows = self._rows.get(name)
-            for key, value in self.optimizer.state[param].items():
-                if rows is not None and isinstance(value, Tensor) and value.shape == param.shape:
+            if rows is None:
+                continue
+            for key, value in self._access.like(param).items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
                     found[f"{name}.{key}"] = rows
         return found
 
@@ -336,13 +429,10 @@ class OptimizerPart:
         tensors: TensorDict = {"applied": self.applied}
         plain: dict[str, Any] = {}
         for name, (param, _) in self._owned().items():
-            for key, value in self.optimizer.state[param].items():
-                if not isinstance(value, Tensor):
-                    plain[f"{name}.{key}"] = value
-                    continue
-                for inner, tensor in _inner(value).items():
-                    tensors[f"{name}.{key}{inner}"] = tensor
-        meta: Meta = {**optimizer_meta(self.optimizer), "plain": plain}
+            for key, value in self._access.read(param).items():
+                kind = tensors if isinstance(value, Tensor) else plain
+                kind[f"{name}.{key}"] = value
+        meta: Meta = {**optimizer_meta(self.optimizer), "plain": plain, **self._access.meta()}
 
         now = settings_of(self.optimizer)
         counted = {key: now[key] for key in now if self._initial.get(key) != now[key]}
@@ -355,36 +445,27 @@ class OptimizerPart:
         """Restore into a fresh or a live optimizer. Tensors that exist are copied into.
 
         Raises CheckpointError if the optimizer's class differs, if a state belongs to no parameter or has another shape
-        than the live one, or if only one side is quantised.
+        than the live one, if only one side is quantised, or if parameters that are stepped together have different
+        counters.
         """
         # Sort what is saved by parameter, and refuse what does not fit before anything changes.
         require_same_optimizer(self.optimizer, meta)
         owned = self._owned()
         incoming = self._by_parameter(owned.keys(), tensors, meta["plain"])
         live = self._live_tensors(owned)
-        shared = live.keys() & tensors.keys()
-        saved = {full: tensors[full] for full in shared}
-        require_same("optimizer", saved, {full: live[full] for full in shared})
+        compared = live.keys() & tensors.keys()
+        saved = {full: tensors[full] for full in compared}
+        require_same("optimizer", saved, {full: live[full] for full in compared})
         self._require_same_quantisation(live, tensors)
+        if self._access.must_fit:
+            require_same("optimizer", tensors, {"applied": self.applied, **live})
+        self._access.require_fit(incoming)
 
         # Set the state of each parameter.
         for name, (param, group) in owned.items():
-            state = self.optimizer.state[param]
-            saved_keys = {key.partition(_INNER)[0] for key in incoming[name]}
-            for key in state.keys() - saved_keys:
-                del state[key]
-            for key, value in incoming[name].items():
-                if f"{name}.{key}" in live:
-                    live[f"{name}.{key}"].copy_(value)
-                elif isinstance(value, Tensor):
-                    # Like torch itself: step counters are on the host, unless a kernel reads them.
-                    on_device = group.get("fused") or group.get("capturable")
-                    on_host = key == SCALAR_STATE and not on_device
-                    state[key] = value.detach().clone().to("cpu" if on_host else param.device)
-                else:
-                    state[key] = value
-
+            self._access.write(param, group, incoming[name])
         self.applied.copy_(tensors["applied"])
+        self._access.load_meta(meta)
         self._restore_settings(meta.get("counted", {}))
 
     def _by_parameter(
@@ -414,11 +495,9 @@ class OptimizerPart:
         """Tensors of the present state by the keys of `state_dict`; empty for a fresh optimizer."""
         live: dict[str, Tensor] = {}
         for name, (param, _) in owned.items():
-            for key, now in self.optimizer.state[param].items():
-                if not isinstance(now, Tensor):
-                    continue
-                for inner, tensor in _inner(now).items():
-                    live[f"{name}.{key}{inner}"] = tensor
+            for key, now in self._access.like(param).items():
+                if isinstance(now, Tensor):
+                    live[f"{name}.{key}"] = now
         return live
 
     def _require_same_quantisation(

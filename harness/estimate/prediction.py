@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from harness.build import refusals
 from harness.capability.cards import GIB, Card
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
@@ -38,7 +39,7 @@ from harness.estimate.roofline import (
     seconds_of,
     step_seconds,
 )
-from harness.estimate.trace import SAMPLED, USUAL, Trace, facts_of, trace
+from harness.estimate.trace import SAMPLED, USUAL, Trace, engine_of, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
 from harness.precision.plan import take_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
@@ -151,6 +152,10 @@ class Prediction:
             "bf16_step_ms": bf16_ms,
             f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
+            "collectives": [
+                {"what": what, "phase": phase, "count": count, "bytes": size}
+                for (what, phase), (count, size) in exchanged(self.trace).items()
+            ],
             "flops": self.flops,
             "kernels": timing.kernels,
             "host_bound": timing.host_bound,
@@ -174,7 +179,7 @@ def predict(
 ) -> Prediction:
     """Trace the run on `card` and, if the card has bf16, the same run in bf16.
 
-    ranks: processes that share the global batch. Each is estimated alone, without communication.
+    ranks: processes that share the global batch. One of them is estimated, without the time of communication.
     Raises MachineError if no rung of the recipe runs on the card. Raises ConfigError as training would, and if the
     config asks for DeepSpeed, or the model or optimizer cannot run on fake tensors.
     """
@@ -185,6 +190,8 @@ def predict(
     def trace_on(
         rung: Rung, rungs: list[RungVerdict]
     ) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
+        if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
+            raise ConfigError(problems)
         estimated, stand_in, replaced = _stand_in(rung, recipe)
         made = _trace(config, stand_in, card, estimated, ranks)
         return rung, rungs, estimated, replaced, made
@@ -243,8 +250,6 @@ def _check_estimable(config: RunConfig, ranks: int) -> None:
         engine, key = "DeepSpeed", "engine.deepspeed"
     elif config.engine.name == "deepspeed":
         engine = "DeepSpeed"
-    elif config.engine.name == "fsdp":
-        engine = "fsdp"
     if engine:
         what = f"the engine {engine} is not estimated"
         why = "it moves memory and gradients in ways of its own"
@@ -256,6 +261,15 @@ def _check_estimable(config: RunConfig, ranks: int) -> None:
         why = "it does not run on fake tensors"
         fix = f"one of {', '.join(_RUN_ON_FAKES)}; docs/guide/training.md has what each keeps for a parameter"
         raise ConfigError(Problem(what, f"train.optimizer {config.train.optimizer!r}", why, fix))
+
+
+def exchanged(made: Trace) -> dict[tuple[str, str], tuple[int, int]]:
+    """What ranks exchange in a usual step: (kind, phase) -> how often, and bytes of the whole tensors."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in made.collectives:
+        count, size = found.get((each.name, each.phase), (0, 0))
+        found[each.name, each.phase] = (count + 1, size + each.bytes)
+    return found
 
 
 def largest(made: Trace) -> list[tuple[str, int]]:
@@ -309,7 +323,7 @@ def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
     notes: list[str] = []
     if ranks > 1:
         notes.append(
-            f"one of {ranks} processes: communication between them takes time that is not included"
+            f"one of {ranks} processes: the time of communication between them is left out"
         )
     if config.engine.compile != "none":
         notes.append(f"engine.compile={config.engine.compile} is left out: this is the eager step")

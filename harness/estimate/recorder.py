@@ -7,7 +7,8 @@ reaches a kernel. At this point name, arguments and results are known, also for 
   shapes. `kernels`, `traffic` and `flops` compute them. Launch counts are those of PyTorch's CUDA implementations,
   read from its sources (aten/src/ATen/native/cuda).
 - Memory. A storage counts as live from the operation that made it until Python frees it, rounded up as the caching
-  allocator does. The largest sum is the peak. Each storage has a kind, such as "gradients", by the phase in which it
+  allocator does. One that is resized, as FSDP2 frees gathered weights, counts with its new size. The largest sum is
+  the peak. Each storage has a kind, such as "gradients", by the phase in which it
   was made.
 
 The recorder also notes where the host waits for the device, and copies between the two.
@@ -20,11 +21,12 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harness.estimate.ranks import local
 from harness.estimate.roofline import Op, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
@@ -270,6 +273,18 @@ _GEMM_NAMES = {
     "fp32": "GEMMs in fp32",
 }
 WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
+GATHERED, GRADIENTS = "gathered weights", "gradients"
+# Where FSDP2 gathers weights and reduces gradients: storages that are made in there are named by the function.
+_EXCHANGE = "/fsdp/_fully_shard/_fsdp_collectives.py"
+_REDUCES = "foreach_reduce"
+# Collectives by the operations that start them, with the place of the argument that has the whole tensor.
+_COLLECTIVES = {
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+}
 # Fused optimizers cannot run on fakes: they have no meta kernel.
 _NO_META = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
@@ -289,6 +304,24 @@ class Wait:
     what: str
     phase: str
     where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One exchange among ranks.
+
+    name: such as "all-gather".
+    bytes: of the whole tensor: what an all-gather gives, what a reduce-scatter or an all-reduce takes.
+    phase: the phase of the step, such as "forward".
+    step: the name of the step.
+    micro: the number of its micro-batch from 1; 0 outside of them.
+    """
+
+    name: str
+    bytes: int
+    phase: str
+    step: str
+    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +350,7 @@ class Recorder(TorchDispatchMode):
     tf32: whether the card has TF32.
     ops: the operations since `forget`.
     micros: for each of them, the number of its micro-batch.
-    waits, transfers: those since `forget`.
+    waits, transfers, collectives: those since `forget`.
     phase, step, micro: set by the driver of a step; they apply to the operations that follow.
     live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
     kinds, kinds_at_peak: the same bytes by kind (see `label`).
@@ -338,6 +371,7 @@ class Recorder(TorchDispatchMode):
         self.micros: list[int] = []
         self.waits: list[Wait] = []
         self.transfers: list[Transfer] = []
+        self.collectives: list[Collective] = []
 
         # Set by the driver of a step.
         self.phase = "build"
@@ -355,6 +389,42 @@ class Recorder(TorchDispatchMode):
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._values = WeakIdKeyDictionary()
         self._paused = 0
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resized())
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._resizing.start()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._resizing.stop()
+        super().__exit__(*raised)
+
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """`UntypedStorage.resize_`, recorded: FSDP2 frees gathered weights by it. No operation is dispatched there."""
+        resize = torch.UntypedStorage.resize_
+
+        def call(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            if id(storage) in self._storages:
+                self._resize(id(storage), size)
+            return resize(storage, size)
+
+        return call
+
+    def _resize(self, key: int, size: int) -> None:
+        """The storage `key` takes `size` bytes from now on."""
+        before, kind, ref = self._storages[key]
+        after = _rounded(size)
+        self._storages[key] = (after, kind, ref)
+        self._count(kind, after - before)
+
+    def _count(self, kind: str, size: int) -> None:
+        """More bytes are live, or fewer."""
+        self.live += size
+        self.kinds[kind] += size
+        if self.live > self.peak:
+            self.peak = self.live
+            self.kinds_at_peak = Counter(self.kinds)
 
     @contextmanager
     def phased(self, phase: str) -> Iterator[None]:
@@ -389,7 +459,10 @@ class Recorder(TorchDispatchMode):
         return size
 
     def weights_are(self, parameters: Iterable[Tensor]) -> None:
-        """Label the weights, and keep their shapes: in backward, a tensor of such a shape counts as a gradient."""
+        """Label the weights, and keep their shapes: in backward, a tensor of such a shape counts as a gradient.
+
+        Of sharded weights, those of the whole ones.
+        """
         weights = list(parameters)
         shapes: set[tuple[int, ...]] = set()
         for weight in weights:
@@ -397,7 +470,7 @@ class Recorder(TorchDispatchMode):
             # Some libraries compute the gradient of the transposed weight.
             shapes.add(tuple(weight.shape[::-1]))
         self._weight_shapes = frozenset(shapes)
-        self.label(WEIGHTS, weights)
+        self.label(WEIGHTS, map(local, weights))
 
     def forget(self) -> None:
         """Drop what was recorded. The peak starts again from what is live now."""
@@ -405,6 +478,7 @@ class Recorder(TorchDispatchMode):
         self.micros = []
         self.waits = []
         self.transfers = []
+        self.collectives = []
         self.peak = self.live
         self.kinds_at_peak = Counter(self.kinds)
 
@@ -431,6 +505,9 @@ class Recorder(TorchDispatchMode):
             return self._pin(ins[0])
         if self._paused:
             return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._note_collective(name, args)
+            return func(*args, **kwargs)
 
         # The host asks for a value. A fake has none, so the recorder answers.
         self._note_wait(func, name, args, ins)
@@ -449,7 +526,7 @@ class Recorder(TorchDispatchMode):
             self._remember(func, name, args, outs)
 
         # Memory: what the operation made. A cast or transpose of a weight has as many elements as the weight.
-        reads_weights = any(self._kind_of(tensor) in (WEIGHTS, COPIES) for tensor in ins)
+        reads_weights = any(self._kind_of(tensor) in (WEIGHTS, GATHERED, COPIES) for tensor in ins)
         may_copy = name not in GEMMS and reads_weights
         for tensor in outs:
             same_size = any(tensor.numel() == source.numel() for source in ins)
@@ -549,6 +626,17 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         self.micros.append(self.micro)
 
+    def _note_collective(self, name: str, args: Sequence[Any]) -> None:
+        """Record an exchange with other ranks."""
+        if name not in _COLLECTIVES:
+            return
+        named, place = _COLLECTIVES[name]
+        size = 0
+        for tensor in tree_leaves(args[place]):
+            if isinstance(tensor, Tensor):
+                size += tensor.nbytes
+        self.collectives.append(Collective(named, size, self.phase, self.step, self.micro))
+
     def _note_transfer(
         self, name: str, args: Any, kwargs: dict[str, Any], ins: list[Tensor], outs: list[Tensor]
     ) -> None:
@@ -585,7 +673,7 @@ class Recorder(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        size = _rounded(storage.nbytes())
         if key in self._storages or not size:
             return
 
@@ -596,22 +684,37 @@ class Recorder(TorchDispatchMode):
 
         kind = self._kind(tensor, of_weights)
         self._storages[key] = (size, kind, weakref.ref(storage, freed))
-        self.live += size
-        self.kinds[kind] += size
-        if self.live > self.peak:
-            self.peak = self.live
-            self.kinds_at_peak = Counter(self.kinds)
+        self._count(kind, size)
 
     def _kind(self, tensor: Tensor, of_weights: bool) -> str:
         """What a new storage is, by the phase in which it is made."""
         if self.phase == "build":
             return BUILT
+        if exchange := _exchange():
+            return GRADIENTS if exchange == _REDUCES else GATHERED
         if self.phase == "forward":
             return COPIES if of_weights else "activations"
         if self.phase == "backward":
             gradient = tensor.dtype == torch.float32 and tuple(tensor.shape) in self._weight_shapes
-            return "gradients" if gradient else "backward's own"
+            return GRADIENTS if gradient else "backward's own"
         return "the update's own"
+
+
+def _rounded(size: int) -> int:
+    """Bytes that the caching allocator hands out for `size`."""
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _exchange() -> str:
+    """The function of FSDP2 that gathers weights or reduces gradients, if one is running; else empty."""
+    frame = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.endswith(_EXCHANGE):
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
 
 
 Frame = tuple[str, str, int]

@@ -26,7 +26,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from harness.build import Worker, build_run
+from harness.build import ENGINES, Worker, build_run
 from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
@@ -49,9 +49,10 @@ from harness.core.facts import LayerPlan, Window, is_sampled, sampled_step
 from harness.core.protocols import Batch
 from harness.core.state import RunLedger
 from harness.data.dataset import DatasetBatches
-from harness.engines.process_group import Launch, ProcessGroup
+from harness.engines.process_group import ProcessGroup, read_launch
 from harness.estimate import device
-from harness.estimate.recorder import Recorder, Transfer, Wait
+from harness.estimate.ranks import buckets, imagined
+from harness.estimate.recorder import Collective, Recorder, Transfer, Wait
 from harness.estimate.roofline import Op
 from harness.models import build_model
 from harness.precision.backends.registry import BACKENDS
@@ -86,6 +87,25 @@ class FakeEvent:
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 1.0
+
+
+class FakeStream:
+    """Stands for torch.cuda.Stream, and for the context `torch.cuda.stream`. Everything runs in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> FakeEvent:
+        return FakeEvent()
 
 
 _ATTEND = F.scaled_dot_product_attention
@@ -195,6 +215,9 @@ def fake_card(card: Card) -> Iterator[FakeTensorMode]:
         (torch.cuda, "get_device_capability", lambda *_: card.capability),
         (torch.cuda, "get_device_name", lambda *_: card.name),
         (torch.cuda, "Event", FakeEvent),
+        (torch.cuda, "Stream", FakeStream),
+        (torch.cuda, "stream", FakeStream),
+        (torch.cuda, "current_stream", FakeStream),
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         # Without these two, fake tensors initialise CUDA first. A CUDA build of torch fails at that without a card.
         (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
@@ -254,7 +277,8 @@ class Trace:
     peak_kinds: bytes by kind at that time.
     waits: places where the host waits for the device, in all three traced steps.
     transfers: copies between host and device, in all three traced steps.
-    parameters: number of elements of the model's parameters.
+    collectives: exchanges with other ranks in a usual step, for all micro-batches.
+    parameters: number of elements of the model's parameters, over all ranks.
     routed: whether the model routes tokens to experts; the trace spreads them evenly.
     """
 
@@ -266,6 +290,7 @@ class Trace:
     peak_kinds: Counter[str]
     waits: tuple[Wait, ...]
     transfers: tuple[Transfer, ...]
+    collectives: tuple[Collective, ...]
     parameters: int
     routed: bool
 
@@ -316,12 +341,13 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
     """Trace the run that `config`, `recipe` and `rung` make on `card`: a first step, a usual one and a sampled one.
 
     The first step only warms up; the trace has the operations of the other two.
-    ranks: processes that share the global batch. Communication between them is not part of the trace.
+    ranks: processes that share the global batch. What they exchange is counted, and takes no time in the trace.
     Raises ConfigError as building the run does.
     """
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
-    with on_card(config, recipe, card, rung, traced) as made:
+    engine = engine_of(config)
+    with on_card(config, recipe, card, rung, traced, engine, ranks) as made:
         recorder, run = made.recorder, made.run
         # Before the first step only the state is live that stays from step to step.
         static = recorder.live
@@ -331,29 +357,58 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
         return Trace(
             rung=made.plan.rung,
             layers=made.plan.layers,
-            steps={name: _whole(recorder, name, batches) for name in (USUAL, SAMPLED)},
+            steps={name: _operations(recorder, name, batches) for name in (USUAL, SAMPLED)},
             static=static,
             peak=recorder.peak,
             peak_kinds=recorder.kinds_at_peak,
             waits=tuple(recorder.waits),
             transfers=tuple(recorder.transfers),
+            collectives=_exchanged(made, batches, ranks),
             parameters=sum(parameter.numel() for parameter in made.model.parameters()),
             routed=recorder.routing.asked,
         )
 
 
+def engine_of(config: RunConfig) -> str:
+    """The key in `build.ENGINES` of the engine that is traced.
+
+    DistributedDataParallel holds and computes on each rank what one process does: `single` stands for it.
+    """
+    return config.engine.name if config.engine.name == "fsdp" else "single"
+
+
+def _exchanged(made: FakeRun, batches: int, ranks: int) -> tuple[Collective, ...]:
+    """What a rank exchanges with the others in a usual step."""
+    if ranks == 1:
+        return ()
+    if made.run.engine.sharded:
+        return tuple(_whole(made.recorder.collectives, USUAL, batches))
+    sizes = buckets(made.model)
+    return tuple(Collective("all-reduce", size, "backward", USUAL, batches) for size in sizes)
+
+
 @contextmanager
 def on_card(
-    config: RunConfig, recipe: Recipe, card: Card, rung: Rung, batches: int
+    config: RunConfig,
+    recipe: Recipe,
+    card: Card,
+    rung: Rung,
+    batches: int,
+    engine: str = "single",
+    ranks: int = 1,
 ) -> Iterator[FakeRun]:
-    """The run on a fake `card`, with `batches` micro-batches a step; the recorder is active and empty."""
+    """The run on a fake `card`, with `batches` micro-batches a step; the recorder is active and empty.
+
+    engine, ranks: this is one of `ranks` processes under that engine; the others are imagined.
+    """
     device = torch.device("cuda", 0)
     facts = facts_of(card)
     recorder = Recorder(tf32=card.capability >= (8, 0))
     with (
+        imagined(ranks) if ENGINES[engine].sharded else nullcontext(),
         fake_card(card),
         recorder,
-        built(config, recipe, facts, device, rung, batches, recorder) as made,
+        built(config, recipe, facts, device, rung, batches, recorder, engine) as made,
     ):
         # Operations of building the run are not part of a step.
         recorder.forget()
@@ -369,12 +424,16 @@ def built(
     rung: Rung,
     batches: int,
     recorder: Recorder,
+    engine: str = "single",
 ) -> Iterator[FakeRun]:
     """The run as `harness train` builds it on one process, with `batches` micro-batches a step of made-up tokens.
 
+    engine: its key in `build.ENGINES`. One that shards the model needs a process group, real or imagined
+        (`ranks.imagined`).
+
     The caller decides whether tensors are fakes. No file outlives this context.
     """
-    worker = Worker(Launch(), "single", device, facts, ProcessGroup(device))
+    worker = Worker(read_launch(), engine, device, facts, ProcessGroup(device))
 
     # Saves and rollbacks copy the state to host memory, which takes nothing on the card.
     checkpoint = config.checkpoint.model_copy(update={"background": False})
@@ -450,7 +509,7 @@ def _step(run: Run, sampled: bool) -> int:
     return steps[0] if steps else 2
 
 
-def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
+def _operations(recorder: Recorder, step: str, batches: int) -> list[Op]:
     """Operations of a step with `batches` micro-batches. Those that were not traced are copies of the second one."""
     ops = [op for op in recorder.ops if op.step == step]
     if batches <= _MICRO_BATCHES:
@@ -460,6 +519,13 @@ def _whole(recorder: Recorder, step: str, batches: int) -> list[Op]:
         if op.step == step and micro == _BETWEEN:
             between.append(op)
     return ops + between * (batches - _MICRO_BATCHES)
+
+
+def _whole(collectives: Sequence[Collective], step: str, batches: int) -> list[Collective]:
+    """As `_operations`, of collectives."""
+    found = [each for each in collectives if each.step == step]
+    between = [each for each in found if each.micro == _BETWEEN]
+    return found + between * max(batches - _MICRO_BATCHES, 0)
 
 
 class _Tokens:

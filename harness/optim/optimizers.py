@@ -606,3 +606,5 @@ _MAKERS: dict[str, _Maker] = {
     "adamw_fp8": _torchao,
     "muon": _muon,
 }
+OPTIMIZERS = tuple(_MAKERS)
+"""Names of `train.optimizer`, besides a class of the user's own."""

@@ -103,7 +103,8 @@ def _say(made: Prediction, console: Console) -> None:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, line in [*_precision(made), *_memory(made), *_time(made), *_host(made)]:
+    rows = [*_precision(made), *_memory(made), *_time(made), *_exchange(made), *_host(made)]
+    for name, line in rows:
         table.add_row(name, escape(line))
     for index, note in enumerate(made.notes):
         table.add_row("" if index else "note", escape(note))
@@ -174,6 +175,20 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
         if seconds > 5e-5:
             parts.append(f"{name} {seconds * 1e3:,.1f}")
     rows.append(("", f"{', '.join(parts)} ms"))
+    return rows
+
+
+def _exchange(made: Prediction) -> list[tuple[str, str]]:
+    """What a rank exchanges with the others in a step. What is smaller than a MiB is left out."""
+    from harness.estimate.prediction import exchanged
+
+    rows: list[tuple[str, str]] = []
+    for (what, phase), (count, size) in exchanged(made.trace).items():
+        if size >= 2**20:
+            name = "" if rows else "exchange"
+            rows.append(
+                (name, f"{what} in {phase}: {count} times a step, {_gib(size)} of whole tensors")
+            )
     return rows
 
 

@@ -85,11 +85,11 @@ def _peak(name: str, fake: bool) -> dict[str, float]:
                 found["recorded"] = recorder.peak
                 found["static"] = recorder.live
         if not fake:
-            found["allocator"] = _allocated(profiler)
+            found["allocator"] = allocated(profiler)
     return found
 
 
-def _allocated(profiler: torch.profiler.profile) -> int:
+def allocated(profiler: torch.profiler.profile) -> int:
     """The highest sum of what the CPU allocator gave and took back, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

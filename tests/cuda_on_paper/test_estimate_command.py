@@ -123,7 +123,38 @@ def test_overrides_and_ranks() -> None:
     )
     assert two["peak_gib"] == one["peak_gib"]
     assert two["kernels"] < one["kernels"]
-    assert any("one of 2 processes" in note for note in two["notes"])
+    assert any("time of communication" in note and "left out" in note for note in two["notes"])
+    assert one["collectives"] == []
+    reduced = sum(each["bytes"] for each in two["collectives"])
+    assert {each["what"] for each in two["collectives"]} == {"all-reduce"}
+    assert reduced == 4 * two["parameters"]
+
+
+def test_a_sharded_run_on_eight_ranks() -> None:
+    """Two blocks and the rest: gathered in forward and backward of each micro-batch, reduced once a window."""
+    large = ("model.args={vocab: 8192, dim: 256, layers: 2}", "train.global_batch=16")
+    asked = ("--card", "H100", *QUICK, *large, "train.micro_batch=1", "--ranks", "8")
+    ddp, fsdp = answer(*asked), answer(*asked, "engine.name=fsdp")
+    assert fsdp["parameters"] == ddp["parameters"]
+    assert fsdp["peak_gib"] < ddp["peak_gib"]
+    assert fsdp["at_peak_gib"]["optimizer state"] == pytest.approx(
+        ddp["at_peak_gib"]["optimizer state"] / 8, abs=2e-3
+    )
+    found = {(each["what"], each["phase"]): each for each in fsdp["collectives"]}
+    whole = 4 * fsdp["parameters"]
+    # The root stays gathered between forward and backward.
+    counts = {"forward": 2 * 3, "backward": 2 * 2}
+    for phase, count in counts.items():
+        assert found["all-gather", phase]["count"] == count
+    assert found["all-gather", "forward"]["bytes"] == pytest.approx(2 * whole, rel=1e-3)
+    assert found["reduce-scatter", "backward"]["count"] == 3
+    assert found["reduce-scatter", "backward"]["bytes"] == pytest.approx(whole, rel=1e-3)
+
+
+def test_what_an_engine_refuses_is_refused_here() -> None:
+    done = run("--card", "H100", *QUICK, "engine.name=fsdp", "train.optimizer=muon")
+    assert done.returncode == 2
+    assert "the engine fsdp does not take it" in done.stderr
 
 
 def test_recomputed_blocks_and_a_loss_in_chunks_need_less() -> None:
@@ -177,7 +208,6 @@ def test_an_optimizer_that_fake_tensors_cannot_take_is_refused(optimizer: str) -
     [
         ("engine.deepspeed=configs/deepspeed/nowhere.json", "DeepSpeed"),
         ("engine.name=deepspeed", "DeepSpeed"),
-        ("engine.name=fsdp", "fsdp"),
     ],
 )
 def test_engines_that_share_the_state_are_refused_by_name(asked: str, engine: str) -> None:

@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from harness.core.config import TrainConfig
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
+from harness.estimate.ranks import buckets
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
-from tests.support.ranks import group_threads, run_ranks, train
+from tests.support.ranks import group_threads, own_collectives, run_ranks, train
 
 CPU = torch.device("cpu")
 
@@ -78,6 +80,21 @@ def session(engine: TorchEngine) -> dict[str, Any]:
     }
 
 
+def bytes_exchanged() -> list[list[int]]:
+    """Bytes of each all-reduce of DDP in a step after the first, and what the estimate says of them."""
+    engine = make(seed=0)
+    sizes: list[int] = []
+    hook: Any = lambda _, bucket: (  # noqa: E731
+        sizes.append(bucket.buffer().nbytes),
+        allreduce_hook(None, bucket),
+    )[1]
+    engine.module.register_comm_hook(None, hook)  # type: ignore[operator]
+    train(engine, 0)
+    sizes.clear()
+    train(engine, 1)
+    return [sizes, buckets(Net())]
+
+
 def rank_main(folder: Path) -> None:
     join(read_launch(), CPU, timeout_seconds=60)  # before there is a model, as a run does
     engine = make(
@@ -88,6 +105,8 @@ def rank_main(folder: Path) -> None:
     result["max"] = engine.max(torch.tensor([-1.0, float(engine.rank)])).tolist()
     result["broadcast"] = engine.broadcast({"from": engine.rank, "text": "grüße"})
     engine.barrier()
+    result["exchanged"] = bytes_exchanged()
+    result["collectives"] = own_collectives(engine)
     result["in a group when the wrapper goes"] = []
     finalize(
         engine.module,
@@ -147,6 +166,18 @@ def test_nothing_holds_the_group_after_the_end(two_ranks: list[dict[str, Any]]) 
     for result in two_ranks:
         assert result["threads in the group"]
         assert not result["threads after it"]
+
+
+def test_a_step_has_one_max_of_ours(two_ranks: list[dict[str, Any]]) -> None:
+    """Norms need no sum: DDP's gradients are the same on every rank."""
+    for result in two_ranks:
+        assert result["collectives"] == {"all_reduce": 1}
+
+
+def test_ddp_exchanges_what_the_estimate_says(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        real, estimated = result["exchanged"]
+        assert real == estimated
 
 
 def test_small_collectives(two_ranks: list[dict[str, Any]]) -> None:

@@ -22,7 +22,15 @@ from harness.core.facts import Limits
 from harness.core.protocols import Engine
 from harness.engines.deepspeed import DeepSpeedEngine
 from harness.optim.optimizers import build_optimizer
-from tests.support.ranks import CPU, SCHEDULE, make_engine, run_ranks, train
+from tests.support.ranks import (
+    CPU,
+    SCHEDULE,
+    bytes_of_the_guide,
+    make_engine,
+    own_collectives,
+    run_ranks,
+    train,
+)
 
 SCENARIOS = [
     (0, "adamw", "fp32"),
@@ -159,12 +167,32 @@ def uneven_counters() -> str:
     return "accepted"
 
 
+def bytes_held() -> list[float]:
+    """Bytes of weights, gradients and moments on this rank at ZeRO 1, for each parameter of the whole model."""
+    model = nn.Linear(64, 64)
+    parameters = sum(param.numel() for param in model.parameters())
+    engine: Any = make_engine(model, 1, optimizer="adamw")
+    with engine.micro_batch(False):
+        engine.backward(engine.module(torch.randn(2, 64)).square().mean())
+    zero = engine._engine.optimizer
+    weights = [*model.parameters(), *zero.single_partition_of_fp32_groups]
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    moments: list[Tensor] = []
+    for state in zero.optimizer.state.values():
+        moments += [value for value in state.values() if value.ndim > 0]
+    return [
+        sum(each.nbytes for each in some) / parameters for some in (weights, gradients, moments)
+    ]
+
+
 def rank_main(folder: Path) -> None:
     results: dict[str, Any] = {
         name: scenario(*case) for name, case in zip(IDS, SCENARIOS, strict=True)
     }
     results["uneven"] = uneven_counters()
     results["limited"] = [limited(stage) for stage in (0, 1, 2)]
+    results["collectives"] = [own_collectives(make(stage, "adamw", "fp32")) for stage in (0, 1, 2)]
+    results["bytes"] = bytes_held()
     engine = make(2, "adamw", "fp32")
     results["broadcast"] = engine.broadcast({"from": engine.rank})
     rank = engine.rank
@@ -250,6 +278,18 @@ def test_ranks_hold_the_same_bits(ranks: list[Mapping[str, Any]]) -> None:
     for name in IDS:
         assert all(rank[name]["final"] == ranks[0][name]["final"] for rank in ranks)
     assert all(rank["broadcast"] == {"from": 0} for rank in ranks)
+
+
+def test_a_step_has_one_max_of_ours(ranks: list[Mapping[str, Any]]) -> None:
+    # A model with buffers costs one broadcast more in each micro-batch.
+    expected = {} if len(ranks) == 1 else {"all_reduce": 1, "broadcast": 2}
+    for rank in ranks:
+        assert rank["collectives"] == [expected] * 3
+
+
+def test_bytes_of_a_parameter_are_those_of_the_guide(ranks: list[Mapping[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["bytes"] == bytes_of_the_guide("`deepspeed`, ZeRO 1", len(ranks))
 
 
 def test_uneven_step_counters_are_refused(ranks: list[Mapping[str, Any]]) -> None:

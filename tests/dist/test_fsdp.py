@@ -30,7 +30,14 @@ from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.precision.loss_scale import LossScale
 from harness.precision.recipe import LossScaleConfig
-from tests.support.ranks import SCHEDULE, backward_of_a_step, run_ranks, train
+from tests.support.ranks import (
+    SCHEDULE,
+    backward_of_a_step,
+    bytes_of_the_guide,
+    own_collectives,
+    run_ranks,
+    train,
+)
 
 CPU = torch.device("cpu")
 
@@ -206,31 +213,6 @@ def stale_after_validation() -> dict[str, Any]:
     return {"before": before, "between": between, "after": after}
 
 
-def counted_collectives() -> dict[str, int]:
-    """Our own collectives in one step, by the functions of torch.distributed that they call."""
-    engine = make_fsdp(net())
-    train(engine, 0)
-    counts: dict[str, int] = {}
-
-    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if "harness" in str(sys._getframe(1).f_globals.get("__name__")):
-                counts[name] = counts.get(name, 0) + 1
-            return real(*args, **kwargs)
-
-        return call
-
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast")}
-    for name, function in real.items():
-        setattr(dist, name, counting(name, function))
-    try:
-        train(engine, 1)
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
-    return counts
-
-
 def bytes_held(engine: Any, gradients: Callable[[], list[Tensor]]) -> list[float]:
     """Bytes of weights, gradients and moments on this rank, for each trained parameter of the whole model."""
     parameters = sum(each.numel() for each in nn.Linear(64, 64).parameters())
@@ -354,7 +336,7 @@ def rank_main(folder: Path) -> None:
         "fp16": beside_ddp(fp16=True),
         "every": beside_ddp(every_micro_batch=True),
         "stale": stale_after_validation(),
-        "collectives": counted_collectives(),
+        "collectives": own_collectives(make_fsdp(net())),
         "different": refused(lambda: make_fsdp(net(seed=rank))),
         "loops": in_a_loop_of_ones_own(),
         "memory": moved_memory(),
@@ -413,10 +395,11 @@ def test_a_rank_holds_its_rows_alone(two_ranks: list[dict[str, Any]]) -> None:
 
 def test_bytes_of_a_parameter_are_those_of_the_guide(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
-        assert result["bytes"]["ddp"] == [4, 4, 8]
-        assert result["bytes"]["micro_batch"] == [4 / 2, 4 / 2, 8 / 2]
-        # The whole gradient of a window, before it is exchanged into the rank's rows: 4 of the 4 + 4 / N.
-        assert result["bytes"]["window"] == [4 / 2, 4, 8 / 2]
+        assert result["bytes"]["ddp"] == bytes_of_the_guide("`ddp`", 2)
+        for sync in ("micro_batch", "window"):
+            row = f"`fsdp`, `engine.gradient_sync={sync}`"
+            row += ", with accumulation" if sync == "window" else ""
+            assert result["bytes"][sync] == bytes_of_the_guide(row, 2)
 
 
 def test_a_load_after_a_validation_is_seen(two_ranks: list[dict[str, Any]]) -> None:

@@ -190,7 +190,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "DeepSpeed refuses what it cannot save",
-        "problems += refused_by(worker.engine, config.train)",
+        "problems += refused_by(name, config.train)",
         "pass",
         "tests/e2e/test_optimizer_runs.py -k deepspeed",
     ),

@@ -6,11 +6,14 @@ import json
 import math
 import os
 import socket
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.core.config import TrainConfig
@@ -144,6 +147,52 @@ def train(
             for name in ("bad_data", "forward_fastest", "forward_slowest", "param_norm")
         ],
     }
+
+
+def own_collectives(engine: Engine) -> dict[str, int]:
+    """The harness's own collectives in a step after the first, by the functions of torch.distributed that it calls.
+
+    The library's own are not counted: DDP's, FSDP2's and DeepSpeed's exchange of gradients, weights and norms.
+    """
+    train(engine, 0)
+    counts: dict[str, int] = {}
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "harness" in str(sys._getframe(1).f_globals.get("__name__")):
+                counts[name] = counts.get(name, 0) + 1
+            return real(*args, **kwargs)
+
+        return call
+
+    names = ("all_reduce", "all_gather", "broadcast", "all_gather_object", "broadcast_object_list")
+    real = {name: getattr(dist, name) for name in (*names, "barrier")}
+    for name, function in real.items():
+        setattr(dist, name, counting(name, function))
+    try:
+        train(engine, 1)
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    return counts
+
+
+def bytes_of_the_guide(engine: str, ranks: int) -> list[float]:
+    """Bytes of weights, gradients and moments for a parameter, by the table of docs/guide/engines.md.
+
+    engine: the first cell of its row. ranks: the N of the table.
+    """
+    for line in (ROOT / "docs" / "guide" / "engines.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == engine and len(cells) == 5:
+            return [sum(_number(term, ranks) for term in cell.split("+")) for cell in cells[1:4]]
+    raise AssertionError(f"the table has no row {engine!r}")
+
+
+def _number(term: str, ranks: int) -> float:
+    """4 for "4", 4 / ranks for "4 / N"."""
+    bytes_, shared, _ = term.partition("/ N")
+    return float(bytes_) / (ranks if shared else 1)
 
 
 def group_threads() -> list[str]:
