@@ -393,6 +393,7 @@ class Recording:
             if tensor.device == _META:
                 raise CannotDeferError(f"{name} has no values")
             if not isinstance(tensor, FakeTensor):
+                tensor.data = tensor.data.to(self.device)
                 continue
 
             # The first place of this tensor, or another one of a tied tensor.
@@ -419,6 +420,28 @@ class Recording:
             raise CannotDeferError(why)
         self._memories = memories
         self._finished = True
+
+    @contextmanager
+    def stand_ins(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the model's tensors without memory look like those of `device`: autocast asks for that."""
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        made: dict[int, Tensor] = {}
+        try:
+            for _, table, key in _tables(model):
+                tensor = table[key]
+                if not self.holds(tensor):
+                    continue
+                if id(tensor) not in made:
+                    fake: Tensor = FakeTensor(self._fakes, tensor.detach(), self.device)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                before.append((table, key, tensor))
+                table[key] = made[id(tensor)]
+            yield
+        finally:
+            for table, key, tensor in before:
+                table[key] = tensor
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -452,10 +475,7 @@ class _Compute(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        recording, kwargs = self._recording, dict(kwargs or {})
-        # A forward that makes a tensor beside one of its weights means this device.
-        if kwargs.get("device") == _META:
-            kwargs["device"] = recording.device
+        recording, kwargs = self._recording, kwargs or {}
         flat, layout = tree_flatten((args, kwargs))
         if not any(map(recording.holds, flat)) or func.is_view:
             return func(*args, **kwargs)
@@ -531,7 +551,7 @@ def computing(model: nn.Module) -> Iterator[None]:
     if recording is None:
         yield
         return
-    with _Compute(recording):
+    with recording.stand_ins(model), _Compute(recording):
         yield
 
 
