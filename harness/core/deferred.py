@@ -22,7 +22,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -154,6 +154,7 @@ class Recording:
         self._kept: list[Tensor] = []
         # In a list: sets compare their elements, and tensors compare by value.
         self._living: list[ReferenceType[FakeTensor]] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
         self._finished = False
         # Why it cannot be recorded, if a constructor catches the error and goes on.
         self.refused = ""
@@ -303,18 +304,22 @@ class Recording:
             if self.holds(value):
                 view = self.view(value)
                 unread = any(value is each for each in written) and _name(function) in _REWRITES
-                if unread:
-                    value = torch.empty_strided(
-                        view.shape, view.stride, dtype=view.dtype, device=_CPU
-                    )
-                else:
-                    value = self._real(view, seen)
+                value = self._thrown_away(view) if unread else self._real(view, seen)
             real.append(value)
         state = generator.get_state()
         args, kwargs = tree_unflatten(real, layout)
         with torch.no_grad():
             function(*args, **kwargs)
         return state
+
+    def _thrown_away(self, view: _View) -> Tensor:
+        """A tensor of any values with the layout of `view`, whose values nobody will read."""
+        last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+        needed = (last + 1) * view.dtype.itemsize if 0 not in view.shape else 0
+        # One memory for all: new ones would leave holes in the heap, as large as the model together.
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8, device=_CPU)
+        return replace(view, offset=0).over(self._scratch)
 
     # ---- Computing
 
@@ -420,6 +425,7 @@ class Recording:
             raise CannotDeferError(why)
         self._memories = memories
         self._finished = True
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
     @contextmanager
     def stand_ins(self, model: nn.Module) -> Iterator[None]:

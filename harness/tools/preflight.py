@@ -20,7 +20,7 @@ from harness.checkpoint.store import Store, lacks_room
 from harness.core.collectives import gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, MachineError, Problem
-from harness.core.memory import all_memory, process_room
+from harness.core.memory import all_memory, process_room, size_text
 from harness.core.state import state_bytes
 from harness.optim.optimizers import optimizer_bytes
 from harness.precision.plan import Plan
@@ -183,9 +183,9 @@ def lacks_memory(
     if engine.sharded:
         why += f"; each of {sharers} ranks holds its part of the state"
         fix = "start more ranks, which share it, or train a smaller model (see harness estimate)"
-    have = f"{place.has} {place.bytes / GIB:,.1f}{place.unit}"
+    have = f"{place.has} {size_text(place.bytes)}{place.unit}"
     return Problem(
-        f"needs at least {place.ranks * needs.total / GIB:,.1f} GiB to be trained, and {have}",
+        f"needs at least {size_text(place.ranks * needs.total)} to be trained, and {have}",
         f"model of {parameters:,} parameters",
         why,
         fix,
