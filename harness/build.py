@@ -31,6 +31,7 @@ from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
+from harness.core.deferred import CannotDeferError, computing
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
@@ -47,7 +48,7 @@ from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
-from harness.models import Task, build_model
+from harness.models import Task, build_deferred, build_model
 from harness.models.task import training_flops
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
@@ -222,6 +223,7 @@ def build_plan(
     """
     # The model, once it is built: for the first rung that is tried. Later rungs are tried with the same one.
     built: list[nn.Module] = []
+    notes: list[str] = []
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.
@@ -229,8 +231,9 @@ def build_plan(
             raise ConfigError(problems)
 
         if not built:
-            seed_everything(config.train.seed)
-            built.append(build_model(config.model).to(worker.device))
+            model, why_whole = _new_model(config, worker)
+            built.append(model)
+            notes.extend(why_whole)
         model = built[0]
         if config.engine.compile == "blocks" and (
             problems := check_compile(rung, model, worker.device)
@@ -238,6 +241,7 @@ def build_plan(
             raise ConfigError(problems)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
+        plan = replace(plan, notes=(*plan.notes, *notes))
         tokens = config.train.micro_batch * config.data.context
         return probe_layers(
             plan,
@@ -254,6 +258,22 @@ def build_plan(
     else:
         plan = take_rung(recipe, worker.facts, worker.device, plan_for)
     return plan, built[0]
+
+
+def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]:
+    """The model with its initial weights, on the worker's device; for an engine that shards it, without memory.
+
+    Also returns a note for the plan if such an engine gets it whole all the same.
+    """
+    notes: list[str] = []
+    if ENGINES[worker.engine].sharded:
+        seed_everything(config.train.seed)
+        try:
+            return build_deferred(config.model, worker.device), notes
+        except CannotDeferError as error:
+            notes.append(f"every rank builds the whole model before it is sharded: {error}")
+    seed_everything(config.train.seed)
+    return build_model(config.model).to(worker.device), notes
 
 
 def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> RunData:
@@ -318,9 +338,10 @@ def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -
     )
     autocast = autocast_dtype(plan)
     first = next(batches)
-    if data.masked:
-        task.try_masks(model, chain([first], batches), autocast)
-    return task, task.try_on(model, first, autocast)
+    with computing(model):
+        if data.masked:
+            task.try_masks(model, chain([first], batches), autocast)
+        return task, task.try_on(model, first, autocast)
 
 
 def build_run(
@@ -341,7 +362,9 @@ def build_run(
     task: of `build_task`; None: one that was not tried on the data.
     """
     # What depends on the model as it was built, before it is converted.
-    if text := too_high(model, config.train):
+    with computing(model):
+        text = too_high(model, config.train)
+    if text:
         telemetry.event(0, "train.lr_high", text=text)
         telemetry.screen.event(f"train.lr_high: {text}")
     card = _card(worker)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(swap: bool = False) -> int:
     """Bytes that can be allocated now on this machine and in this container. swap: free swap space counts, too."""
-    machine = _meminfo()
+    machine = _sizes(_MEMINFO)
 
     # The container may allow less than the machine has. Memory that caches files is free: the kernel gives it back.
     free = machine.get("MemAvailable", 0)
@@ -29,13 +31,26 @@ def free_memory(swap: bool = False) -> int:
 
 def all_memory() -> int:
     """Bytes of memory and swap that all processes of this machine or container can have together; 0: not known."""
-    machine = _meminfo()
+    machine = _sizes(_MEMINFO)
     limits = {"MemTotal": _cgroup("memory.max"), "SwapTotal": _cgroup("memory.swap.max")}
     total = 0
     for name, limit in limits.items():
         size = machine.get(name, 0)
         total += size if limit is None else min(size, limit)
     return total
+
+
+def process_room() -> int | None:
+    """Bytes that this process may still take by its own limits (`ulimit -v`, `ulimit -d`); None: it has none."""
+    used = _sizes(_STATUS)
+    room: int | None = None
+    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most, _ = resource.getrlimit(limit)
+        if most == resource.RLIM_INFINITY or name not in used:
+            continue
+        left = max(most - used[name], 0)
+        room = left if room is None else min(room, left)
+    return room
 
 
 def size_text(count: int) -> str:
@@ -48,10 +63,10 @@ def size_text(count: int) -> str:
     return f"{size:,.1f} PiB"
 
 
-def _meminfo() -> dict[str, int]:
+def _sizes(path: Path) -> dict[str, int]:
     """Bytes by name; empty where there is no such file."""
     try:
-        text = _MEMINFO.read_text()
+        text = path.read_text()
     except OSError:
         return {}
     sizes: dict[str, int] = {}

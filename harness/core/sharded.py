@@ -89,7 +89,7 @@ class LocalRows:
                 self.sharded[name] = param
                 local = param.to_local().detach()
                 self.weights[name] = nn.Parameter(local, requires_grad=param.requires_grad)
-                self.rows[name] = _rows_of(param)
+                self.rows[name] = rows_of(param)
             elif param.ndim == 0 and param.requires_grad:
                 self._scalars.append(param)
 
@@ -160,7 +160,7 @@ class LocalRows:
                 module.reshard()
 
 
-def _rows_of(param: DTensor) -> Rows:
+def rows_of(param: DTensor) -> Rows:
     """Which rows of `param` are here."""
     rows = Rows.of_rank(tuple(param.shape), world_rank(), param.device_mesh.size())
     assert tuple(param.to_local().shape) == rows.local_shape, "FSDP2 cuts as torch.chunk does"

@@ -42,9 +42,10 @@ from torch.distributed.tensor import DTensor
 from harness.core.blocks import blocks_of
 from harness.core.collectives import Fingerprint, differing, max_over_ranks
 from harness.core.config import RunConfig
+from harness.core.deferred import forget, recording_of
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.protocols import Stateful
-from harness.core.sharded import LocalRows
+from harness.core.sharded import LocalRows, rows_of
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.own_update import OwnUpdate, without_gradient
@@ -96,7 +97,8 @@ class FsdpEngine(OwnUpdate):
 
     Raises ConfigError if the ranks hold different weights, or for parameters that FSDP2 cannot put into one group.
 
-    model: whole, on `device`, with the same weights on every rank. It is sharded in place.
+    model: with the same weights on every rank: whole on `device`, or without memory (`core.deferred`). It is sharded in
+        place, and gets memory for this rank's rows alone.
     make_optimizer: makes a fused AdamW or SGD over this rank's rows.
     schedule: learning rate by the count of applied updates, both 0-d tensors.
     max_grad_norm: clip to this norm.
@@ -147,17 +149,22 @@ class FsdpEngine(OwnUpdate):
         timeout_seconds: float = 600.0,
     ) -> None:
         join(read_launch(), device, timeout_seconds)
-        _require_same_weights(model, device)
+        later = _without_memory(model)
+        hashes = _hashes(model, later, device)
         frozen = kept_state(model)[1].get("frozen")
         scalars = {param for param in model.parameters() if param.ndim == 0}
         blocks = _shard(model, device, scalars)
-        self._local = LocalRows(model, blocks)
         of_blocks = {id(block) for block in blocks}
         groups = {"": model}
         for name, module in model.named_modules():
             if id(module) in of_blocks:
                 groups[f"{name}."] = module
         self._first_use = FirstUse(groups)
+
+        # A model that was built without memory gets that of this rank's rows now.
+        hashes |= _give_memory(model, later, device)
+        _require_same_weights(hashes)
+        self._local = LocalRows(model, blocks)
         self._every_micro_batch = every_micro_batch
         self._checked = False
 
@@ -264,11 +271,72 @@ class FsdpEngine(OwnUpdate):
         leave()
 
 
-def _require_same_weights(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError naming parameters and buffers that are not the same on every rank. Collective."""
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    flags = differing(Fingerprint(device).of(weights.values())).tolist()
-    names = [name for name, differs in zip(weights, flags, strict=True) if differs]
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _without_memory(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """By name, what computes the values of each tensor that has no memory yet (`core.deferred`)."""
+    recording = recording_of(model)
+    later: dict[str, Callable[[], Tensor]] = {}
+    if recording is not None:
+        for name, tensor in _tensors(model).items():
+            if recording.holds(tensor):
+                later[name] = partial(recording.value, recording.view(tensor))
+    return later
+
+
+def _hashes(
+    model: nn.Module, later: Mapping[str, object], device: torch.device
+) -> dict[str, Tensor]:
+    """The hash of every tensor that has memory, int64 0-d, by name."""
+    here = {name: tensor for name, tensor in _tensors(model).items() if name not in later}
+    return dict(zip(here, Fingerprint(device).of(here.values()).unbind(), strict=True))
+
+
+@torch.no_grad()
+def _give_memory(
+    model: nn.Module, later: Mapping[str, Callable[[], Tensor]], device: torch.device
+) -> dict[str, Tensor]:
+    """Give the sharded `model` memory for this rank's rows, and their values; returns the hashes of the whole tensors.
+
+    One tensor at a time is whole here.
+    """
+    if not later:
+        return {}
+    model._apply(
+        lambda tensor: (
+            torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor
+        )
+    )
+    fingerprint = Fingerprint(device)
+    hashes: dict[str, Tensor] = {}
+    for name, tensor in _tensors(model).items():
+        if name not in later:
+            continue
+        whole = later[name]().to(device)
+        hashes[name] = fingerprint.of([whole])[0]
+        if isinstance(tensor, DTensor):
+            rows = rows_of(tensor)
+            tensor.to_local().copy_(whole[rows.begin : rows.end])
+        else:
+            tensor.copy_(whole)
+    forget(model)
+    return hashes
+
+
+def _require_same_weights(hashes: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError naming parameters and buffers that are not the same on every rank. Collective.
+
+    hashes: of the whole tensors as this rank built them, int64 0-d, by name.
+    """
+    # In one order, whichever of them had memory first.
+    order = sorted(hashes)
+    if not order:
+        return
+    flags = differing(torch.stack([hashes[name] for name in order])).tolist()
+    names = [name for name, differs in zip(order, flags, strict=True) if differs]
     if names:
         what = f"the ranks built the model with different weights: {some(names, _NAMED)}"
         why = "each rank would keep its own rows of them, and the run would train a patchwork"

@@ -11,11 +11,13 @@ token ids are reported before they reach its embedding.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from harness.core import deferred
 from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.schema import call_target
@@ -23,7 +25,7 @@ from harness.models import huggingface
 from harness.models.room import watched
 from harness.models.task import Task
 
-__all__ = ["Task", "build_model", "check_vocab"]
+__all__ = ["Task", "build_deferred", "build_model", "check_vocab"]
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -31,7 +33,30 @@ def build_model(config: ModelConfig) -> nn.Module:
 
     Raises ConfigError if it is missing, fails, returns no Module, or takes all of this machine's memory.
     """
-    where = f"model.target {config.target!r}"
+    model = _call(config)
+    huggingface.check(model, _where(config))
+    return model
+
+
+def build_deferred(config: ModelConfig, device: torch.device) -> nn.Module:
+    """As `build_model`, but the model is on the meta device: see `core/deferred.py`.
+
+    device: where `deferred.computing` is to compute.
+    Raises deferred.CannotDeferError for a model that has to be built whole.
+    """
+    model = deferred.build(partial(_call, config), device)
+    with deferred.computing(model):
+        huggingface.check(model, _where(config))
+    return model
+
+
+def _where(config: ModelConfig) -> str:
+    return f"model.target {config.target!r}"
+
+
+def _call(config: ModelConfig) -> nn.Module:
+    """What the target returns. Raises ConfigError, see `build_model`."""
+    where = _where(config)
     # A model that does not fit is refused as it grows, before the kernel kills the process without a word.
     with watched(where):
         if config.target.startswith(huggingface.PREFIX):
@@ -59,7 +84,6 @@ def _check(model: nn.Module, where: str) -> None:
     if next(model.parameters(), None) is None:
         what = "returned a model without parameters"
         raise ConfigError(Problem(what, where, fix="return a trainable Module"))
-    huggingface.check(model, where)
 
 
 def check_vocab(model: nn.Module, ids: int, target: str) -> None:

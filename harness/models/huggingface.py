@@ -34,6 +34,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from harness.core import deferred
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match, some
 from harness.core.facts import IGNORED
 from harness.core.files import MAX_LARGE, read_json
@@ -306,6 +307,7 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
     try:
         if fresh:
             return made.from_config(config, dtype=torch.float32, **kind)
+        deferred.refuse("transformers reads the weights of a folder itself")
         model, info = made.from_pretrained(
             str(path),
             config=config,
@@ -316,7 +318,8 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
             ignore_mismatched_sizes=True,
             **kind,
         )
-    except HarnessError:  # `room.watched` found no memory for it
+    except (HarnessError, deferred.CannotDeferError):
+        # `room.watched` found no memory for it, or it cannot be built without its weights.
         raise
     except Exception as error:  # whatever its code raises
         raise ConfigError(
@@ -504,7 +507,7 @@ def check(model: Any, where: str) -> None:
     # Without values there is nothing to compare.
     if called is None or isinstance(torch.empty(0), FakeTensor):
         return
-    device = next(model.parameters()).device
+    device = deferred.device_of(model)
     if device.type == "meta":
         return
 

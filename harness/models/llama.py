@@ -10,6 +10,7 @@ half, second half) of a head, so no weight is permuted. Nothing here needs trans
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from harness.core.deferred import later
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.models.gpt import GPT, ROPE_BASE, SCALING, Settings
@@ -306,7 +308,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
                 raise ValueError("the index names a file outside of the folder")
             with safe_open(path / name, framework="pt") as stream:
                 for key in stream.keys():  # noqa: SIM118
-                    state[key] = stream.get_tensor(key)
+                    state[key] = _tensor_of(path / name, stream, key)
         except (OSError, SafetensorError, ValueError) as error:
             problems.append(
                 Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again")
@@ -317,3 +319,17 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
     if problems:
         raise ConfigError(problems)
     return state
+
+
+def _tensor_of(file: Path, stream: Any, key: str) -> Tensor:
+    """The tensor `key` of an open file; read later if the model is built without memory."""
+    part = stream.get_slice(key)
+    shape = tuple(part.get_shape())
+    if not shape:
+        return stream.get_tensor(key)
+    return later(partial(_read_one, file, key), shape, part[:0].dtype)
+
+
+def _read_one(file: Path, key: str) -> Tensor:
+    with safe_open(file, framework="pt") as stream:
+        return stream.get_tensor(key)

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from harness.core.deferred import is_building
 from harness.core.errors import ConfigError, Problem
 from harness.core.memory import all_memory, free_memory, size_text
 
@@ -127,6 +128,8 @@ class _Watch:
 
 
 def _takes_host_memory() -> bool:
-    """Whether a new tensor takes memory of this machine: not on another default device, and not as a fake."""
+    """Whether a new tensor takes memory of this machine: not on another default device, as a fake, or deferred."""
+    if is_building():
+        return False
     probe = torch.empty(0)
     return probe.device.type == "cpu" and not isinstance(probe, FakeTensor)

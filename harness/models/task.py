@@ -34,6 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.random import fork_rng
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.core.deferred import device_of
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
 from harness.core.health import LABELS, Flawed, count_targets, one_sample
@@ -144,7 +145,7 @@ class Task:
         # Lazy parameters get their shape in the first forward, and that one has to be the run's.
         if _has_lazy(model):
             return ""
-        device = next(model.parameters()).device
+        device = device_of(model)
         one = _to(one_sample(batch, 0), device)
 
         # Who computes the loss: transformers' causal models (`CausalLM`), this adapter over `labels`, or the model.
@@ -203,7 +204,7 @@ class Task:
 
         # In float32 losses compare best. If the loss looks wrong there, or cannot run (some kernels take only half
         # precision), the verdict in the run's dtype counts.
-        device = next(model.parameters()).device
+        device = device_of(model)
         found = masks.Masks()
         with _left_alone(model, device):
             moved = _to(batch, device)
@@ -512,7 +513,8 @@ def _no_zeros(model: nn.Module) -> Iterator[None]:
 
 
 def _autocast(device: torch.device, half: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+    # Without the cache: it would keep copies of all weights, and there may be no memory for them (`core/deferred.py`).
+    return torch.autocast(device.type, dtype=half, enabled=half is not None, cache_enabled=False)
 
 
 def _whole(model: object, name: str) -> int | None:

@@ -38,8 +38,9 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     if not matrices:
         return ""
 
-    # One read by the host for all norms. An all-zero matrix (a zero-initialised part) has no size to compare with.
-    norms = torch.stack(torch._foreach_norm(matrices)).tolist()
+    # One read by the host for all norms, of one matrix after the other: they may be computed only now, and there may be
+    # no memory for all. An all-zero matrix (a zero-initialised part) has no size to compare with.
+    norms = torch.stack([torch.linalg.vector_norm(param.detach()) for param in matrices]).tolist()
     sizes: list[float] = []
     for norm, param in zip(norms, matrices, strict=True):
         if norm > 0:

@@ -5,19 +5,22 @@ A job that cannot come to its end is refused now, on every rank, and not after h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from harness.build import ENGINES, Worker
 from harness.capability.cards import GIB
 from harness.checkpoint.shared_folder import check_shared_folder
 from harness.checkpoint.store import Store, lacks_room
+from harness.core.collectives import gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, MachineError, Problem
-from harness.core.memory import all_memory
+from harness.core.memory import all_memory, process_room, size_text
 from harness.core.state import state_bytes
 from harness.optim.optimizers import optimizer_bytes
 from harness.precision.plan import Plan
@@ -91,49 +94,120 @@ def _room(folder: Path, bytes_each: int, ranks: int) -> list[Problem]:
 
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
-    """Raises MachineError if training on the CPU takes more than all memory, see `lacks_memory`."""
-    if problem := lacks_memory(model, optimizer_bytes(model, config.train), worker):
-        raise MachineError(problem)
+    """Raises MachineError if training takes more memory than any rank has, see `lacks_memory`. Collective."""
+    micro_batches = config.train.global_batch // (
+        config.train.micro_batch * worker.launch.world_size
+    )
+    # A gradient that waits for the window's last micro-batch is whole until then.
+    whole_gradients = micro_batches > 1 and config.engine.gradient_sync == "window"
+    optimizer = optimizer_bytes(model, config.train)
+    problem = lacks_memory(model, optimizer, worker, whole_gradients)
+
+    # Ranks may have different limits. All refuse together, with the words of the first.
+    texts = gather_texts(json.dumps(asdict(problem)) if problem else "")
+    if problems := [Problem(**json.loads(text)) for text in texts if text]:
+        raise MachineError(problems[0])
 
 
-def lacks_memory(model: nn.Module, optimizer: int, worker: Worker) -> Problem | None:
-    """Why the weights, gradients and optimizer state of all ranks here take more than the machine's memory.
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Bytes that one rank needs at least: whatever its activations take comes on top.
 
-    optimizer: bytes of the optimizer's state on one rank.
-
-    None unless it is certain that they do: activations are not counted, an engine that shards the state keeps less of
-    it here, and a GPU has memory of its own.
+    here: how many of them are taken already.
     """
-    # An engine without snapshots, DeepSpeed, shards the optimizer's state.
-    engine = ENGINES[worker.engine]
-    if worker.device.type != "cpu" or engine.sharded or not engine.snapshots:
-        return None
-    parameters = weights = gradients = 0
+
+    weights: int
+    gradients: int
+    optimizer: int
+    here: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        text = f"weights {self.weights / GIB:,.1f}, gradients {self.gradients / GIB:,.1f}, "
+        return text + f"optimizer {self.optimizer / GIB:,.1f} GiB"
+
+
+def _needs(model: nn.Module, optimizer: int, ranks: int, whole_gradients: bool) -> _Needs:
+    """What one of `ranks` ranks needs that share the state of `model`. optimizer: bytes of its whole state."""
+    weights = gradients = here = 0
     for parameter in model.parameters():
-        parameters += parameter.numel()
         weights += parameter.nbytes
         if parameter.requires_grad:
             gradients += parameter.nbytes
-    weights += sum(buffer.nbytes for buffer in model.buffers())
+        if parameter.device.type != "meta":
+            here += parameter.nbytes
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    if not whole_gradients:
+        gradients //= ranks
+    return _Needs(weights // ranks + buffers, gradients, optimizer // ranks, here)
 
-    # Every rank of this machine has all of it.
+
+def lacks_memory(
+    model: nn.Module, optimizer: int, worker: Worker, whole_gradients: bool = False
+) -> Problem | None:
+    """Why the weights, gradients and optimizer state of all ranks here take more memory than there is.
+
+    optimizer: bytes of the optimizer's state of the whole model.
+    whole_gradients: an engine that shards the state keeps whole gradients for a while.
+
+    None unless it is certain that they do: activations are not counted. A GPU's memory is looked at only for an engine
+    that shards the state, which builds the model without memory.
+    """
+    # An engine without snapshots, DeepSpeed, shards the optimizer's state alone.
+    engine = ENGINES[worker.engine]
+    if not engine.snapshots or (worker.device.type != "cpu" and not engine.sharded):
+        return None
+    sharers = worker.group.world_size if engine.sharded else 1
+    needs = _needs(model, optimizer, sharers, whole_gradients or not engine.sharded)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    # Every rank of this machine takes as much; a rank's own limit, and its GPU, are for it alone.
     ranks = worker.launch.local_world_size
-    needed = ranks * (weights + gradients + optimizer)
-    available = all_memory()
-    if not available or needed <= available:
+    place = _Place("on the CPU", "this machine has", all_memory(), ", swap included", ranks)
+    if worker.device.type != "cpu":
+        free = _free_on(worker.device) + needs.here
+        place = _Place("on the GPU", f"{worker.device} has", free, " free", 1)
+    room = process_room()
+    if worker.device.type == "cpu" and room is not None:
+        limited = room + needs.here
+        if not place.bytes or limited < place.bytes / ranks:
+            place = _Place("on the CPU", "this process may take", limited, " more (ulimit)", 1)
+    if not place.bytes or place.ranks * needs.total <= place.bytes:
         return None
 
-    why = f"on the CPU: weights {weights / GIB:,.1f}, gradients {gradients / GIB:,.1f}, "
-    why += f"optimizer {optimizer / GIB:,.1f} GiB"
-    if ranks > 1:
+    why = f"{place.where}: {needs}"
+    if place.ranks > 1:
         why += f", on each of {ranks} ranks"
-    have = f"this machine has {available / GIB:,.1f}, swap included"
+    fix = "train a smaller model, take an optimizer with less state, or a GPU that holds it (see harness estimate)"
+    if engine.sharded:
+        why += f"; each of {sharers} ranks holds its part of the state"
+        fix = "start more ranks, which share it, or train a smaller model (see harness estimate)"
+    have = f"{place.has} {size_text(place.bytes)}{place.unit}"
     return Problem(
-        f"needs at least {needed / GIB:,.1f} GiB to be trained, and {have}",
+        f"needs at least {size_text(place.ranks * needs.total)} to be trained, and {have}",
         f"model of {parameters:,} parameters",
         why,
-        "train a smaller model, take an optimizer with less state, or a GPU that holds it (see harness estimate)",
+        fix,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A memory, and how a message speaks of it. bytes: 0 if not known; ranks: how many share it."""
+
+    where: str
+    has: str
+    bytes: int
+    unit: str
+    ranks: int
+
+
+def _free_on(device: torch.device) -> int:
+    """Bytes of a GPU's memory that nobody has taken."""
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _on_every_rank(worker: Worker, problems: Sequence[Problem]) -> list[Problem]:

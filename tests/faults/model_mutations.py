@@ -22,7 +22,7 @@ MODELS: tuple[Mutation, ...] = (
     Mutation(
         5,
         "training on a CPU that exceeds memory is refused before the first step",
-        "    if not available or needed <= available:\n",
+        "    if not place.bytes or place.ranks * needs.total <= place.bytes:\n",
         "    if True:\n",
         "tests/unit/tools/test_train_memory.py",
     ),

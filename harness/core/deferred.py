@@ -1,0 +1,620 @@
+"""Builds a model without its weights, and computes the weights one tensor at a time.
+
+For models that no device holds whole. Building such a model takes three steps:
+
+1. `build` calls the model's constructor. Tensors of more than a few thousand elements have a shape there and no memory.
+   What the constructor does to them is recorded: `normal_(0, 0.02)`, `mul_(0.5)`, `zero_` of a row. Random operations
+   really run, each on one tensor that is thrown away. So the random generator goes through the same states as when the
+   model is built whole, and the state before each operation is part of the record.
+2. `build` then returns the model on torch's meta device.
+3. `Recording.value` repeats what was recorded of one tensor. The values are those of a model that is built whole, bit
+   for bit. `computing` does this within a forward, for each operation that reads a weight.
+
+A constructor may read a value (`while mask.any()`): it is computed then. Whatever cannot be recorded raises
+`CannotDeferError`, and the caller builds the model whole. During construction tensors without memory look like
+those of a CPU, because some initialisers, such as `nn.init.trunc_normal_`, do nothing on the meta device.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+SMALL = 4096
+"""Tensors that are made with at most this many elements have memory from the start."""
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+# These write every element of their first argument and read none of them.
+_REWRITES = (
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::random_",
+    "aten::exponential_",
+    "aten::log_normal_",
+    "aten::cauchy_",
+    "aten::geometric_",
+    "aten::zero_",
+    "aten::fill_",
+    "aten::copy_",
+)
+# These give a tensor other memory, or memory of another size.
+_MOVES = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_")
+# What they return depends on values, so these are computed at once.
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class CannotDeferError(Exception):
+    """The constructor does what cannot be recorded, or the model holds what cannot be computed later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """The memory that a tensor would have: its size in bytes, and every operation that writes it, in order."""
+
+    size: int
+    log: list[_Operation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Where in a memory a tensor's elements are."""
+
+    memory: _Memory
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def is_all(self) -> bool:
+        """Whether a write of every element writes all of the memory."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return 0 not in self.stride and elements * self.dtype.itemsize == self.memory.size
+
+    def over(self, base: Tensor) -> Tensor:
+        """The tensor, over the real memory of `base`."""
+        empty = torch.empty(0, dtype=self.dtype, device=_CPU)
+        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One recorded operation.
+
+    number: counts the operations of a recording.
+    function: an operator of torch.
+    arguments: flattened; tensors without memory as a `_View`.
+    layout: to unflatten them with.
+    rewrites: whether all that was in the memory before is lost.
+    random: the state of the generator before it; None: it draws no random numbers.
+    results: new tensors that it returned, in order; None in the place of other results.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    arguments: list[Any]
+    layout: Any
+    rewrites: bool
+    random: Tensor | None
+    results: list[_View | None]
+
+    def run(self, tensor_of: Callable[[_View], Tensor]) -> list[Any]:
+        """Run it on real tensors; returns its results, flattened."""
+        arguments: list[Any] = []
+        for value in self.arguments:
+            if isinstance(value, _View):
+                value = tensor_of(value)
+            elif isinstance(value, torch.Generator):
+                value = torch.Generator()
+                assert self.random is not None
+                value.set_state(self.random)
+            arguments.append(value)
+        args, kwargs = tree_unflatten(arguments, self.layout)
+        if self.random is None:
+            return tree_flatten(self.function(*args, **kwargs))[0]
+
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        try:
+            return tree_flatten(self.function(*args, **kwargs))[0]
+        finally:
+            torch.set_rng_state(before)
+
+
+class Recording:
+    """What a constructor did to the tensors of a model that have no memory.
+
+    device: where `computing` computes.
+    small: tensors that are made with at most this many elements have memory from the start.
+    """
+
+    def __init__(self, device: torch.device, small: int | None = None) -> None:
+        self.device = device
+        self._small = small
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._count = 0
+        # By the address of what stands for the memory. The tensors are kept, so no address is used twice.
+        self._memories: dict[int, _Memory] = {}
+        self._kept: list[Tensor] = []
+        # In a list: sets compare their elements, and tensors compare by value.
+        self._living: list[ReferenceType[FakeTensor]] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
+        self._finished = False
+        # Why it cannot be recorded, if a constructor catches the error and goes on.
+        self.refused = ""
+
+    # ---- Looking at tensors
+
+    def holds(self, tensor: object) -> bool:
+        """Whether `tensor` is one without memory, whose values can be computed."""
+        if isinstance(tensor, FakeTensor):
+            return _address(tensor) in self._memories
+        if not self._finished or not isinstance(tensor, Tensor) or tensor.device != _META:
+            return False
+        return _address(tensor) in self._memories
+
+    def view(self, tensor: Tensor) -> _View:
+        """Where the elements of a tensor that `holds` are."""
+        memory = self._memories[_address(tensor)]
+        return _View(
+            memory,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+        )
+
+    # ---- Recording
+
+    def record(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation of the constructor, on tensors with and without memory."""
+        flat, layout = tree_flatten((args, kwargs))
+        tensors = [each for each in flat if isinstance(each, Tensor)]
+        if not any(map(self.holds, tensors)):
+            if tensors or not _makes_on_cpu(function, kwargs):
+                return function(*args, **kwargs)
+            return self._make(function, args, kwargs)
+
+        # An operation whose results depend on values, or that writes real memory, needs real values.
+        written = _written(function, args, kwargs)
+        writes_real = any(not self.holds(each) for each in written)
+        if writes_real or any(tag in function.tags for tag in _READS):
+            if any(map(self.holds, written)):
+                raise self.refusal(f"{_name(function)} writes tensors of two kinds")
+            return self._at_once(function, flat, layout)
+
+        if _name(function) in _MOVES or len(written) > 1:
+            raise self.refusal(f"{_name(function)} cannot be repeated for one tensor")
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            raise self.refusal(f"{_name(function)} copies a tensor to {device}")
+
+        with self._fakes:
+            made = function(*args, **kwargs)
+        return self._note(function, flat, layout, written, made)
+
+    def later(
+        self, get: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """A tensor whose values are what `get` returns when they are needed."""
+        with self._fakes:
+            made = torch.empty(shape, dtype=dtype, device=_CPU)
+        flat, layout = tree_flatten(((), {}))
+        return self._note(get, flat, layout, [], made)
+
+    def refusal(self, why: str) -> CannotDeferError:
+        """The error for what cannot be recorded. A constructor that catches it does not go unnoticed."""
+        self.refused = self.refused or why
+        return CannotDeferError(why)
+
+    def rewrite(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Record an operation that writes a tensor of the finished model."""
+        flat, layout = tree_flatten((args, kwargs))
+        written = _written(function, args, kwargs)
+        return self._note(function, flat, layout, written, None)
+
+    def _make(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A new tensor, with memory if it is small."""
+        try:
+            with self._fakes:
+                made = function(*args, **{**kwargs, "device": _CPU})
+        except (RuntimeError, NotImplementedError, TypeError):
+            # It has no version without values.
+            return function(*args, **kwargs)
+        if not isinstance(made, Tensor) or made.numel() <= self._small:
+            return function(*args, **kwargs)
+        # Said now, as the defaults may be others when it is repeated.
+        kwargs = {**kwargs, "device": _CPU, "dtype": made.dtype}
+        flat, layout = tree_flatten((args, kwargs))
+        return self._note(function, flat, layout, [], made)
+
+    def _at_once(self, function: Any, flat: list[Any], layout: Any) -> Any:
+        """What the operation gives on real values."""
+        seen: dict[tuple[int, int], Tensor] = {}
+        real = [self._real(self.view(x), seen) if self.holds(x) else x for x in flat]
+        args, kwargs = tree_unflatten(real, layout)
+        return function(*args, **kwargs)
+
+    def _note(
+        self, function: Any, flat: list[Any], layout: Any, written: list[Tensor], made: Any
+    ) -> Any:
+        """Record an operation with its results; returns these."""
+        random = None
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            random = self._draw(function, flat, layout, written)
+
+        # Real arguments are copied: the constructor may change them later.
+        arguments: list[Any] = []
+        for value in flat:
+            if self.holds(value):
+                value = self.view(value)
+            elif isinstance(value, Tensor):
+                value = value.detach().to(_CPU, copy=True)
+            arguments.append(value)
+        target = self.view(written[0]) if written else None
+        rewrites = False
+        if target is not None:
+            rewrites = target.is_all and _name(function) in _REWRITES
+        operation = _Operation(
+            self._count, function, arguments, layout, rewrites, random, results=[]
+        )
+        self._count += 1
+        if target is not None:
+            target.memory.log.append(operation)
+            return written[0]
+
+        # What shares memory with an argument is a view, and nothing was computed.
+        given = {_address(each) for each in flat if isinstance(each, Tensor)}
+        for result in tree_flatten(made)[0]:
+            if isinstance(result, FakeTensor):
+                self._living.append(ref(result))
+            if not isinstance(result, Tensor) or _address(result) in given:
+                operation.results.append(None)
+                continue
+            assert isinstance(result, FakeTensor)
+            memory = _Memory(result.untyped_storage().nbytes(), [operation])
+            self._memories[_address(result)] = memory
+            operation.results.append(self.view(result))
+        return made
+
+    def _draw(self, function: Any, flat: list[Any], layout: Any, written: list[Tensor]) -> Tensor:
+        """Take the same random numbers as the operation does; returns the generator's state before."""
+        generator = torch.default_generator
+        seen: dict[tuple[int, int], Tensor] = {}
+        real: list[Any] = []
+        for value in flat:
+            if isinstance(value, torch.Generator):
+                generator = value
+            if self.holds(value):
+                view = self.view(value)
+                unread = any(value is each for each in written) and _name(function) in _REWRITES
+                value = self._thrown_away(view) if unread else self._real(view, seen)
+            real.append(value)
+        state = generator.get_state()
+        args, kwargs = tree_unflatten(real, layout)
+        with torch.no_grad():
+            function(*args, **kwargs)
+        return state
+
+    def _thrown_away(self, view: _View) -> Tensor:
+        """A tensor of any values with the layout of `view`, whose values nobody will read."""
+        last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+        needed = (last + 1) * view.dtype.itemsize if 0 not in view.shape else 0
+        # One memory for all: new ones would leave holes in the heap, as large as the model together.
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8, device=_CPU)
+        return replace(view, offset=0).over(self._scratch)
+
+    # ---- Computing
+
+    @torch.no_grad()
+    def value(self, view: _View) -> Tensor:
+        """The values of a tensor, on the CPU."""
+        return self._real(view, {})
+
+    def _real(self, view: _View, seen: dict[tuple[int, int], Tensor]) -> Tensor:
+        return view.over(self._base(view.memory, self._count, seen))
+
+    def _base(self, memory: _Memory, before: int, seen: dict[tuple[int, int], Tensor]) -> Tensor:
+        """The memory as it was before the operation of number `before`. seen: what was computed already."""
+        log = memory.log[: bisect_left(memory.log, before, key=lambda each: each.number)]
+        key = (id(memory), len(log))
+        if key in seen:
+            return seen[key]
+        start = 0
+        for index, operation in enumerate(log):
+            if operation.rewrites:
+                start = index
+
+        base: Tensor | None = None
+        for operation in log[start:]:
+            if any(each is not None and each.memory is memory for each in operation.results):
+                base = self._created(operation, memory, seen)
+                continue
+            if base is None:
+                base = torch.empty(memory.size, dtype=torch.uint8, device=_CPU)
+            written, number = base, operation.number
+
+            def tensor_of(view: _View, written: Tensor = written, number: int = number) -> Tensor:
+                if view.memory is memory:
+                    return view.over(written)
+                return view.over(self._base(view.memory, number, seen))
+
+            operation.run(tensor_of)
+        assert base is not None
+        seen[key] = base
+        return base
+
+    def _created(
+        self, operation: _Operation, memory: _Memory, seen: dict[tuple[int, int], Tensor]
+    ) -> Tensor:
+        """The memory of a new tensor, as the operation that made it left it."""
+        results = operation.run(
+            lambda view: view.over(self._base(view.memory, operation.number, seen))
+        )
+        # The views of the record are those of the layout that was expected.
+        base = torch.empty(memory.size, dtype=torch.uint8, device=_CPU)
+        for view, result in zip(operation.results, results, strict=True):
+            if view is None or view.memory is not memory:
+                continue
+            same = tuple(result.stride()) == view.stride and result.storage_offset() == view.offset
+            if same and result.untyped_storage().nbytes() == memory.size:
+                return result
+            view.over(base).copy_(result)
+        return base
+
+    # ---- The finished model
+
+    def finish(self, model: nn.Module) -> None:
+        """Put tensors of the meta device in the place of those without memory.
+
+        Raises CannotDeferError if one of them is elsewhere, too.
+        """
+        if self.refused:
+            raise CannotDeferError(self.refused)
+        moved: dict[int, Tensor] = {}
+        names: dict[_Memory, str] = {}
+        memories: dict[int, _Memory] = {}
+        for name, table, key in _tables(model):
+            tensor = table[key]
+            if is_lazy(tensor):
+                raise CannotDeferError(f"{name} gets its shape in the first forward")
+            if tensor.device == _META:
+                raise CannotDeferError(f"{name} has no values")
+            if not isinstance(tensor, FakeTensor):
+                tensor.data = tensor.data.to(self.device)
+                continue
+
+            # The first place of this tensor, or another one of a tied tensor.
+            if id(tensor) not in moved:
+                memory = self.view(tensor).memory
+                if memory in names:
+                    raise CannotDeferError(f"{name} and {names[memory]} share memory")
+                names[memory] = name
+                stands = _on_meta(tensor)
+                memories[_address(stands)] = memory
+                moved[id(tensor)] = stands
+                # Kept, or a second tensor might get the same address.
+                self._kept += [tensor, stands]
+            table[key] = moved[id(tensor)]
+
+        # A tensor that the model keeps in a list, or that a function refers to, would stay without values.
+        del tensor, table
+        self._kept = [each for each in self._kept if not isinstance(each, FakeTensor)]
+        gc.collect()
+        living = [each for one in self._living if (each := one()) is not None]
+        left = sorted({str(list(each.shape)) for each in living})
+        if left:
+            why = f"tensors are neither parameters nor buffers: {', '.join(left[:3])}"
+            raise CannotDeferError(why)
+        self._memories = memories
+        self._finished = True
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
+
+    @contextmanager
+    def stand_ins(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the model's tensors without memory look like those of `device`: autocast asks for that."""
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        made: dict[int, Tensor] = {}
+        try:
+            for _, table, key in _tables(model):
+                tensor = table[key]
+                if not self.holds(tensor):
+                    continue
+                if id(tensor) not in made:
+                    fake: Tensor = FakeTensor(self._fakes, tensor.detach(), self.device)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                before.append((table, key, tensor))
+                table[key] = made[id(tensor)]
+            yield
+        finally:
+            for table, key, tensor in before:
+                table[key] = tensor
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Each parameter and buffer of `model`: its name, and the mapping and key under which a module has it."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            for key in list(table):
+                if table[key] is not None:
+                    yield prefix + key, table, key
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recording.record(func, args, kwargs or {})
+
+
+class _Compute(TorchDispatchMode):
+    """Gives every operation the values of the model's tensors without memory, for as long as it runs."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recording, kwargs = self._recording, kwargs or {}
+        flat, layout = tree_flatten((args, kwargs))
+        if not any(map(recording.holds, flat)) or func.is_view:
+            return func(*args, **kwargs)
+        if any(map(recording.holds, _written(func, args, kwargs))):
+            return recording.rewrite(func, args, kwargs)
+        real: list[Any] = []
+        for value in flat:
+            if recording.holds(value):
+                value = recording.value(recording.view(value)).to(recording.device)
+            real.append(value)
+        args, kwargs = tree_unflatten(real, layout)
+        return func(*args, **kwargs)
+
+
+_RECORDINGS: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+_active: list[Recording] = []
+
+
+def build(
+    make: Callable[[], nn.Module], device: torch.device, small: int | None = None
+) -> nn.Module:
+    """The model that `make` returns, with its large tensors on the meta device. See this file's docstring.
+
+    device: where `computing` is to compute.
+
+    Raises CannotDeferError if it has to be built whole, or if `make` fails. The random generators are elsewhere then.
+    """
+    recording = Recording(device, SMALL if small is None else small)
+    _active.append(recording)
+    try:
+        with _Record(recording), warnings.catch_warnings():
+            # torch copies such a tensor as it should, and warns of how it looks at it.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            model = make()
+    except Exception as error:
+        # It may be an error of the model. Then it comes again when the model is built whole.
+        text = " ".join(str(error).split())[:200]
+        raise CannotDeferError(recording.refused or f"{type(error).__name__}: {text}") from error
+    finally:
+        _active.pop()
+    recording.finish(model)
+    _RECORDINGS[model] = recording
+    return model
+
+
+def is_building() -> bool:
+    """Whether `build` is at work: new tensors have no memory."""
+    return bool(_active)
+
+
+def recording_of(model: nn.Module) -> Recording | None:
+    """The recording of a model that `build` returned; None for every other model."""
+    return _RECORDINGS.get(model)
+
+
+def forget(model: nn.Module) -> None:
+    """Drop the recording of a model whose tensors have got their memory."""
+    _RECORDINGS.pop(model, None)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where `model` computes: the device of its first parameter, or that of `computing`."""
+    recording = recording_of(model)
+    return next(model.parameters()).device if recording is None else recording.device
+
+
+@contextmanager
+def computing(model: nn.Module) -> Iterator[None]:
+    """Context in which a model of `build` computes, without gradients. Other models are left as they are.
+
+    Each operation that reads a weight computes the whole weight, and drops it afterwards: a forward takes as long as
+    the model's initialisation, and the memory of one weight.
+    """
+    recording = recording_of(model)
+    if recording is None:
+        yield
+        return
+    with recording.stand_ins(model), _Compute(recording):
+        yield
+
+
+def later(get: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of values that can be had at any time, such as one of a file.
+
+    Within `build` it has no memory, and `get` is called when values are needed; elsewhere at once.
+    """
+    return _active[-1].later(get, shape, dtype) if _active else get()
+
+
+def refuse(why: str) -> None:
+    """Within `build`, raise CannotDeferError: what follows cannot be recorded."""
+    if _active:
+        raise _active[-1].refusal(why)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the meta device with the layout of `tensor`; a Parameter if it is one."""
+    made = torch.empty_strided(
+        tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device=_META
+    )
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    param = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    # Marks that the model's code has set on its parameter.
+    own = {"_is_param", *vars(_fake())}
+    marks = {key: value for key, value in vars(tensor).items() if key not in own}
+    vars(param).update(marks)
+    return param
+
+
+def _fake() -> Tensor:
+    """A tensor without memory of which nobody knows."""
+    with FakeTensorMode():
+        return torch.empty(0)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _name(function: Any) -> str:
+    return function._schema.name
+
+
+def _makes_on_cpu(function: Any, kwargs: Any) -> bool:
+    """Whether the operator makes a tensor from nothing, on the CPU."""
+    device = kwargs.get("device")
+    takes_device = any(each.name == "device" for each in function._schema.arguments)
+    return takes_device and (device is None or torch.device(device).type == "cpu")
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the operator writes."""
+    written: list[Tensor] = []
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    return written
