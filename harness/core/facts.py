@@ -176,13 +176,16 @@ class SlotStats:
     scrubbed: Annotated[int, Metric("number of infinite amaxes dropped from the histories")] = 0
 
     def __post_init__(self) -> None:
+        # What was left out was not measured.
         for name in ("even_db", "centred_db"):
             if len(getattr(self, name)) != len(self.names):
-                object.__setattr__(self, name, np.full(len(self.names), np.nan, dtype=np.float32))
+                not_measured = np.full(len(self.names), np.nan, dtype=np.float32)
+                object.__setattr__(self, name, not_measured)
 
     def stacked(self) -> _PerSlot:
         """float32 [figures, slots] in the order of SLOT_ROWS."""
-        return np.stack([np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS])
+        rows = [np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS]
+        return np.stack(rows)
 
 
 def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:

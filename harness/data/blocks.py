@@ -179,6 +179,7 @@ class CheckedFile:
         named. Raises OSError if the file cannot be opened."""
         self.path, self._size, self._digests = str(path), size, digests
         self._block, self._reading = block, reading
+        # A run has no moment at which it closes its data: a file is closed when nobody holds it any longer.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -186,6 +187,7 @@ class CheckedFile:
         """Bytes [start, start + count). Raises Damaged, naming the file, where a block differs from its hash."""
         first, last = start // BLOCK, (start + count - 1) // BLOCK
         begin = start - first * BLOCK
+        # Nearly every sample lies in one block.
         if first == last:
             return self._block(self, first)[begin : begin + count]
         blocks = [self._block(self, number) for number in range(first, last + 1)]

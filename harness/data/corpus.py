@@ -119,6 +119,7 @@ class Tokens:
         while width:
             piece = self._pieces[number]
             dtype = piece.shard.numpy_dtype
+            # From the place in the split to the place in the piece, and from there to bytes of the file.
             inside = start - (self._ends[number] - piece.count)
             take = min(width, piece.count - inside)
             first_byte = piece.shard.offset + (piece.first + inside) * dtype.itemsize

@@ -401,8 +401,7 @@ class _Task:
                 split = part.split or _split(self.number, number, self.plan["val_fraction"])
                 pieces.append((piece, split))
                 number += 1
-                text = piece.text if isinstance(piece.text, bytes) else piece.text.encode()
-                size += len(text)
+                size += _bytes_of(piece.text)
                 if size >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
                     yield TextBatch(pieces, size)
                     pieces, size = [], 0
@@ -433,6 +432,11 @@ class _Task:
             self.problems.append(Problem(what, f"data.path: {piece.where}", found.why, fix))
         # The earlier pieces of the document still need its end.
         return np.zeros(0, dtype=np.int64) if inside and piece.ends else None
+
+
+def _bytes_of(text: str | bytes) -> int:
+    raw = text if isinstance(text, bytes) else text.encode()
+    return len(raw)
 
 
 def _split(task: int, number: int, share: float) -> str:

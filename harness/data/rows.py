@@ -201,6 +201,7 @@ class JsonLines(Rows):
     fix = _FIX_JSON
 
     def _files(self, path: Path) -> Files:
+        # A .json is data only if there is nothing else, see JSON.
         found = super()._files(path)
         return found if found[0] else files_below(path, (JSON,))
 
@@ -253,6 +254,7 @@ class Csv(Rows):
     reader = "csv.csv.Csv"
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
+        # The last two endings: it may be packed (.tsv.gz).
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
         # A text of digits, or one that says NA, is a text.
         return {

@@ -195,8 +195,10 @@ class Collated:
 
 def _group(value: Tensor, groups: dict[int, int]) -> int | None:
     """The number of a text's group; `groups` has those so far, by length. None if the value is no text."""
-    is_whole = not value.is_floating_point() and value.dtype not in (torch.uint8, torch.bool)
-    if value.ndim != 1 or not is_whole:
+    # Whole numbers, but neither pixels nor a mask of booleans.
+    if value.is_floating_point() or value.dtype in (torch.uint8, torch.bool):
+        return None
+    if value.ndim != 1:
         return None
     return groups.setdefault(len(value), len(groups))
 

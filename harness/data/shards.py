@@ -175,6 +175,7 @@ def _with_header(path: Path, size: int, magic: int, version: int, count: int) ->
 
 def _with_index(path: Path, size: int, index: Path) -> Shard:
     dtype, lengths, pointers, documents = _read_index(index)
+    # In bytes: where each sequence would end, if they lie one after the other as they must.
     width = np.dtype(dtype).itemsize
     sizes = lengths.astype(np.int64) * width
     ends = np.cumsum(sizes)
@@ -360,6 +361,7 @@ class ShardWriter:
 
 
 def _close_on_disk(stream: IO[bytes]) -> None:
+    """Close a file once its bytes are on the disk: after a power cut its final name must not lead to an empty file."""
     with stream:
         stream.flush()
         os.fsync(stream.fileno())

@@ -101,6 +101,7 @@ def record_of_files(
     entries: dict[str, str] = {}
     for path, stamp in files.items():
         entries[_name(path, base)] = _entry(stamp, file_sha256(path))
+    # Files that are there by now and were not read: they are not new at the next start.
     others: list[str] | None = None
     if listed:
         there = stamps(files_of(source, suffixes))

@@ -91,7 +91,8 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
 
     # A file was named, so nothing of it is skipped: an empty one is "nothing left", one of a pair is an error.
     files = [file for file, _ in with_validation(root, is_text=True)]
-    text = _read_files(str(path), root.parent, files, "auto" if len(files) == 1 else "fail")
+    bad = "auto" if len(files) == 1 else "fail"
+    text = _read_files(str(path), root.parent, files, bad)
     return Text(text.source, text.documents)
 
 

@@ -156,7 +156,8 @@ def prepare_in(
         data = TokenData(copied["train"], copied["val"], info)
     else:
         data = _open_corpus(folder, info, config, lead, reading)
-    _check_length(data.info["source"], len(data.train), len(data.val), config, global_batch)
+    source = data.info["source"]
+    _check_length(source, len(data.train), len(data.val), config, global_batch)
     return data
 
 
@@ -221,7 +222,7 @@ def _find(given: str) -> Path:
     with_ending = path.with_name(f"{path.name}.bin")
     if not path.exists() and with_ending.is_file():
         return with_ending
-    # A link that leads nowhere is there; what reads it says more.
+    # A link that leads nowhere counts as there: its reader has the better message.
     if not os.path.lexists(path):
         raise DataError(no_such(given, path))
     return path
@@ -298,9 +299,12 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
     info = describe_corpus(
         folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config)
     )
+    # The ids are not copied and have hashes of their own: only a change of the tokenizer is to be reported.
     if config.tokenizer:
-        tokenizer = (str(tokenizer_file(Path(config.tokenizer)).resolve()), info["tokenizer"])
-        save_record(folder, record_of_files(path, None, False, {}, tokenizer), MADE_TOKENS)
+        file = tokenizer_file(Path(config.tokenizer)).resolve()
+        tokenizer = (str(file), info["tokenizer"])
+        record = record_of_files(path, None, False, {}, tokenizer)
+        save_record(folder, record, MADE_TOKENS)
     return info
 
 

@@ -332,8 +332,8 @@ class Task:
 
         # `inputs` goes first, whatever the parameter is called, unless a later one has this name. `targets` may follow.
         placed: list[str] = []
-        inputs_first = not positions or positions[0].name == "inputs" or "inputs" not in keywords
-        if "inputs" in names and inputs_first:
+        is_first = not positions or positions[0].name == "inputs"
+        if "inputs" in names and (is_first or "inputs" not in keywords):
             placed.append("inputs")
             if "targets" in names and self._takes_targets(positions, names):
                 placed.append("targets")

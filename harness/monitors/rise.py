@@ -111,7 +111,9 @@ class LossRiseMonitor(KeptWindow):
 
         # A smaller rise is reported once it has lasted. A larger one has been reported by then.
         if now > self._best + floor:
-            self._higher = ACT_AFTER + 1 if self._risen else min(self._higher + 1, ACT_AFTER + 1)
+            self._higher = min(self._higher + 1, ACT_AFTER + 1)
+            if self._risen:
+                self._higher = ACT_AFTER + 1
         elif now <= self._best + floor / 2:
             self._higher = 0
 
