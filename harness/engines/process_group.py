@@ -394,18 +394,24 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
         multi_tenant=not agent,
         master_listen_fd=_listen(port) if hosts and local else None,
     )
-    # torchrun's store outlives a failed start. What its ranks left there must not be read by those of the next one:
-    # our own entries, and the addresses at which gloo and NCCL reach each other.
+    return _of_this_start("start", store)
+
+
+def _of_this_start(name: str, store: dist.Store) -> dist.Store:
+    """`store`, with keys of this start alone.
+
+    torchrun's store outlives a failed start. What its ranks left there must not be read by those of the next one: our
+    own entries, and the addresses at which gloo and NCCL reach each other.
+    """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start-{start}", store)
+    return dist.PrefixStore(f"{name}-{start}", store)
 
 
 def _client(timeout: timedelta) -> dist.Store:
     """Another connection to the rendezvous, for the thread that looks for ranks that hang."""
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     address, port = _meeting.address
     store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"hang-{start}", store)
+    return _of_this_start("hang", store)
 
 
 def _listen(port: int) -> int:

@@ -113,6 +113,8 @@ def agree_on_start(request: Request, config: RunConfig, worker: Worker) -> None:
 
     Raises on every rank, if any differs: ConfigError; MachineError if only versions differ.
     """
+    if worker.group.world_size == 1:
+        return
     agree(
         {
             "config": flat(config.model_dump(mode="json")),

@@ -1,4 +1,4 @@
-"""launch/train.py in a process that may take only ROOM bytes more from where it has its data, and begins with the model.
+"""launch/train.py in a process that may take only ROOM bytes more than where it has its data and begins with the model.
 
 So neither torch's libraries nor the threads of a process group count.
 """

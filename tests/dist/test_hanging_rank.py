@@ -6,6 +6,7 @@ Run as a script, this file is one rank of `launch/train.py`; CASE says where ran
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,11 @@ def sleeps_in_forward() -> None:
     time.sleep(1e6)
 
 
+def holds_the_lock() -> None:
+    """Backtracks for ever in C, which keeps Python's lock: no other thread runs."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
 def sleeps_in_save(*_: object) -> None:
     time.sleep(1e6)
 
@@ -75,6 +81,8 @@ class Regression(nn.Module):
             STEPS["forwards"] += 1
         if case() == "forward" and STEPS["forwards"] > 2:
             sleeps_in_forward()
+        if case() == "lock" and STEPS["forwards"] > 2:
+            holds_the_lock()
         layers = list(self.layers)
         if case() == "blocks" and STEPS["forwards"] > 2:
             layers = layers[1:]
@@ -135,6 +143,19 @@ def test_every_log_names_the_rank_and_the_code(tmp_path: Path, where: str) -> No
     assert "fix: " in error
     if where != "save":
         assert f" in {function}" in error, error
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_run_python_shows_its_stack_in_its_own_log(tmp_path: Path) -> None:
+    ranks = start_ranks(tmp_path, 2, [__file__, "ddp"], PYTHONPATH=str(ROOT), CASE="lock")
+    try:
+        assert ranks[0].wait(warm.PATIENCE) == 1
+    finally:
+        for each in ranks:
+            each.kill()
+    first, second = (log.read_text() for log in rank_logs(tmp_path, 2))
+    assert "rank 1: does not answer, no Python of it runs" in first, first
+    assert "in holds_the_lock" in second, second
 
 
 def answer(entered: int, waits: bool, seconds: float = 9.0) -> Answer:

@@ -9,6 +9,8 @@ _RECOVERY = "tests/unit/checkpoint/test_sharded_recovery.py"
 
 _ENGINE = "tests/dist/test_fsdp.py"
 _LOOPS = "tests/dist/test_fsdp_loops.py"
+_HANGS = "tests/dist/test_hanging_rank.py"
+_AGREE = "tests/dist/test_ranks_agree.py"
 
 SHARDED: tuple[Mutation, ...] = (
     Mutation(
@@ -269,5 +271,47 @@ SHARDED: tuple[Mutation, ...] = (
         "            if value.ndim != ndim:\n",
         "            if False:\n",
         f"{_LOOPS} -k other_numbers",
+    ),
+    Mutation(
+        22,
+        "fsdp refuses parameters that no rank uses, as DDP does",
+        "            self._require_gradients()\n\n",
+        "            self._first_use.end()\n\n",
+        f"{_ENGINE} -k no_rank_uses",
+    ),
+    Mutation(
+        20,
+        "a rank that lost another one waits no longer for a save by both",
+        "                self.saver.give_up(lost)\n",
+        "                pass\n",
+        "tests/dist/test_fsdp_runs.py -k killed_in_a_save",
+    ),
+    Mutation(
+        20,
+        "a rank that never leaves a save ends the run",
+        "            if over and late:\n",
+        "            if False:\n",
+        f"{_HANGS} -k save",
+    ),
+    Mutation(
+        20,
+        "a rank that waits for others is not the one that hangs",
+        "at_work = {rank: each.entered for rank, each in answers.items() if not each.waits}",
+        "at_work = {rank: each.entered for rank, each in answers.items()}",
+        f"{_HANGS} -k waits_for_nobody",
+    ),
+    Mutation(
+        25,
+        "ranks that were started from other things refuse",
+        "    agree_on_start(request, config, worker)\n",
+        "",
+        f"{_AGREE} -k odd_rank_is_refused",
+    ),
+    Mutation(
+        25,
+        "ranks that made something else of the same config refuse",
+        "    agree_on_job(data.facts(), plan, model)\n",
+        "",
+        f"{_AGREE} -k odd_rank_is_refused",
     ),
 )
