@@ -465,9 +465,7 @@ class _Record(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recording.record(func, args, kwargs or {})
 
 
@@ -478,9 +476,7 @@ class _Compute(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recording, kwargs = self._recording, kwargs or {}
         flat, layout = tree_flatten((args, kwargs))
         if not any(map(recording.holds, flat)) or func.is_view:
@@ -500,7 +496,9 @@ _RECORDINGS: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
 _active: list[Recording] = []
 
 
-def build(make: Callable[[], nn.Module], device: torch.device, small: int | None = None) -> nn.Module:
+def build(
+    make: Callable[[], nn.Module], device: torch.device, small: int | None = None
+) -> nn.Module:
     """The model that `make` returns, with its large tensors on the meta device. See this file's docstring.
 
     device: where `computing` is to compute.

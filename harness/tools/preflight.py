@@ -95,7 +95,9 @@ def _room(folder: Path, bytes_each: int, ranks: int) -> list[Problem]:
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
     """Raises MachineError if training takes more memory than any rank has, see `lacks_memory`. Collective."""
-    micro_batches = config.train.global_batch // (config.train.micro_batch * worker.launch.world_size)
+    micro_batches = config.train.global_batch // (
+        config.train.micro_batch * worker.launch.world_size
+    )
     # A gradient that waits for the window's last micro-batch is whole until then.
     whole_gradients = micro_batches > 1 and config.engine.gradient_sync == "window"
     optimizer = optimizer_bytes(model, config.train)
