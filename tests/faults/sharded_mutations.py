@@ -11,6 +11,7 @@ _ENGINE = "tests/dist/test_fsdp.py"
 _LOOPS = "tests/dist/test_fsdp_loops.py"
 _HANGS = "tests/dist/test_hanging_rank.py"
 _AGREE = "tests/dist/test_ranks_agree.py"
+_DEFERRED = "tests/unit/core/test_deferred.py"
 
 SHARDED: tuple[Mutation, ...] = (
     Mutation(
@@ -149,9 +150,37 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "ranks that were built with different weights are refused",
-        "        _require_same_weights(model, device)\n",
+        "        _require_same_weights(hashes)\n",
         "",
         f"{_ENGINE} -k other_weights",
+    ),
+    Mutation(
+        22,
+        "ranks that compute different weights for their rows are refused",
+        "        hashes |= _give_memory(model, later, device)\n",
+        "        _give_memory(model, later, device)\n",
+        "tests/dist/test_deferred.py -k rows",
+    ),
+    Mutation(
+        22,
+        "weights that are computed later have the random numbers of a whole build",
+        "        torch.set_rng_state(self.random)\n",
+        "        pass\n",
+        f"{_DEFERRED} -k generator",
+    ),
+    Mutation(
+        22,
+        "a tensor that would stay without values keeps a model from being built without memory",
+        "        if left:\n            why =",
+        "        if False:\n            why =",
+        f"{_DEFERRED} -k cannot_be_recorded",
+    ),
+    Mutation(
+        22,
+        "a constructor that catches the refusal is not built without memory",
+        "        if self.refused:\n",
+        "        if False:\n",
+        f"{_DEFERRED} -k cannot_be_recorded",
     ),
     Mutation(
         22,

@@ -1,0 +1,170 @@
+"""A model that is built without memory has the values of one that is built whole, or it is built whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from harness.core import deferred
+from harness.core.config import ModelConfig
+from harness.core.state import seed_everything
+from harness.models import Task, build_deferred, build_model, gpt, llama, vision
+
+CPU = torch.device("cpu")
+
+
+class Own(nn.Module):
+    """Initialisers of torch, and what constructors do to weights beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(100, 100)
+        self.second = nn.Linear(100, 100)
+        self.rows = nn.Embedding(100, 100, padding_idx=3)
+        self.scaled = nn.Parameter(torch.randn(100, 100) * 0.1)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 3, enable_nested_tensor=False
+        )
+        self.register_buffer("mask", torch.tril(torch.ones(100, 100)))
+        nn.init.orthogonal_(self.first.weight)
+        nn.init.trunc_normal_(self.second.weight, std=0.02)
+        nn.init.kaiming_normal_(self.rows.weight[5:50])
+        with torch.no_grad():
+            self.first.weight[:10].copy_(self.second.weight[:10] * 2)
+            self.first.weight[:, 5].zero_()
+            # A value that is read decides how many random numbers are drawn.
+            if self.first.weight.mean() > -1:
+                torch.rand(3)
+            self.second.weight[:, torch.randperm(100)[:50]] = 0
+        # Tied, and not trained.
+        self.third = nn.Linear(100, 100)
+        self.third.weight = self.second.weight
+        self.rows.weight.requires_grad_(False)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: gpt.build(dim=128),
+    "tied gpt": lambda: gpt.build(dim=64, tied=True, qk_norm=True),
+    "convnet": vision.convnet,
+    "vit": vision.vit,
+    "own": Own,
+}
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_same(whole: nn.Module, later: nn.Module) -> int:
+    """How many tensors of `later` had no memory."""
+    recording = deferred.recording_of(later)
+    assert recording is not None
+    theirs, ours = tensors(whole), tensors(later)
+    assert list(theirs) == list(ours)
+    without = 0
+    for name, expected in theirs.items():
+        found = ours[name]
+        assert found.requires_grad == expected.requires_grad
+        assert type(found) is type(expected)
+        if found.is_meta:
+            without += 1
+            found = recording.value(recording.view(found))
+        assert torch.equal(found, expected), name
+        assert found.stride() == expected.stride()
+    return without
+
+
+@pytest.mark.parametrize("small", [0, 4096])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_values_and_generator_are_those_of_a_whole_build(name: str, small: int) -> None:
+    seed_everything(3)
+    whole = MODELS[name]()
+    after = torch.get_rng_state()
+    seed_everything(3)
+    later = deferred.build(MODELS[name], CPU, small)
+    assert torch.equal(torch.get_rng_state(), after)
+    without = assert_same(whole, later)
+    assert without == len(tensors(whole)) if small == 0 else without > 0
+    assert torch.equal(torch.get_rng_state(), after), "values are computed aside"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_a_file_are_read_later(tied: bool, tmp_path: Path) -> None:
+    stored = gpt.build(dim=64, tied=tied)
+    named = llama.to_llama(stored.state_dict(), stored.settings)
+    halves = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in named.items()}
+    save_file(halves, tmp_path / "model.safetensors")
+    described = json.dumps(llama.config_of(stored.settings, 64))
+    (tmp_path / "config.json").write_text(described)
+    config = ModelConfig(target="harness.models.llama:build", args={"folder": str(tmp_path)})
+    whole = build_model(config)
+    assert_same(whole, later := build_deferred(config, CPU))
+    assert next(later.parameters()).is_meta
+
+
+def test_a_forward_computes_each_weight_that_it_reads() -> None:
+    seed_everything(3)
+    whole = gpt.build(dim=128)
+    seed_everything(3)
+    later = deferred.build(lambda: gpt.build(dim=128), CPU)
+    ids = torch.arange(32).view(2, 16)
+    task = Task(whole, "gpt")
+    for half in (None, torch.bfloat16):
+        cast = torch.autocast("cpu", dtype=half, enabled=half is not None, cache_enabled=False)
+        with torch.no_grad(), cast:
+            expected = task.loss(whole, {"inputs": ids, "targets": ids})
+            with deferred.computing(later):
+                found = task.loss(later, {"inputs": ids, "targets": ids})
+        assert torch.equal(found, expected)
+    assert later.embed.weight.is_meta  # type: ignore[union-attr]
+
+
+class Odd(nn.Module):
+    """Does one thing that cannot be recorded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(100, 100)
+        weight = self.linear.weight
+        if kind == "list":
+            self.kept = [weight]
+        elif kind == "closure":
+            self.read = lambda: weight
+        elif kind == "numpy":
+            weight.detach().numpy().fill(1)
+        elif kind == "caught":
+            try:
+                torch._foreach_mul_([weight.data, self.linear.bias.data], 2.0)
+            except deferred.CannotDeferError:
+                weight.data.zero_()
+        elif kind == "shared":
+            self.again = nn.Parameter(weight.data)
+        elif kind == "lazy":
+            self.lazy = nn.LazyLinear(3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("list", "neither parameters nor buffers: .100, 100."),
+        ("closure", "neither parameters nor buffers: .100, 100."),
+        ("numpy", "numpy"),
+        ("caught", "_foreach_mul_ writes tensors of two kinds"),
+        ("shared", "linear.weight and again share memory|again and linear.weight share memory"),
+        ("lazy", "lazy.weight gets its shape in the first forward"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
+    with pytest.raises(deferred.CannotDeferError, match=why):
+        deferred.build(lambda: Odd(kind), CPU)
+    assert not deferred.is_building()
+    made: Any = Odd(kind)
+    assert made.linear.weight.shape == (100, 100)
