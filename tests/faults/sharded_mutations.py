@@ -192,4 +192,11 @@ SHARDED: tuple[Mutation, ...] = (
         "    problems: list[Problem] = []\n",
         "tests/dist/test_fsdp.py -k refused_in_a_loop",
     ),
+    Mutation(
+        22,
+        "FP8 layers of a sharded model that get no gradient are noticed",
+        "    held = dict(model.named_parameters())\n",
+        "    held = {name: torch.zeros(()) for name, _ in model.named_parameters()}\n",
+        "tests/dist/test_engine_cells.py -k fsdp",
+    ),
 )
