@@ -464,8 +464,8 @@ class OptimizerPart:
         # Set the state of each parameter.
         for name, (param, group) in owned.items():
             self._access.write(param, group, incoming[name])
-        self.applied.copy_(tensors["applied"])
         self._access.load_meta(meta)
+        self.applied.copy_(tensors["applied"])
         self._restore_settings(meta.get("counted", {}))
 
     def _by_parameter(

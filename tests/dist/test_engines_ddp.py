@@ -84,9 +84,10 @@ def bytes_exchanged() -> list[list[int]]:
     """Bytes of each all-reduce of DDP in a step after the first, and what the estimate says of them."""
     engine = make(seed=0)
     sizes: list[int] = []
+    group: Any = dist.group.WORLD
     hook: Any = lambda _, bucket: (  # noqa: E731
         sizes.append(bucket.buffer().nbytes),
-        allreduce_hook(None, bucket),
+        allreduce_hook(group, bucket),
     )[1]
     engine.module.register_comm_hook(None, hook)  # type: ignore[operator]
     train(engine, 0)

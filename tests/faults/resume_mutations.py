@@ -169,8 +169,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
         "quantised moments are restored",
-        "for inner, tensor in _inner(now).items():\n",
-        "for inner, tensor in (each for each in _inner(now).items() if not each[0]):\n",
+        "                live[key].copy_(value)\n",
+        "                live[key].copy_(live[key] if _INNER in key else value)\n",
         "tests/unit/optim/test_kinds.py -k continues_bit_identically",
     ),
     Mutation(

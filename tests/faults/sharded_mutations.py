@@ -343,4 +343,11 @@ SHARDED: tuple[Mutation, ...] = (
         "",
         f"{_AGREE} -k odd_rank_is_refused",
     ),
+    Mutation(
+        22,
+        "FP8 layers of a sharded model that get no gradient are noticed",
+        "    held = dict(model.named_parameters())\n",
+        "    held = {name: torch.zeros(()) for name, _ in model.named_parameters()}\n",
+        "tests/dist/test_engine_cells.py -k fsdp",
+    ),
 )
