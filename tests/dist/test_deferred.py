@@ -32,7 +32,7 @@ pytestmark = pytest.mark.dist
 
 MODEL = "model.args={dim: 512, layers: 20, heads: 4, kv_heads: 4, ffn: 1536}"
 # Bytes of the state: 68 million parameters, of 4 bytes of weight, 4 of gradient and 8 of moments.
-STATE = 16 * 68_440_576
+STATE = 16 * 68_309_504
 # More than half of it, and what a rank takes beside: bounded reads of small files ask for 256 MiB for a moment.
 ROOM = 1_000_000_000
 LAYERS, WIDTH = 32, 1024
