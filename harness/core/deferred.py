@@ -12,7 +12,7 @@ For models that no device holds whole. Building such a model takes three steps:
 
 A constructor may read a value (`while mask.any()`): it is computed then. Whatever cannot be recorded raises
 `CannotDeferError`, and the caller builds the model whole. During construction tensors without memory look like
-those of a CPU, because some initialisers, such as `nn.init.trunc_normal_`, do nothing on the meta device.
+those of a CPU, because some of torch's initialisers (truncated normal) do nothing on the meta device.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Recording:
     small: tensors that are made with at most this many elements have memory from the start.
     """
 
-    def __init__(self, device: torch.device, small: int | None = None) -> None:
+    def __init__(self, device: torch.device, small: int = SMALL) -> None:
         self.device = device
         self._small = small
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -301,7 +301,7 @@ class Recording:
         for value in flat:
             if isinstance(value, torch.Generator):
                 generator = value
-            if self.holds(value):
+            elif self.holds(value):
                 view = self.view(value)
                 unread = any(value is each for each in written) and _name(function) in _REWRITES
                 value = self._thrown_away(view) if unread else self._real(view, seen)
@@ -388,9 +388,25 @@ class Recording:
         """
         if self.refused:
             raise CannotDeferError(self.refused)
+        memories = self._put_on_meta(model)
+
+        # A tensor that the model keeps in a list, or that a function refers to, would stay without values.
+        gc.collect()
+        living = [each for one in self._living if (each := one()) is not None]
+        left = sorted({str(list(each.shape)) for each in living})
+        if left:
+            why = f"tensors are neither parameters nor buffers: {', '.join(left[:3])}"
+            raise CannotDeferError(why)
+        self._memories = memories
+        self._finished = True
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
+
+    def _put_on_meta(self, model: nn.Module) -> dict[int, _Memory]:
+        """Replace the model's tensors without memory; returns the memories by the addresses of the new ones."""
         moved: dict[int, Tensor] = {}
         names: dict[_Memory, str] = {}
         memories: dict[int, _Memory] = {}
+        replaced: list[Tensor] = []
         for name, table, key in _tables(model):
             tensor = table[key]
             if is_lazy(tensor):
@@ -411,21 +427,10 @@ class Recording:
                 memories[_address(stands)] = memory
                 moved[id(tensor)] = stands
                 # Kept, or a second tensor might get the same address.
-                self._kept += [tensor, stands]
+                self._kept.append(stands)
+                replaced.append(tensor)
             table[key] = moved[id(tensor)]
-
-        # A tensor that the model keeps in a list, or that a function refers to, would stay without values.
-        del tensor, table
-        self._kept = [each for each in self._kept if not isinstance(each, FakeTensor)]
-        gc.collect()
-        living = [each for one in self._living if (each := one()) is not None]
-        left = sorted({str(list(each.shape)) for each in living})
-        if left:
-            why = f"tensors are neither parameters nor buffers: {', '.join(left[:3])}"
-            raise CannotDeferError(why)
-        self._memories = memories
-        self._finished = True
-        self._scratch = torch.empty(0, dtype=torch.uint8, device=_CPU)
+        return memories
 
     @contextmanager
     def stand_ins(self, model: nn.Module) -> Iterator[None]:

@@ -330,6 +330,6 @@ def _tensor_of(file: Path, stream: Any, key: str) -> Tensor:
     return later(partial(_read_one, file, key), shape, part[:0].dtype)
 
 
-def _read_one(file: Path, key: str) -> Tensor:
-    with safe_open(file, framework="pt") as stream:
+def _read_one(path: Path, key: str) -> Tensor:
+    with safe_open(path, framework="pt") as stream:
         return stream.get_tensor(key)

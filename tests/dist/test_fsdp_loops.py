@@ -93,7 +93,8 @@ def shard(model: nn.Module, **settings: Any) -> nn.Module:
     settings.setdefault("ignored_params", {p for p in model.parameters() if p.ndim == 0})
     for block in model.get_submodule("blocks").children():
         fully_shard(block, **settings)
-    return fully_shard(model, **settings)
+    fully_shard(model, **settings)
+    return model
 
 
 def recipe(name: str) -> Recipe:
