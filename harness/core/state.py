@@ -390,7 +390,6 @@ class ExternalState:
             if kind not in self._kinds:
                 self._kinds.append(kind)
             number = self._kinds.index(kind)
-            inner = {name: getattr(value, name) for name in names}
             apart = self._taken_apart(inner, place, tensors)
             return {"wrapped": [number, apart]}
 
