@@ -198,6 +198,8 @@ def page() -> str:
     lines += [
         "",
         "## Optimizers",
+        "Where the model needs `fsdp` or DeepSpeed, take `adamw` or `sgd`.",
+        "",
         key_table.table(["`train.optimizer`", *engines], _optimizer_rows()),
     ]
     return "\n".join(lines) + "\n"
@@ -213,7 +215,7 @@ _HEAD = (
     "a card can run a rung at all is another question: `harness doctor` answers it.",
     "",
     "Tests run every combination that works on a CPU, on two ranks over gloo, beside DDP. Those of Transformer Engine,",
-    "and of fp16 under DeepSpeed, need GPUs: no test runs them there on several ranks.",
+    'and of fp16 under DeepSpeed, need GPUs. No engine has run on several GPUs yet: "works" is what is declared.',
     "",
 )
 
