@@ -203,6 +203,7 @@ class FsdpEngine(OwnUpdate):
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`."""
         if not self._checked:
+            self._first_use.end()
             self._require_gradients()
 
         figures = self._gradients.measure(thorough)
@@ -219,7 +220,6 @@ class FsdpEngine(OwnUpdate):
 
         Their gradients of zero would let the optimizer decay them. Under DDP such a model is refused, too.
         """
-        self._first_use.end()
         weights = self._local.weights
         trained = [name for name, weight in weights.items() if weight.requires_grad]
         # 0-d parameters are not gathered: their gradients are where they always are.

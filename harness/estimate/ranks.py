@@ -40,6 +40,7 @@ def imagined(ranks: int) -> Iterator[None]:
         # Objects and hashes travel as values of tensors, which fakes do not have. All ranks are as this one is.
         with (
             mock.patch.object(fsdp, "_require_same_weights", return_value=None),
+            mock.patch.object(fsdp.FsdpEngine, "_require_gradients", return_value=None),
             mock.patch.object(fsdp, "init_device_mesh", real_mesh),
             mock.patch.object(dist, "all_gather_object", gather_object),
             mock.patch.object(dist, "broadcast_object_list", return_value=None),

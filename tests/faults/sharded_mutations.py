@@ -305,7 +305,7 @@ SHARDED: tuple[Mutation, ...] = (
         22,
         "fsdp refuses parameters that no rank uses, as DDP does",
         "            self._require_gradients()\n\n",
-        "            self._first_use.end()\n\n",
+        "\n",
         f"{_ENGINE} -k no_rank_uses",
     ),
     Mutation(
