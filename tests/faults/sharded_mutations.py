@@ -159,7 +159,7 @@ SHARDED: tuple[Mutation, ...] = (
         "ranks that compute different weights for their rows are refused",
         "        hashes |= _give_memory(model, later, device)\n",
         "        _give_memory(model, later, device)\n",
-        "tests/dist/test_deferred.py -k rows",
+        "tests/dist/test_deferred_runs.py -k rows",
     ),
     Mutation(
         22,

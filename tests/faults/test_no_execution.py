@@ -26,6 +26,8 @@ ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
+    ("harness/engines/hang.py", "json.loads"), ("harness/tools/agreement.py", "json.loads"),
+    ("harness/tools/preflight.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/snapshots.py", "json.loads"),
     ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),
     ("harness/integrations/transformers.py", "torch.load"),

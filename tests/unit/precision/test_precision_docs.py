@@ -55,7 +55,7 @@ def test_the_loop_runs(tmp_path: Path) -> None:
         "loss_function": torch.nn.functional.mse_loss,
         "path": path,
     }
-    _, plain, _, _ = code("api.md", "python")
+    _, plain, _, _, _ = code("api.md", "python")
     exec(plain, names)
     assert names["precision"].plan.fp8_layers() == ("1",)
     assert names["outcome"].was_applied
@@ -77,7 +77,7 @@ def test_the_standard_loop_runs() -> None:
         "held_out": batch(99),
         "loss_function": torch.nn.functional.mse_loss,
     }
-    standard, _, _, _ = code("api.md", "python")
+    standard, _, _, _, _ = code("api.md", "python")
     exec(standard, names)
     assert names["precision"].prepared.state.step == 3
     assert names["optimizer"].outcome.was_applied
@@ -98,7 +98,7 @@ def test_the_loop_of_two_networks_runs() -> None:
         "critic_loss": lambda real, fake: (fake - real).mean(),
         "generator_loss": lambda judged: -judged.mean(),
     }
-    _, _, both, _ = code("api.md", "python")
+    _, _, _, both, _ = code("api.md", "python")
     exec(both, names)
     assert [names[name].prepared.state.step for name in ("generate", "judge")] == [3, 3]
 
@@ -117,7 +117,7 @@ def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "batches": [batch(step) for step in range(6)],
         "loss_function": torch.nn.functional.mse_loss,
     }
-    _, _, _, guarded = code("api.md", "python")
+    _, _, _, _, guarded = code("api.md", "python")
     assert guarded.count(", report=False") == 1
     exec(guarded.replace(", report=False", ""), names)
     assert names["guard"].step == 6
