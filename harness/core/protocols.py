@@ -72,6 +72,10 @@ class Gradients(Protocol):
         """
         ...
 
+    def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Names of the weights that got a gradient in this window, a run's first. Called before `apply`."""
+        ...
+
     def max_(self, values: Tensor) -> Tensor:
         """Maximum over ranks of a small fp32 tensor, in place and in one collective. Returns `values`."""
         ...

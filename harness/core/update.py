@@ -194,6 +194,10 @@ class TorchGradients:
         self._overflow = overflow
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
+    def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """As `Gradients.with_gradient`; reads no values."""
+        return tuple(name for name, weight in weights.items() if weight.grad is not None)
+
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
         if self._local is not None:
@@ -320,13 +324,6 @@ def update(
     slots = backend.end_window(amax, 1.0 - figures["applied"], gradients.mean)
     figures["scrubbed"] = backend.scrubbed()
     return figures, slots
-
-
-def _with_gradient(weights: Mapping[str, Tensor], step: int) -> tuple[str, ...]:
-    """Names of the weights that got a gradient in the window of `step`, if that is a run's first; reads no values."""
-    if step != 1:
-        return ()
-    return tuple(name for name, weight in weights.items() if weight.grad is not None)
 
 
 def _not_reduced(own: Mapping[str, float | Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -600,7 +597,9 @@ def finish_step(
     Returns the step's figures by name, fp32 0-d on the device, and the facts.
     """
     # Which FP8 weights got a gradient. Asked before the update, in which engines drop the gradients.
-    trained = _with_gradient(fp8_weights, terms.step)
+    trained: tuple[str, ...] = ()
+    if terms.step == 1:
+        trained = gradients.with_gradient(fp8_weights)
 
     # Gate, clip and apply, or leave everything as it was; then the scales roll.
     figures, slots = update(gradients, backend, own, terms.limits, terms.measures)

@@ -333,6 +333,12 @@ class DeepSpeedEngine(ProcessGroup):
         if self.world_size > 1 and shares_buffers(model):
             follow_rank_0(model)
 
+        # ZeRO 1 and 2 take a gradient away as soon as it is there.
+        self._used: set[int] = set()
+        self._watching: list[Any] = []
+        for weight in self._weights():
+            self._watching.append(weight.register_post_accumulate_grad_hook(self._note_gradient))
+
         # ZeRO makes a new state for its flat partitions.
         if self._sharded:
             optimizer.state.clear()
@@ -368,6 +374,13 @@ class DeepSpeedEngine(ProcessGroup):
         """Accumulate gradients of `loss`. Under fp16 DeepSpeed multiplies by its own loss scale."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
+    def _note_gradient(self, weight: Tensor) -> None:
+        self._used.add(id(weight))
+
+    def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """As `core.protocols.Gradients.with_gradient`."""
+        return tuple(name for name, weight in weights.items() if id(weight) in self._used)
+
     @lost_rank_named()
     def measure(self, thorough: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`, but never with the shares: DeepSpeed owns the scaled gradients."""
@@ -389,6 +402,11 @@ class DeepSpeedEngine(ProcessGroup):
         A bad update must not reach the weights. At ZeRO 0 DeepSpeed checks nothing, so its step is not called. At ZeRO
         1 and 2 one gradient is set to infinity, and DeepSpeed's own overflow check drops the update on every rank.
         """
+        # Who got a gradient is asked before the first update, and never again.
+        for handle in self._watching:
+            handle.remove()
+        self._watching.clear()
+
         lr = self._set_lr()
         bad = bool(skip.item())
         if self._sharded:

@@ -6,7 +6,7 @@ a skipped update. DeepSpeed does these things itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -86,6 +86,10 @@ class OwnUpdate(ProcessGroup):
         if self._loss_scale is not None:
             loss = loss * self._loss_scale.value
         loss.backward()
+
+    def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """As `core.protocols.Gradients.with_gradient`."""
+        return self._gradients.with_gradient(weights)
 
     def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
