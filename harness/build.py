@@ -376,9 +376,7 @@ def build_run(
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch = compile_blocks(model) if config.engine.compile == "blocks" else None
-    names = {id(param): name for name, param in model.named_parameters()}
-    fp8_names = {layer: names[id(weight)] for layer, weight in fp8_weights.items()}
-    # An engine that shards the model puts others in their place: nothing may hold the whole ones any longer.
+    fp8_names = plan.names_of(fp8_weights, model)
     del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     if engine.sharded:

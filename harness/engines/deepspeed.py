@@ -37,6 +37,7 @@ from harness.engines.deepspeed_setup import (
     preflight,
     release_shared_memory,
 )
+from harness.engines.first_use import FirstUse
 from harness.engines.parts import (
     Group,
     ModelPart,
@@ -333,11 +334,7 @@ class DeepSpeedEngine(ProcessGroup):
         if self.world_size > 1 and shares_buffers(model):
             follow_rank_0(model)
 
-        # ZeRO 1 and 2 take a gradient away as soon as it is there.
-        self._used: set[int] = set()
-        self._watching: list[Any] = []
-        for weight in self._weights():
-            self._watching.append(weight.register_post_accumulate_grad_hook(self._note_gradient))
+        self._first_use = FirstUse(model)
 
         # ZeRO makes a new state for its flat partitions.
         if self._sharded:
@@ -374,12 +371,13 @@ class DeepSpeedEngine(ProcessGroup):
         """Accumulate gradients of `loss`. Under fp16 DeepSpeed multiplies by its own loss scale."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def _note_gradient(self, weight: Tensor) -> None:
-        self._used.add(id(weight))
-
     def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
         """As `core.protocols.Gradients.with_gradient`."""
-        return tuple(name for name, weight in weights.items() if id(weight) in self._used)
+        used: set[int] = set()
+        for name, param in self._model.named_parameters():
+            if name in self._first_use.names:
+                used.add(id(param))
+        return tuple(name for name, weight in weights.items() if id(weight) in used)
 
     @lost_rank_named()
     def measure(self, thorough: bool) -> dict[str, Tensor]:
@@ -403,9 +401,7 @@ class DeepSpeedEngine(ProcessGroup):
         1 and 2 one gradient is set to infinity, and DeepSpeed's own overflow check drops the update on every rank.
         """
         # Who got a gradient is asked before the first update, and never again.
-        for handle in self._watching:
-            handle.remove()
-        self._watching.clear()
+        self._first_use.end()
 
         lr = self._set_lr()
         bad = bool(skip.item())

@@ -48,6 +48,7 @@ from harness.core.protocols import Stateful
 from harness.core.sharded import LocalRows, rows_of
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
+from harness.engines.first_use import FirstUse
 from harness.engines.own_update import OwnUpdate, without_gradient
 from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state
 from harness.engines.process_group import join, leave, lost_rank_named, read_launch
@@ -57,39 +58,6 @@ if TYPE_CHECKING:
 
 _WHERE = "engine.name=fsdp"
 _NAMED = 3
-
-
-class FirstUse:
-    """Which parameters get a gradient in the first window. FSDP2 makes zeros for the others, which looks the same.
-
-    groups: the modules that FSDP2 gathers one by one, by their names in the model; the model itself has none.
-    """
-
-    def __init__(self, groups: Mapping[str, nn.Module]) -> None:
-        self.names: set[str] = set()
-        self._hooked: set[nn.Parameter] = set()
-        self._handles: list[Any] = []
-        for prefix, module in groups.items():
-            note: Any = torch.compiler.disable(partial(self._gathered, prefix))
-            self._handles.append(module.register_forward_pre_hook(note))
-
-    def _gathered(self, prefix: str, module: nn.Module, args: object) -> None:
-        """What FSDP2 has just gathered are plain parameters, whose gradients can be watched."""
-        for name, param in module.named_parameters():
-            if isinstance(param, DTensor) or not param.requires_grad or param in self._hooked:
-                continue
-            self._hooked.add(param)
-            note = partial(self._note, prefix + name)
-            self._handles.append(param.register_post_accumulate_grad_hook(note))
-
-    def _note(self, name: str, param: Tensor) -> None:
-        self.names.add(name)
-
-    def end(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._hooked.clear()
 
 
 class FsdpEngine(OwnUpdate):
@@ -154,12 +122,7 @@ class FsdpEngine(OwnUpdate):
         frozen = kept_state(model)[1].get("frozen")
         scalars = {param for param in model.parameters() if param.ndim == 0}
         blocks = _shard(model, device, scalars)
-        of_blocks = {id(block) for block in blocks}
-        groups = {"": model}
-        for name, module in model.named_modules():
-            if id(module) in of_blocks:
-                groups[f"{name}."] = module
-        self._first_use = FirstUse(groups)
+        self._first_use = FirstUse(model, blocks)
 
         # A model that was built without memory gets that of this rank's rows now.
         hashes |= _give_memory(model, later, device)

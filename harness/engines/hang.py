@@ -190,11 +190,10 @@ class HangWatch:
             for name, work in (("train", training), ("save", saving)):
                 if now - work.since < self._patience[name]:
                     continue
+                # If the store's host is gone, the collectives of the main thread report that.
                 try:
                     self._look(name, work)
-                except (
-                    Exception
-                ):  # the store's host is gone: the collectives of the main thread report that
+                except Exception:
                     return
 
     def _look(self, name: str, work: Progress) -> None:

@@ -188,6 +188,15 @@ class Plan:
         owners = Counter(id(weight) for weight in weights.values())
         return {name: weight for name, weight in weights.items() if owners[id(weight)] == 1}
 
+    @staticmethod
+    def names_of(weights: Mapping[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
+        """The name in the converted `model` of each of `fp8_weights`.
+
+        Whoever held the weights themselves would keep them whole when the model is sharded.
+        """
+        names = {id(param): name for name, param in model.named_parameters()}
+        return {layer: names[id(weight)] for layer, weight in weights.items()}
+
     def slot_names(self) -> tuple[str, ...]:
         """`<layer>.<role>` of every FP8 layer, numbers padded. All FP8 state and statistics have this order."""
         names: list[str] = []

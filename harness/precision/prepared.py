@@ -90,10 +90,8 @@ class Prepared:
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
         )
 
-        # By name alone: whoever held the weights themselves would keep them whole when the loop shards the model.
-        names = {id(weight): name for name, weight in model.named_parameters()}
-        self._fp8_names = {layer: names[id(weight)] for layer, weight in fp8_weights.items()}
-        del fp8_weights, names
+        self._fp8_names = self.plan.names_of(fp8_weights, model)
+        del fp8_weights
         self.shards: LoopShards | None = None
         self._start = StartWeights(model, self.device) if self._ranks > 1 else None
 
