@@ -17,15 +17,12 @@ from torch import nn
 
 from harness.checkpoint.store import Store
 from harness.core import deferred
-from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError
 from harness.core.state import seed_everything
-from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import join, read_launch
-from harness.optim.optimizers import build_optimizer
 from harness.tracking.history import read_rows
 from tests.dist.limited import limit
-from tests.support.ranks import CPU, SCHEDULE, run_ranks
+from tests.support.ranks import CPU, make_fsdp, run_ranks
 from tests.support.runs import train_ranks
 
 pytestmark = pytest.mark.dist
@@ -53,18 +50,6 @@ class Deep(nn.Module):
         self.head.weight.requires_grad_(False)
 
 
-def engine_of(model: nn.Module) -> FsdpEngine:
-    config = TrainConfig.model_validate({})
-    return FsdpEngine(
-        model,
-        lambda weights: build_optimizer(model, config, CPU, weights),
-        SCHEDULE,
-        0.3,
-        device=CPU,
-        timeout_seconds=60,
-    )
-
-
 def built(seed: int, small: int = deferred.SMALL) -> nn.Module:
     seed_everything(seed)
     return deferred.build(Deep, CPU, small)
@@ -79,13 +64,13 @@ def rank_main(folder: Path) -> None:
     whole = Deep()
     after = torch.get_rng_state()
     expected = {
-        name: t.clone() for name, t in engine_of(whole).parts()["model"].state_dict()[0].items()
+        name: t.clone() for name, t in make_fsdp(whole).parts()["model"].state_dict()[0].items()
     }
     del whole
 
     # Weights of ranks that were built from other seeds.
     try:
-        engine_of(built(seed=rank))
+        make_fsdp(built(seed=rank))
         refused = ""
     except ConfigError as error:
         refused = str(error)
@@ -97,7 +82,7 @@ def rank_main(folder: Path) -> None:
         same_numbers = torch.equal(torch.get_rng_state(), after)
         if small:
             limit(WEIGHTS * 3 // 4)
-        found = engine_of(model).parts()["model"].state_dict()[0]
+        found = make_fsdp(model).parts()["model"].state_dict()[0]
         assert found.keys() == expected.keys()
         differ += [name for name in found if not torch.equal(found[name], expected[name])]
         del model, found

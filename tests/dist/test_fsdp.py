@@ -24,7 +24,6 @@ from harness import Precision
 from harness.core.config import TrainConfig
 from harness.core.errors import ConfigError, MisuseError
 from harness.core.shards import Rows
-from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
@@ -34,6 +33,7 @@ from tests.support.ranks import (
     SCHEDULE,
     backward_of_a_step,
     bytes_of_the_guide,
+    make_fsdp,
     own_collectives,
     run_ranks,
     train,
@@ -117,19 +117,6 @@ def with_unused() -> Net:
     model.blocks[0].idle = nn.Linear(4, 4)
     model.spare = nn.Linear(3, 3)
     return model
-
-
-def make_fsdp(model: nn.Module, **settings: Any) -> FsdpEngine:
-    config = TrainConfig.model_validate({})
-    return FsdpEngine(
-        model,
-        lambda weights: build_optimizer(model, config, CPU, weights),
-        SCHEDULE,
-        0.3,
-        device=CPU,
-        timeout_seconds=60,
-        **settings,
-    )
 
 
 def make_ddp(model: nn.Module, **settings: Any) -> TorchEngine:

@@ -5,7 +5,6 @@ Run as a script, this file is one rank of `launch/train.py`. Rank 0 is killed wh
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import signal
@@ -15,23 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.store import Store
-from harness.core.protocols import Tensors
-from harness.tracking.history import read_rows
-from tests.support.runs import train_ranks
+from tests.support.pairs import assert_same_state, different, figures, ran, state
 
 pytestmark = pytest.mark.dist
 
-RANKS = 2
-# Layers of a healthy run are over these limits now and then: some leave FP8, and return.
-RECIPE = """
-name: nervous
-ladder:
-  - {backend: native, precision: fp8, tiers: [CPU]}
-fp8: {roll: step, stats_every: 3}
-layers: {min_features: 16}
-fallback: {saturation_input: 1.02, saturation_weight: 1.5, hits: 2, window: 4, dwell_steps: 4, max_demoted_share: 0.9}
-"""
 CASES = {
     "fp8": ("train.eval_every=4", "guard.snapshot_every=3"),
     "bf16": ("--recipe", "bf16"),
@@ -39,74 +25,6 @@ CASES = {
     "compiled": ("engine.compile=blocks",),
     "recomputed": ("model.args.recompute=block",),
 }
-
-
-def ran(
-    folder: Path,
-    engine: str,
-    name: str,
-    *arguments: str,
-    steps: int = 12,
-    ranks: int = RANKS,
-    killed: bool = False,
-) -> Path:
-    """The folder of a finished run of `steps` steps, each of two micro-batches a rank.
-
-    killed: rank 0 dies in its second save.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = folder / "nervous.yaml"
-    recipe.write_text(RECIPE)
-    chosen = [] if "--recipe" in arguments else ["--recipe", str(recipe)]
-    done = train_ranks(
-        folder,
-        ranks,
-        *chosen,
-        *arguments,
-        "--name",
-        name,
-        f"engine.name={engine}",
-        f"train.steps={steps}",
-        "train.global_batch=8",
-        "guard.measure_every=1",
-        "checkpoint.every=4",
-        program=Path(__file__) if killed else None,
-    )
-    if killed:
-        assert done.returncode == -signal.SIGKILL, done.stdout
-        assert "lost rank 0" in done.stdout, "the other rank ends by itself, and says why"
-    else:
-        assert done.returncode == 0, done.stdout
-    return folder / "runs" / name
-
-
-def figures(run: Path) -> dict[tuple[int, str], float]:
-    """Every figure that was logged and tells no time or memory, the last one of each step."""
-    found: dict[tuple[int, str], float] = {}
-    for row in read_rows(run / "journal.jsonl"):
-        if row["kind"] == "metrics":
-            for name, value in row["metrics"].items():
-                if name not in ("train/tokens_per_second", "train/peak_memory_gib"):
-                    found[row["step"], name] = value
-    return found
-
-
-def different(ours: dict[Any, float], theirs: dict[Any, float]) -> list[Any]:
-    assert ours.keys() == theirs.keys()
-    both_nan = {key for key in ours if math.isnan(ours[key]) and math.isnan(theirs[key])}
-    return [key for key in ours if ours[key] != theirs[key] and key not in both_nan]
-
-
-def state(run: Path, step: int) -> Tensors:
-    """The whole state, read by one process from whatever files the ranks wrote."""
-    return Store(run / "checkpoints", readonly=True).load(step)[0]
-
-
-def assert_same_state(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    for part, named in ours.items():
-        assert named.keys() == theirs[part].keys()
-        assert [name for name in named if not torch.equal(named[name], theirs[part][name])] == []
 
 
 @pytest.mark.parametrize(
@@ -148,7 +66,7 @@ def test_a_rank_that_is_killed_in_a_save_costs_no_bit(tmp_path: Path) -> None:
     """The other rank does not wait for half of the timeout, which is longer than this test may take."""
     fixed = ("--recipe", "fp32", "engine.timeout_seconds=1600")
     straight = ran(tmp_path / "straight", "fsdp", "r", *fixed)
-    killed = ran(tmp_path / "killed", "fsdp", "r", *fixed, killed=True)
+    killed = ran(tmp_path / "killed", "fsdp", "r", *fixed, killer=Path(__file__))
     checkpoints = killed / "checkpoints"
     assert [each.name for each in sorted(checkpoints.glob("step-*"))] == ["step-00000004"]
     unfinished = list(checkpoints.glob(".tmp*"))

@@ -16,8 +16,8 @@ from harness.core.errors import CheckpointError
 from harness.engines.parts import ModelPart
 from harness.models import Task
 from harness.precision.api import Precision
-from tests.dist.test_fsdp_runs import assert_same_state, different, figures, ran, state
 from tests.extras.tiny_models import batch, load, save
+from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import harness, metrics, train
 
 R = 64  # of a rank that FP8 could take, too

@@ -20,6 +20,7 @@ from harness.core.config import TrainConfig
 from harness.core.facts import Limits
 from harness.core.protocols import NO_LIMITS, Engine
 from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.fsdp import FsdpEngine
 from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
@@ -32,6 +33,20 @@ SCHEDULE = Schedule(0.02, 2, 20, 0.1)
 SAMPLES, MICRO = 8, 2
 # Ranks share the cores of a machine that may be busy.
 LIMIT_SECONDS = warm.PATIENCE
+
+
+def make_fsdp(model: nn.Module, **settings: Any) -> FsdpEngine:
+    """An engine that shards `model`, with the default AdamW. settings: more arguments of FsdpEngine."""
+    config = TrainConfig.model_validate({})
+    return FsdpEngine(
+        model,
+        lambda weights: build_optimizer(model, config, CPU, weights),
+        SCHEDULE,
+        0.3,
+        device=CPU,
+        timeout_seconds=60,
+        **settings,
+    )
 
 
 def run_ranks(script: str, folder: Path, ranks: int) -> list[Any]:
