@@ -13,10 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from harness.engines import fsdp
 
@@ -48,11 +47,6 @@ def imagined(ranks: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # DistributedDataParallel's buckets: the first is small, so that the exchange begins early.

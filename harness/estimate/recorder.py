@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from harness.estimate.ranks import local
+from harness.core.sharded import local_of
 from harness.estimate.roofline import Op, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
@@ -470,7 +470,7 @@ class Recorder(TorchDispatchMode):
             # Some libraries compute the gradient of the transposed weight.
             shapes.add(tuple(weight.shape[::-1]))
         self._weight_shapes = frozenset(shapes)
-        self.label(WEIGHTS, map(local, weights))
+        self.label(WEIGHTS, map(local_of, weights))
 
     def forget(self) -> None:
         """Drop what was recorded. The peak starts again from what is live now."""
