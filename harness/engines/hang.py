@@ -180,13 +180,16 @@ class HangWatch:
     def _run(self) -> None:
         armed = 0.0
         patience = self._patience["train"]
-        while not self._over.wait(self._tick):
+        while not self._over.is_set():
             now = time.monotonic()
             # If this thread cannot run for so long, some thread holds Python's lock in C.
             if now - armed > patience / 4:
                 armed = now
                 with suppress(Exception):  # such as a stderr that is no file
                     faulthandler.dump_traceback_later(patience + self._collected)
+            if self._over.wait(self._tick):
+                return
+            now = time.monotonic()
             for name, work in (("train", training), ("save", saving)):
                 if now - work.since < self._patience[name]:
                     continue
@@ -217,12 +220,13 @@ class HangWatch:
             store.add(f"{name}/incident", 1)
         else:
             report = self._await_report(f"{name}/{number}/report", lambda: work.since == since)
-            if not report and self._looked_into.get(name) != since and work.since == since:
-                report = "rank 0 makes no report: it does not answer, or is still at work"
+        first_look = self._looked_into.get(name) != since
         self._looked_into[name] = since
 
         if report and work is training:
             self._report, self._report_since = report, since
+        if not report and self._rank and first_look and work.since == since:
+            report = "rank 0 makes no report: it does not answer, or is still at work"
         if report:
             age = time.monotonic() - since
             say(f"rank {self._rank}: no progress for {age:.0f} s: {report}", sys.stderr)

@@ -42,6 +42,7 @@ _STATES = {
     "X": "gone",
 }
 _GONE = {letter: state for letter, state in _STATES.items() if state == "gone"}
+_HALTED = {letter: state for letter, state in _STATES.items() if state != "gone"}
 # In a message: ranks that are named, and characters of a variable that are shown.
 _NAMED = 5
 _SHOWN = 40
@@ -129,9 +130,9 @@ def _problem(why: str) -> Problem:
     where = f"rank {_meeting.rank}" if _meeting.peers else f"rank {world_rank()}"
     fix = "start the same command again: it resumes at the newest checkpoint; the lost rank's own message is above this"
 
-    # A rank was found to hang. Others may be gone by now because of it.
+    # A rank was found to hang. Others may be gone by now because of it. One that somebody halted hangs for that alone.
     hangs = _meeting.watch.report if _meeting.watch is not None else ""
-    if hangs:
+    if hangs and not _lost(_HALTED):
         what, _, details = hangs.partition("\n")
         gone = f"; gone by now: {some(lost, _NAMED)}" if lost else ""
         fix = (

@@ -150,6 +150,11 @@ def test_a_rank_that_cannot_run_python_shows_its_stack_in_its_own_log(tmp_path: 
     ranks = start_ranks(tmp_path, 2, [__file__, "ddp"], PYTHONPATH=str(ROOT), CASE="lock")
     try:
         assert ranks[0].wait(warm.PATIENCE) == 1
+        # How long its own timer takes depends on when it was last set.
+        own_log = rank_logs(tmp_path, 2)[1]
+        deadline = time.monotonic() + warm.PATIENCE
+        while "in holds_the_lock" not in own_log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
     finally:
         for each in ranks:
             each.kill()

@@ -99,11 +99,12 @@ def train_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """`train` as several ranks in warm processes, with a launcher's environment but without the launcher.
 
-    kind: torchrun or deepspeed. program: the script instead of launch/train.py.
+    kind: torchrun or deepspeed. program: a script of the tests instead of launch/train.py; it may import the tests.
     Waits for all ranks. The result has their output, one rank after the other, and the first exit code that is not 0.
     """
     line = [str(program or TRAIN), *command(*arguments)[2:]]
-    processes = start_ranks(folder, ranks, line, kind)
+    paths = {"PYTHONPATH": str(ROOT)} if program else {}
+    processes = start_ranks(folder, ranks, line, kind, **paths)
     try:
         codes = [each.wait(warm.PATIENCE) for each in processes]
     finally:
