@@ -222,6 +222,7 @@ def beside_ddp(name: str, standard: bool = False, **settings: Any) -> dict[str, 
             found.append(loop.step(step, poisoned=step == 2))
     states = [loop.state() for loop in loops]
     return {
+        "resolved": str(loops[1].precision.plan.resolved),
         "figures": same(*steps),
         "state": [key for key in states[0] if not same(states[0][key], states[1][key])],
         "applied": [step["applied"] for step in steps[1]],
@@ -594,6 +595,7 @@ def rank_main(folder: Path) -> None:
         "bf16": beside_ddp("bf16"),
         "fp8": beside_ddp("fp8_hybrid"),
         "fp8 standard": beside_ddp("fp8_hybrid", standard=True),
+        "fp8 dynamic": beside_ddp("fp8_dynamic"),
         "fp16": beside_ddp("fp16_scaler"),
         "fp16 standard": beside_ddp("fp16_scaler", standard=True),
         "engine": beside_our_engine(),
@@ -613,10 +615,22 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(__file__, tmp_path_factory.mktemp("loops"), 2)
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16", "fp8", "fp8 standard", "fp16", "fp16 standard"])
+RESOLVED = {
+    "fp32": "autocast:fp32",
+    "bf16": "autocast:bf16",
+    "fp8": "native:fp8",
+    "fp8 standard": "native:fp8",
+    "fp8 dynamic": "torchao:fp8",
+    "fp16": "autocast:fp16",
+    "fp16 standard": "autocast:fp16",
+}
+
+
+@pytest.mark.parametrize("case", RESOLVED)
 def test_every_bit_is_that_of_ddp(two_ranks: list[dict[str, Any]], case: str) -> None:
     for result in two_ranks:
         found = result[case]
+        assert found["resolved"] == RESOLVED[case]
         assert found["figures"]
         assert found["state"] == []
         assert not found["applied"][2], "the fault fired"

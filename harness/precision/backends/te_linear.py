@@ -269,11 +269,12 @@ class PlannedLinear(nn.Module):
             raise _recomputed(self.name_in_model)
 
     def _product(self, input: Tensor, before: Sequence[Any], in_fp8: bool) -> Tensor:
-        """te.Linear of `input`, or the TE block of this layer and the modules `before` it."""
+        """te.Linear of `input`, or the TE block of this layer and the modules `before` it. In BF16: torch's product."""
+        if not in_fp8:
+            # Under FSDP2, TE's backward of a layer without FP8 asks for a cast of the weight that its forward dropped.
+            return F.linear(input, self.weight, self._parameters.get("bias"))
         run = partial(self._with, before) if before else super().forward
         delayed = self.shared.delayed
-        if not in_fp8:
-            return run(input)
         if delayed:
             self._match_recomputation(before)
         # Only delayed scaling records amaxes in a cast. A copy's quantizers record nowhere anyway.
