@@ -231,3 +231,17 @@ def test_what_would_change_the_precision_besides_is_refused(
 
 def test_the_version_that_this_was_written_for() -> None:
     assert transformers.__version__.startswith("5.")
+
+
+def test_a_saved_model_is_read_by_transformers_alone(tmp_path: Path) -> None:
+    """As docs/guide/integrations.md says: the tensors of the model, and nothing of the harness."""
+    trainer = ours(recipe("fp8_hybrid"), tmp_path / "run", 2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32
+    )
+    assert trainer.model is not None
+    trained = trainer.model.state_dict()
+    assert trained.keys() == read.state_dict().keys()
+    assert all(torch.equal(value, trained[name]) for name, value in read.state_dict().items())

@@ -105,7 +105,7 @@ def test_the_mfu_of_the_steps_is_by_the_harnesss_own_count() -> None:
         fp8 = flops / timed["fp8"]["seconds"]["median"] / card.fp8
         return f"{plain:.0%} of the bf16 peak in bf16 and {fp8:.0%} of the FP8 peak in FP8"
 
-    text = page("guide/training.md")
+    text = page("studies/hopper.md")
     assert shares("proof_h100_torch213", "native") in text
     assert shares("proof_h100_torch213_after", "native_compiled") in text
     assert "torch 2.13" in text
