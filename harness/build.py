@@ -304,10 +304,11 @@ def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool 
     data = data or read(lead=False)
 
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
-    parts = [
-        TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents")
-        for each in data
-    ]
+    by_documents = wanted.packing == "documents"
+    parts: list[TokenBatches] = []
+    for each in data:
+        part = TokenBatches(each, train.seed, wanted.context, *sizes, by_documents)
+        parts.append(part)
     if wanted.mixture:
         weights = [part.weight for part in wanted.mixture]
         return Prefetched(Mixture(parts, weights, train.seed, *sizes), watch)
@@ -332,10 +333,9 @@ def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -
     # Ask as if there were one rank for each micro-batch: each then has a single one. So only the micro-batches that are
     # looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
-    batches = (
-        data.micro_batches(data.window(0), rank, ranks)[0]
-        for rank in range(min(ranks, _MASK_SEARCH))
-    )
+    window = data.window(0)
+    searched = range(min(ranks, _MASK_SEARCH))
+    batches = (data.micro_batches(window, rank, ranks)[0] for rank in searched)
     autocast = autocast_dtype(plan)
     first = next(batches)
     with computing(model):
@@ -433,11 +433,12 @@ def build_run(
         comparison=comparison,
         seed=config.train.seed,
     )
-    recorder = (
-        FlightRecorder(folder, store, environment_of(config, worker, engine))
-        if engine.rank == 0
-        else None
-    )
+    snapshots = _snapshots(config, engine, model, telemetry)
+    # One bundle of a bad step is enough: its samples are those of all ranks.
+    keep_flight = None
+    if engine.rank == 0:
+        environment = environment_of(config, worker, engine)
+        keep_flight = FlightRecorder(folder, store, environment).keep
     return Run(
         config=config,
         folder=folder,
@@ -446,14 +447,14 @@ def build_run(
         task=task,
         data=data,
         state=state,
-        guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
+        guard=Guard(judge, telemetry, snapshots, recovery),
         telemetry=telemetry,
         recovery=recovery,
         stop=stop,
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        keep_flight=recorder.keep if recorder else None,
+        keep_flight=keep_flight,
         ideal=_ideal(flops, worker, card, plan),
         fp8_weights={layer: held[name] for layer, name in fp8_names.items()},
     )
@@ -507,15 +508,20 @@ def _flops(
     """
     if card is None:
         return math.nan
-    batch = data.micro_batches(data.window(0), worker.launch.rank, worker.launch.world_size)[0]
-    return training_flops(model, task, batch) / config.train.micro_batch
+    launch = worker.launch
+    batches = data.micro_batches(data.window(0), launch.rank, launch.world_size)
+    return training_flops(model, task, batches[0]) / config.train.micro_batch
 
 
 def _card(worker: Worker) -> Card | None:
     """The datasheet of the card that all ranks have; None if there is none, or they have different ones. Collective."""
-    here = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""
+    here = ""
+    if worker.device.type == "cuda":
+        here = worker.facts.card(worker.device.index)
     names = set(gather_texts(here))
-    return card_named(names.pop()) if len(names) == 1 else None
+    if len(names) > 1:
+        return None
+    return card_named(names.pop())
 
 
 def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
@@ -528,12 +534,16 @@ def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[
         return {}
     peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
     peaks[RUNG] = peaks[plan.rung.precision]
-    return {kind: flops / worker.launch.world_size / peak for kind, peak in peaks.items() if peak}
+    # A step's samples are shared by all ranks.
+    each_rank = flops / worker.launch.world_size
+    return {kind: each_rank / peak for kind, peak in peaks.items() if peak}
 
 
 def environment_of(config: RunConfig, worker: Worker, engine: Engine) -> Environment:
     """Recipe, ranks, engine and card of a run: part of every repro bundle."""
-    card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
+    card = "cpu"
+    if worker.device.type == "cuda":
+        card = worker.facts.card(worker.device.index)
     return Environment(config.recipe, engine.world_size, engine.name, card)
 
 

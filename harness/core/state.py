@@ -383,9 +383,14 @@ class ExternalState:
 
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
-            parts = {name: getattr(value, name) for name in names}
-            inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-            others = {name: part for name, part in parts.items() if name not in inner}
+            inner: dict[str, Tensor] = {}
+            others: dict[str, Any] = {}
+            for name in names:
+                part = getattr(value, name)
+                found = inner if isinstance(part, Tensor) else others
+                found[name] = part
+
+            # The tensors are saved. What cannot be, such as a mesh of processes, waits here.
             kind = (type(value), context, others, value.shape, value.stride())
             if kind not in self._kinds:
                 self._kinds.append(kind)
@@ -497,14 +502,16 @@ class TrainState:
         # JSON has neither tuples nor numbers as keys: a state just saved and one just read must be equal.
         tensors: Tensors = {}
         budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
+        switches = [list(switch) for switch in self.switches]
         limits = {str(step): limits.as_json() for step, limits in self.limits.items()}
+        sampling = self.dense_sampling
         meta: Meta = {
             "step": self.step,
             # The key of released checkpoints: it names what is called dense sampling now.
-            "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
+            "closer_look": [sampling.first, sampling.last],
             "budgets": budgets,
             "ledger": self.ledger.newest_hash,
-            "switches": [list(switch) for switch in self.switches],
+            "switches": switches,
             "limits": limits,
             "parts": {},
         }
@@ -563,6 +570,7 @@ class TrainState:
         if not ledger.continues(meta["ledger"]):
             raise CheckpointError(unrelated_ledger(int(meta["step"]), ledger.attempt))
 
+        # The same attempt: no rollback has come since. The ledger on disk holds what later steps spent.
         if budgets["attempt"] == ledger.attempt:
             ledger.skips = budgets["skips"]
             ledger.switches = budgets["switches"]
@@ -577,10 +585,11 @@ class TrainState:
         # Check the parts before any is loaded: half a state is worse than none.
         saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
+            where = f"checkpoint of step {meta['step']}"
             what = f"parts differ: only in the checkpoint {sorted(saved - here)}, "
             what += f"only in this run {sorted(here - saved)}"
             fix = "resume with the recipe and version that wrote it"
-            raise CheckpointError(Problem(what, f"checkpoint of step {meta['step']}", fix=fix))
+            raise CheckpointError(Problem(what, where, fix=fix))
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])

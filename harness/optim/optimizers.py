@@ -139,7 +139,8 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
 
 
 def _trainable(model: nn.Module) -> Named:
-    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    named = model.named_parameters()
+    return [(name, param) for name, param in named if param.requires_grad]
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:
@@ -181,7 +182,8 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _embedding_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [each for each in model.modules() if isinstance(each, kinds)]
 
 
 def _group(members: Named, decay: float) -> Group:
@@ -392,12 +394,17 @@ def _muon_patterns(train: TrainConfig, names: Sequence[str]) -> list[str]:
     where = f"train.optimizer_args.{_MUON_OTHERS}"
     given = train.optimizer_args.get(_MUON_OTHERS, [])
     patterns = cast("list[Any]", given)
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in patterns):
+    are_texts = isinstance(given, list) and all(isinstance(each, str) for each in patterns)
+    if not are_texts:
         what = f"{given!r} is no list of patterns"
         raise ConfigError(Problem(what, where, fix='such as ["head.*"]'))
 
     # A misspelt pattern would leave its matrices to Muon without a word.
-    unmatched = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
+    unmatched: list[str] = []
+    for pattern in patterns:
+        matched = any(fnmatchcase(name, pattern) for name in names)
+        if not matched:
+            unmatched.append(pattern)
     if unmatched:
         what = f"matches no parameter: {', '.join(unmatched)}"
         raise ConfigError(Problem(what, where, fix=near_match(unmatched[0], names)))

@@ -117,7 +117,9 @@ class WatchedLinear(Float8Linear):
             return F.linear(input, weight, bias)
 
         # torchao casts under CUDA's autocast only. Cast here, the input is the same on every device.
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(input.device.type) else input.dtype
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.bfloat16
         x = input.to(torch.bfloat16)
 
         record = torch.is_grad_enabled() and not self.follows
@@ -174,8 +176,11 @@ class WatchedLinear(Float8Linear):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = rows.sum(0) if bias else None
         if self.demoted:
-            grad_weight = None if frozen else rows.t() @ x.reshape(-1, x.shape[-1])
-            return grad @ weight.to(grad.dtype), grad_weight, grad_bias
+            grad_x = grad @ weight.to(grad.dtype)
+            grad_weight = None
+            if not frozen:
+                grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            return grad_x, grad_weight, grad_bias
         if frozen:
             grad_x = _input_gradient(grad, weight, self.linear_mm_config, self.config)
             return grad_x, None, grad_bias
@@ -224,7 +229,8 @@ def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Te
     rows = grad.reshape(-1, grad.shape[-1])
     left = cast(rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
     right = cast(weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
-    return torch.mm(left, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
+    product = torch.mm(left, right.t())
+    return product.reshape(*grad.shape[:-1], weight.shape[1])
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -290,7 +296,9 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
         if record:
-            _ops.torchao_note(out, torch.stack([scaling.amax(x), scaling.amax(weight)]), handle, 0)
+            # Slots 0 and 1 of the layer: input and weight.
+            amaxes = torch.stack([scaling.amax(x), scaling.amax(weight)])
+            _ops.torchao_note(out, amaxes, handle, 0)
         return _with_bias(out, bias)
 
     @staticmethod
@@ -298,12 +306,16 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, handle = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
+        bias = None
+        if needs[2]:
+            bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         found = *_gradients(grad, x, weight, ctx.gemms, ctx.config), bias
         if ctx.record:
             # The compiler drops a gradient that nobody needs, and every operator that writes to it. So the operator
             # claims to write to one that is needed.
-            _ops.torchao_note(found[needs.index(True)], scaling.amax(grad).reshape(1), handle, 2)
+            needed = found[needs.index(True)]
+            amax = scaling.amax(grad).reshape(1)
+            _ops.torchao_note(needed, amax, handle, 2)
         return *found, None, None, None, None
 
 
@@ -366,11 +378,10 @@ def _switching_backward(
 def _fake_switching_backward(
     grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_empty(x.shape),
-        grad.new_empty(weight.shape),
-        grad.new_empty(grad.shape[-1] if bias else 0),
-    )
+    grad_x = grad.new_empty(x.shape)
+    grad_weight = grad.new_empty(weight.shape)
+    grad_bias = grad.new_empty(grad.shape[-1] if bias else 0)
+    return grad_x, grad_weight, grad_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -383,7 +394,10 @@ def _switching_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, grad_weight, grad_bias = _ops.torchao_switching_backward(
         grad, *ctx.saved_tensors, ctx.record, wants_bias
     )
-    return grad_x, grad_weight, grad_bias if wants_bias else None, None, None
+    # Autograd wants None for the operator's empty tensor, and for handle and record.
+    if not wants_bias:
+        grad_bias = None
+    return grad_x, grad_weight, grad_bias, None, None
 
 
 define("torchao_note", _note, _fake_note, mutates=("after",))
