@@ -98,20 +98,19 @@ def choose_engine(name: str, launcher: str, launch: Launch) -> str:
         if launcher == "deepspeed":
             return "deepspeed"
         return "ddp" if launch.world_size > 1 else "single"
+
+    # An engine that was named must fit the processes that are there.
     where = f"engine.name={name}"
     if name == "single" and launch.world_size > 1:
-        what, fix = (
-            f"{launch.world_size} ranks were started",
-            "set engine.name to auto, or start one process",
-        )
-        raise ConfigError(Problem(what, where, "each of them would train a model of its own", fix))
+        what = f"{launch.world_size} ranks were started"
+        why = "each of them would train a model of its own"
+        fix = "set engine.name to auto, or start one process"
+        raise ConfigError(Problem(what, where, why, fix))
     if name != "single" and not launch.launched:
+        what = "no launcher started this process"
+        why = "it has nobody to share work with"
         fix = "torchrun --nproc-per-node N launch/train.py ..., or engine.name=auto"
-        raise ConfigError(
-            Problem(
-                "no launcher started this process", where, "it has nobody to share work with", fix
-            )
-        )
+        raise ConfigError(Problem(what, where, why, fix))
     return name
 
 
@@ -230,15 +229,16 @@ def build_plan(
         if problems := refusals(worker.engine, config, recipe, rung, worker.device.type):
             raise ConfigError(problems)
 
+        # The next rung down is planned for the same model.
         if not built:
             model, why_whole = _new_model(config, worker)
             built.append(model)
             notes.extend(why_whole)
         model = built[0]
-        if config.engine.compile == "blocks" and (
-            problems := check_compile(rung, model, worker.device)
-        ):
-            raise ConfigError(problems)
+        if config.engine.compile == "blocks":
+            problems = check_compile(rung, model, worker.device)
+            if problems:
+                raise ConfigError(problems)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
         plan = replace(plan, notes=(*plan.notes, *notes))

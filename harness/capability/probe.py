@@ -160,8 +160,13 @@ class MachineFacts:
 def probe(folder: Path | None = None) -> MachineFacts:
     """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""
     torch_facts = _torch_facts()
+    # A virtual environment that is not activated has its ninja beside its Python, and not on the path.
     ninja_beside_python = Path(sys.executable).parent / "ninja"
-    meminfo, cgroup_max = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    has_ninja = shutil.which("ninja") is not None or ninja_beside_python.is_file()
+    # A container may have less memory than the machine.
+    meminfo = _read(Path("/proc/meminfo"))
+    cgroup_max = _read(Path("/sys/fs/cgroup/memory.max"))
+    disk = shutil.disk_usage(folder or Path.cwd())
     return MachineFacts(
         python=platform.python_version(),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -170,9 +175,9 @@ def probe(folder: Path | None = None) -> MachineFacts:
         cpu_cores=_cpu_cores(),
         cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
         has_compiler=find_compiler() is not None,
-        has_ninja=shutil.which("ninja") is not None or ninja_beside_python.is_file(),
-        memory_bytes=memory_limit(_read(meminfo), _read(cgroup_max)),
-        disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
+        has_ninja=has_ninja,
+        memory_bytes=memory_limit(meminfo, cgroup_max),
+        disk_free_bytes=disk.free,
         libraries=library_facts(),
         **torch_facts,
     )

@@ -395,6 +395,7 @@ class _Task:
             for piece in source.read(part, self.plan["key"]):
                 if piece.fault:
                     self._reject(piece)
+                    # As many as a message names: the rest would only take time.
                     if len(self.problems) >= _NAMED:
                         break
                     continue
@@ -402,6 +403,7 @@ class _Task:
                 pieces.append((piece, split))
                 number += 1
                 size += _bytes_of(piece.text)
+                # Tokenizers are fast on many texts at once; memory bounds how many.
                 if size >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
                     yield TextBatch(pieces, size)
                     pieces, size = [], 0

@@ -406,6 +406,7 @@ class DeepSpeedEngine(ProcessGroup):
         lr = self._set_lr()
         bad = bool(skip.item())
         if self._sharded:
+            # Gradients are cut over ranks in a way of DeepSpeed's own: it clips them, and drops bad ones.
             self._engine.optimizer.clip_grad = min(self._max_grad_norm, clip)
             if bad:
                 self._poison()

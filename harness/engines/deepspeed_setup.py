@@ -105,10 +105,12 @@ def check(zero_stage: int, precision: PrecisionName, device: str) -> list[Proble
     if precision != "fp16":
         return problems
 
+    # fp16 is the one precision in which DeepSpeed itself holds the weights and the loss scale.
     fix = "set engine.zero_stage=1, or start with torchrun"
     if device == "cpu":
         what = "DeepSpeed has no fp16 on the CPU"
-        problems.append(Problem(what, where, "its accelerator refuses fp16", _OTHERS))
+        why = "its accelerator refuses fp16"
+        problems.append(Problem(what, where, why, _OTHERS))
     elif zero_stage == 0:
         what = "fp16 does not train at ZeRO-0"
         why = (
@@ -248,6 +250,7 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
             if key in refused:
                 problems.append(Problem(f'key "{key}" is refused', source, why, fix))
 
+    # A key that both set may stay if the values agree.
     given = flat(theirs)
     for key, value in flat(ours).items():
         other = given.get(key, value)
@@ -255,10 +258,12 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
             what = f'key "{key}" is {other!r}, but the run sets it to {value!r}'
             problems.append(Problem(what, source, fix="remove it; use the run's config"))
 
+    # DeepSpeed would check it against micro-batches and ranks, and name neither of the run's own keys.
     if "train_batch_size" in given:
         fix = "remove it; set train.global_batch in the run's config"
         problems.append(Problem('key "train_batch_size" conflicts', source, fix=fix))
-    if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
+    zero = theirs.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
         what = 'key "zero_optimization" must be an object'
         problems.append(Problem(what, source, fix="write { ... }"))
     return problems

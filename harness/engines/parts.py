@@ -485,9 +485,11 @@ class OptimizerPart:
         self, names: Collection[str], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
         """Saved state by parameter and key. Raises CheckpointError for state of no parameter in `names`."""
+        # A parameter that nothing was saved of has an empty state: it starts as a new one.
         incoming: dict[str, dict[str, Any]] = {name: {} for name in names}
         unknown: set[str] = set()
         for full, value in [*tensors.items(), *plain.items()]:
+            # Names of parameters have dots in them, keys of a state have none.
             name, _, key = full.rpartition(".")
             if name in incoming:
                 incoming[name][key] = value

@@ -340,6 +340,7 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
         except BaseException as error:
             raised.append(error)
 
+    # A daemon: a thread that torch holds for ever must not keep the process alive.
     thread = threading.Thread(target=run, name="meeting", daemon=True)
     thread.start()
     deadline = time.monotonic() + seconds
@@ -348,9 +349,8 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
         if thread.is_alive() and _lost(_GONE):
             raise LostRankError(_problem("it ended while the ranks met"))
         if thread.is_alive() and time.monotonic() >= deadline:
-            raise LostRankError(
-                _problem(f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)")
-            )
+            what = f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)"
+            raise LostRankError(_problem(what))
     if raised:
         raise raised[0]
 

@@ -455,6 +455,7 @@ def build(
     if ffn is None and isinstance(dim, int):
         ffn = max(16, -(-8 * dim // 3 // 16) * 16)
 
+    # All arguments come from a config: report everything that is wrong with them at once.
     sizes = {
         "vocab": vocab,
         "dim": dim,
@@ -491,6 +492,7 @@ def build(
         recompute=recompute,
         recompute_every=recompute_every,
     )
+    # Before a weight is made: the kernel would end the process without a word.
     require_room(*size_of(settings), sizes)
     return GPT(settings)
 

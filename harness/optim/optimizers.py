@@ -478,6 +478,7 @@ def _named_arguments(
     Raises ConfigError for a key that the class does not take, that the config sets elsewhere, or that the harness
     chooses (`fixed`).
     """
+    # What the class takes, as far as its signature says. With **kwargs it may take anything.
     taken: list[str] = []
     takes_all = False
     for name, parameter in inspect.signature(cls).parameters.items():

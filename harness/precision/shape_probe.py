@@ -281,6 +281,7 @@ def times_of(
 
     limit: most seconds that the timing may take.
     """
+    # Only sizes that no earlier run on such a card has timed.
     path = cache_file(recipe, rung, facts, device)
     times, damage = _read(path)
     missing = [shape for shape in shapes if _name(shape, tokens) not in times]
@@ -298,7 +299,9 @@ def times_of(
         if name in times:
             found[shape] = times[name]
     fresh = sum(shape in found for shape in missing)
-    note = f"layers.probe on {facts.card(device.index)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
+    cached = len(found) - fresh
+    card = facts.card(device.index)
+    note = f"layers.probe on {card}: {fresh} sizes timed, {cached} from {path}"
     return found, note + damage + failure
 
 
@@ -383,6 +386,7 @@ def _time(
         "tokens": tokens,
         "device": str(device),
     }
+    # A process of its own: one that crashes or hangs costs the timing, and not the run.
     with tempfile.TemporaryDirectory(prefix="shape-times-") as folder:
         write_json(Path(folder) / "request.json", request)
         command = [sys.executable, "-m", "harness.precision.shape_probe", folder]

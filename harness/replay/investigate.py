@@ -356,11 +356,15 @@ class Investigation:
         found: list[Sample] = []
         for place, number in enumerate(order):
             batch, facts = self.rerun.alone(place, kept)
+            # A data set of the user's own has no tokens that could be counted from its beginning.
+            first_token = None
+            if not own_data:
+                first_token = number * data.tokens_per_sample
             sample = Sample(
                 number=number,
                 rank=place * self.world_size // len(order),
                 micro_batch=place // self.config.train.micro_batch + 1,
-                first_token=None if own_data else number * data.tokens_per_sample,
+                first_token=first_token,
                 text=_text(batch, data.unit),
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

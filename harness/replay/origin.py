@@ -556,16 +556,19 @@ class _Watcher:
             if name is not None and any(count_bad(parameter)):
                 bad_parameters.append(name)
 
+        # In a module with children the value may have been made between two of them. `into` is the first that got it.
         has_children = next(module.children(), None) is not None
+        into = self._received if has_children else ""
+        doubtful = not self._compared and badness(tensor) < _WORST
         return self._finding(
             self._names[module],
             "forward",
             path,
             tensor,
             parameters=tuple(bad_parameters),
-            into=self._received if has_children else "",
+            into=into,
             call=call.number,
-            doubtful=not self._compared and badness(tensor) < _WORST,
+            doubtful=doubtful,
         )
 
     def _on_backward(self, spoiled: Spoiled) -> None:

@@ -210,6 +210,7 @@ def choose(store: Store, step: int | None) -> int:
         if newest is None:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
+        # The answer is of an older step than the user expects: say so, beside the output that a script reads.
         if store.damaged:
             damaged = some(sorted(store.damaged), _SHOWN)
             text = f"skipped checkpoints that do not verify: steps {damaged}; this is step {newest}"
@@ -218,8 +219,10 @@ def choose(store: Store, step: int | None) -> int:
 
     steps = store.steps()
     if step not in steps:
-        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
         what = f"there is no checkpoint of step {step}"
+        fix = "the run has no checkpoint"
+        if steps:
+            fix = f"there are steps {some(steps, _SHOWN)}"
         raise CheckpointError(Problem(what, str(store.root), fix=fix))
     return step
 

@@ -365,14 +365,14 @@ def _fp8_switching_backward(
             left: Operand = Carrier(rows)
             right: Operand = plain_operand(weight)
         else:
+            # The bytes of forward again: under its scale, not under one that has rolled since.
             buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
-            left = buffers.recast(
-                rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot
-            )
+            scale = _scale(then, _INPUT)
+            inverse = _inverse(then, _INPUT)
+            left = buffers.recast(rows.contiguous(), scale, inverse, layer.slot)
             right = layer.quantized_weight(weight, record)
-        grad_rows, grad_weight, grad_bias = layer.gradients(
-            grad, left, right, record, (needs[0], needs[1], needs[2])
-        )
+        wanted = (needs[0], needs[1], needs[2])
+        grad_rows, grad_weight, grad_bias = layer.gradients(grad, left, right, record, wanted)
 
     if grad_rows is None:
         grad_rows = grad.new_empty(0)

@@ -447,7 +447,9 @@ def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
         sizes = (first.in_features, linear.in_features)
         made = te.LayerNormMLP(*sizes, **common, activation="swiglu")
         meta = _both_metas(first.fp8_meta, linear.fp8_meta)
+    # Its own Parameters are on the meta device: the Linears' and the norm's are given at each call.
     made._parameters.clear()
+    # With these flags TE does not make an FP8 state of its own.
     made.__dict__.update(fp8_meta=meta, fp8_initialized=True, fp8_meta_tensors_initialized=True)
     return made
 

@@ -143,10 +143,13 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
             "reduce_amax": True,
         }
     kind = _RECIPES[fp8.scaling]
-    recipe = getattr(library.recipes, kind)(**wanted)
+    make = getattr(library.recipes, kind)
+    recipe = make(**wanted)
+    # Read back what it was given: the object is the only one who knows.
     dropped = [name for name, value in wanted.items() if getattr(recipe, name, None) != value]
     if dropped:
-        raise unexpected(library.version, f"ignores {', '.join(dropped)} of {kind}")
+        names = ", ".join(dropped)
+        raise unexpected(library.version, f"ignores {names} of {kind}")
     return recipe
 
 
