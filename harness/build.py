@@ -276,7 +276,12 @@ def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]
     return build_model(config.model).to(worker.device), notes
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> RunData:
+def build_data(
+    config: RunConfig,
+    folder: Path,
+    worker: Worker,
+    read_only: bool = False,
+) -> RunData:
     """The run's data, opened and checked. Collective.
 
     Rank 0 prepares them and writes their description into `folder`; then the other ranks open what it describes.
@@ -322,7 +327,12 @@ _MASK_SEARCH = 8
 """Micro-batches of the first window that are searched for labels of -100."""
 
 
-def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
+def build_task(
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    data: Batches,
+) -> tuple[Task, str]:
     """The model's loss, tried on one sample of the data before anything is converted.
 
     Also returns a warning: that the loss is not in the unit that the data promise. Empty if it is.
@@ -524,7 +534,12 @@ def _card(worker: Worker) -> Card | None:
     return card_named(names.pop())
 
 
-def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
+def _ideal(
+    flops: float,
+    worker: Worker,
+    card: Card | None,
+    plan: Plan,
+) -> dict[str, float]:
     """Seconds that one sample would take at the cards' peak, for each kind of precision. Empty if no peak is known.
 
     flops: of training on one sample. Call it after the backend is built, which sets whether float32 products may use

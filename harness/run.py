@@ -205,7 +205,11 @@ def seed_step(run: Run, window: Window, rank: int) -> None:
     seed_torch(seed % 2**63)
 
 
-def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, float | Tensor]:
+def _accumulate(
+    run: Run,
+    window: Window,
+    shares: Sequence[Share],
+) -> dict[str, float | Tensor]:
     """Forward and backward of all micro-batches of `shares`. Collective.
 
     All shares have the same number of micro-batches. Gradients are the mean over micro-batches and shares; each

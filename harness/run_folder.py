@@ -353,7 +353,11 @@ def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None
         raise ConfigError(problems)
 
 
-def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def bound(
+    config: RunConfig,
+    recipe_sha256: str,
+    data: Mapping[str, Any],
+) -> dict[str, Any]:
     """What a checkpoint is bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
     return {
         "config": config.model_dump(mode="json"),

@@ -406,7 +406,12 @@ class Telemetry:
             text = f"outcome.json could not be written to {self.folder}: {error}"
             self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
-    def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
+    def end(
+        self,
+        outcome: Outcome,
+        plan: Mapping[str, Any],
+        files: tuple[str, ...] = (),
+    ) -> None:
         """Write what ends a run: outcome, effective precision, table of FP8 figures and report.
 
         MLflow gets them through the journal.

@@ -630,7 +630,11 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def changed_keys(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    prefix: str = "",
+) -> list[str]:
     """Dotted keys whose values differ between two config dumps."""
     keys: list[str] = []
     for key in sorted({*old, *new}):

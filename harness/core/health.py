@@ -196,7 +196,11 @@ class Flawed(Batch):
         self.faults = tuple(faults)
 
 
-def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> int:
+def check_batch(
+    batch: Batch,
+    vocab_size: int | None = None,
+    classes: int | None = None,
+) -> int:
     """What is wrong with a batch, as bits of `StepFacts.bad_data`; 0: nothing. Meant for tensors on the host.
 
     Floating-point values must be finite. Integers of TOKENS must be in [0, vocab_size). Integers of LABELS must be
@@ -331,7 +335,12 @@ def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> i
     return 0
 
 
-def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) -> list[Fault]:
+def _name(
+    kind: str,
+    values: Tensor,
+    vocab_size: int | None,
+    ignored: Tensor,
+) -> list[Fault]:
     """Faults of a float or int64 tensor; ignored: bool, of its shape."""
     # Which values are wrong, and what would be allowed.
     if values.is_floating_point():

@@ -408,7 +408,12 @@ class ExternalState:
             return value
         raise self._not_copied(f"a {type(value).__name__}", place)
 
-    def _mapping_apart(self, value: Mapping[Any, Any], place: str, tensors: TensorDict) -> Any:
+    def _mapping_apart(
+        self,
+        value: Mapping[Any, Any],
+        place: str,
+        tensors: TensorDict,
+    ) -> Any:
         for key in value:
             if not _is_plain(key):
                 raise self._not_copied(f"the key {key!r}", place)
@@ -439,7 +444,11 @@ def _is_plain(value: Any) -> bool:
 _Kind = tuple[Any, Any, dict[str, Any], tuple[int, ...], tuple[int, ...]]
 
 
-def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kind]) -> Any:
+def _put_together(
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    kinds: Sequence[_Kind],
+) -> Any:
     """The state that `ExternalState._taken_apart` made `tree` and `tensors` of."""
     if not isinstance(tree, dict):
         return tree

@@ -81,7 +81,11 @@ def _starts_from_zero_momentum(group: Mapping[str, Any]) -> bool:
     return group["momentum"] != 0 and group["dampening"] == 0
 
 
-def _init_adam_state(state: dict[str, Tensor], param: Tensor, group: Mapping[str, Any]) -> None:
+def _init_adam_state(
+    state: dict[str, Tensor],
+    param: Tensor,
+    group: Mapping[str, Any],
+) -> None:
     """Fill `state` as the first step of Adam or AdamW would."""
     on_device = group["fused"] or group["capturable"]
     device = param.device if on_device else "cpu"
@@ -253,7 +257,13 @@ class TorchGradients:
         """As `Gradients.mean`."""
         return mean_over_ranks(values)
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `Gradients.apply`. Gradients may be overwritten, and stay until the caller zeroes them."""
         # What still has to be divided out: nothing where the gradients were divided on their way.
         loss_scale = self._one

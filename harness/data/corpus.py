@@ -285,7 +285,11 @@ def _read(shard: Shard, stamp: Stamp, before: EarlierRead | None, stride: int) -
     return seen
 
 
-def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> list[Problem]:
+def _implausible(
+    shard: Shard,
+    seen: _Seen,
+    vocabulary: Vocabulary | None,
+) -> list[Problem]:
     """What is wrong with the ids of a file."""
     where = f"data.path: {shard.path}"
     if seen.smallest < 0:
@@ -409,7 +413,11 @@ def _identity(info: Mapping[str, Any]) -> str:
     return hashlib.sha256(dump_json(kept)).hexdigest()
 
 
-def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
+def relocate(
+    folder: Path,
+    info: Mapping[str, Any],
+    source: Path | None,
+) -> dict[str, Any]:
     """`info` with the present paths of files that moved together with `source`, for example to another machine.
 
     Their contents are not looked at here: `check_corpus` compares them with the hashes.

@@ -175,7 +175,13 @@ class DatasetBatches:
     ids = 0
     vocab: int | None = None  # nothing is known of token ids
 
-    def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+    ) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
         self.name = f"data.target {config.target}"
         train, val = open_target(config)
@@ -378,7 +384,13 @@ def _spread(size: int) -> list[int]:
     return sorted({int(place) for place in np.linspace(0, size - 1, PROBED)})
 
 
-def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
+def _look_at(
+    form: Form,
+    split: Split,
+    place: int,
+    seed: int,
+    epoch: int,
+) -> tuple[str, str]:
     """(a sample's hash, or the kind of error it gives; what is wrong with it, empty if nothing)."""
     try:
         sample = form.taken(read(split, place, seed, epoch))

@@ -235,7 +235,11 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _something_else(out: Path, there: Mapping[str, Any], plan: Mapping[str, Any]) -> Problem:
+def _something_else(
+    out: Path,
+    there: Mapping[str, Any],
+    plan: Mapping[str, Any],
+) -> Problem:
     """What to say of a folder that is not empty, and was not made by this plan."""
     why = "it is not empty"
     if there:

@@ -86,7 +86,13 @@ class Rows:
         self._rows: Iterator[Piece] = iter(())
         self._next = 0
 
-    def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
+    def parts(
+        self,
+        path: Path,
+        key: str,
+        bad: BadFiles,
+        files: Files | None = None,
+    ) -> Listed:
         """Ranges of rows. The first row of every file must have a text."""
         found, left_out = files or self._files(path)
         parts: list[Part] = []
@@ -434,7 +440,12 @@ def _column(key: str, names: Sequence[str], path: str) -> str:
     return column
 
 
-def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = ()) -> Any:
+def _texts(
+    table: Any,
+    key: str,
+    path: str,
+    encoded: Sequence[Sequence[str]] = (),
+) -> Any:
     """A table of the texts alone, as large_string.
 
     key: a column, or `meta.text`: the field `text` of the column `meta`.

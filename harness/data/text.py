@@ -96,7 +96,12 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     return Text(text.source, text.documents)
 
 
-def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "auto") -> Text:
+def _read_files(
+    source: str,
+    root: Path,
+    paths: Iterable[Path],
+    bad: BadFiles = "auto",
+) -> Text:
     """The text of `paths`, named relative to `root`. Raises DataError as `read_text` does."""
     documents: list[Document] = []
     skipped: list[Skipped] = []

@@ -236,7 +236,12 @@ def _save(folder: Path, info: Mapping[str, Any], tokenizer: str | None) -> None:
     corpus.save_corpus(folder, info)
 
 
-def _copy_text(config: DataConfig, path: Path | None, folder: Path, global_batch: int) -> None:
+def _copy_text(
+    config: DataConfig,
+    path: Path | None,
+    folder: Path,
+    global_batch: int,
+) -> None:
     # Stamps from before the reading show a file that changes while it is read.
     before = stamps(files_of(path, None)) if path else {}
     text = read_text(path, config.bad) if path else standard_library()
@@ -397,7 +402,13 @@ def _hold_out(config: DataConfig) -> Callable[[int], int]:
     return lambda tokens: corpus.hold_out(tokens, config.val_fraction, config.context + 1)
 
 
-def _check_length(source: str, train: int, val: int, config: DataConfig, global_batch: int) -> None:
+def _check_length(
+    source: str,
+    train: int,
+    val: int,
+    config: DataConfig,
+    global_batch: int,
+) -> None:
     """n samples of `context` inputs and as many targets need n * context + 1 tokens: a target is the next input."""
     need_train = global_batch * config.context + 1
     need_val = config.context + 1

@@ -394,7 +394,13 @@ class DeepSpeedEngine(ProcessGroup):
         return [param for group in self._members for param in group]
 
     @lost_rank_named()
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed.
 
         A bad update must not reach the weights. At ZeRO 0 DeepSpeed checks nothing, so its step is not called. At ZeRO

@@ -237,7 +237,11 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
     return data
 
 
-def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) -> list[Problem]:
+def _conflicts(
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    source: str,
+) -> list[Problem]:
     """Keys of the user's JSON that are refused, or differ from the run's.
 
     theirs: the user's JSON.

@@ -92,7 +92,13 @@ class OwnUpdate(ProcessGroup):
         """As `core.protocols.Gradients.with_gradient`."""
         return self._gradients.with_gradient(weights)
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
         # By updates that were applied: a skipped one does not move the schedule on.
         self._set_lr()

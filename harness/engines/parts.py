@@ -107,7 +107,11 @@ def _named(names: set[str]) -> str:
     return some(sorted(names), 8)
 
 
-def require_same(part: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+def require_same(
+    part: str,
+    saved: Mapping[str, Tensor],
+    here: Mapping[str, Tensor],
+) -> None:
     """Raise CheckpointError that names every tensor that is missing on one side, or differs in shape or dtype.
 
     part: "model" or "optimizer", for the message.

@@ -178,7 +178,12 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.z_loss = z_loss
 
-    def forward(self, logits: Tensor, targets: Tensor, counted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        counted: Tensor | None = None,
+    ) -> Tensor:
         """logits: [..., vocab]; targets: int64 [...], -100 has no loss -> float32 0-d.
 
         counted: number of targets with a loss in the whole micro-batch, if `logits` is one chunk of it. The chunk's sum

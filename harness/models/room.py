@@ -102,7 +102,12 @@ class _Watch:
         self._modules += 1
         self._add(_MODULE)
 
-    def parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def parameter(
+        self,
+        module: nn.Module,
+        name: str,
+        parameter: nn.Parameter | None,
+    ) -> None:
         """torch's hook: a Parameter was registered."""
         if parameter is None or threading.get_ident() != self._thread:
             return

@@ -217,7 +217,13 @@ class FallbackController(KeptWindow):
                 returning.append(index)
         return returning
 
-    def _switch(self, step: int, demote: list[int], promote: list[int], over: Bools) -> Verdict:
+    def _switch(
+        self,
+        step: int,
+        demote: list[int],
+        promote: list[int],
+        over: Bools,
+    ) -> Verdict:
         parts: list[str] = []
         down: dict[str, dict[str, Any]] = {}
         for index in demote:

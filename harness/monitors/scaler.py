@@ -33,7 +33,12 @@ class ScalerMonitor(KeptWindow):
     key = "scaler"
     kept = ("scaling", "calibrated", "low", "skips", "overflowing")
 
-    def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
+    def __init__(
+        self,
+        floor: float = 1024.0,
+        window: int = 200,
+        share: float = 0.05,
+    ) -> None:
         self.floor = floor
         self.share = share
         self._scaling = False

@@ -526,7 +526,12 @@ def _in_one_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: TrainConfig) -> int:
+def _rehearse(
+    cls: Any,
+    group: Group,
+    arguments: Mapping[str, Any],
+    train: TrainConfig,
+) -> int:
     """Try a class of the user's own: two steps at most, on a copy of one parameter of `group`.
 
     Returns about how many bytes of state it keeps for the group.

@@ -508,7 +508,13 @@ class LoopGradients(TorchGradients):
             self._ready.shards.check()
         return figures
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """See `Gradients.apply`. Adds `applied_steps` to the figures."""
         ready = self._ready
         with _lr_times(self._optimizers, ready.judge.lr_factor):
@@ -634,7 +640,12 @@ def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> li
     return []
 
 
-def _plan(recipe: Recipe, facts: MachineFacts, device: torch.device, model: nn.Module) -> Plan:
+def _plan(
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    model: nn.Module,
+) -> Plan:
     """The model's plan, on the first rung that it can use. Every skipped rung is logged."""
 
     def plan_on(rung: Rung, rungs: list[RungVerdict]) -> Plan:
@@ -663,7 +674,11 @@ def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
     }
 
 
-def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ...]) -> InFlight:
+def _restored(
+    meta: Mapping[str, Any],
+    packed: Tensor,
+    slot_names: tuple[str, ...],
+) -> InFlight:
     """The facts that were saved. Figures are found by their names in `meta`; one that is not there is NaN."""
     # Figures of the whole step come first in `packed`, those of slots behind them.
     names = meta["figures"]

@@ -237,7 +237,12 @@ IN_BF16 = 2.0**-16
 _GRADIENT = ROLES.index("grad_output")
 
 
-def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
+def quantization_stats(
+    x: Tensor,
+    quantized: Tensor,
+    scale: Tensor | float,
+    fmt: str,
+) -> Tensor:
     """Sums behind the statistics of one cast, for each row of the last dimension: float64 [rows, 6].
 
     x: the unscaled tensor.

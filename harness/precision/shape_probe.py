@@ -128,7 +128,13 @@ def contestants(
     return bf16, fp8
 
 
-def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device) -> Times:
+def measure(
+    shape: Shape,
+    tokens: int,
+    recipe: Recipe,
+    rung: Rung,
+    device: torch.device,
+) -> Times:
     """Time both contestants in turns, so that whatever slows the machine slows both.
 
     On a GPU nothing waits between the windows, so launches overlap with computing as they do in training.
@@ -251,7 +257,12 @@ def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape,
     return reasons
 
 
-def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
+def keep_out(
+    plan: Plan,
+    recipe: Recipe,
+    reasons: Mapping[Shape, str],
+    note: str,
+) -> Plan:
     """`plan` with the FP8 layers of those sizes in bf16. Raises NoFp8LayerError if none is left in FP8."""
     rows: list[LayerPlan] = []
     for row in plan.layers:
@@ -305,7 +316,12 @@ def times_of(
     return found, note + damage + failure
 
 
-def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
+def cache_file(
+    recipe: Recipe,
+    rung: Rung,
+    facts: MachineFacts,
+    device: torch.device,
+) -> Path:
     """The file that times are kept in: one for each card, torch, backend version and `fp8` section."""
     library = facts.libraries.get(BACKENDS[rung.backend].library)
     own = library.version if library else harness_version()

@@ -223,7 +223,11 @@ def _unit_problems(call: str, units: Iterable[FSDPModule]) -> list[Problem]:
     return [Problem(what, call, why, fix)]
 
 
-def _parameter_problems(call: str, model: nn.Module, device: torch.device) -> list[Problem]:
+def _parameter_problems(
+    call: str,
+    model: nn.Module,
+    device: torch.device,
+) -> list[Problem]:
     """What is wrong with how the parameters are sharded."""
     plain: list[str] = []
     otherwise: list[str] = []

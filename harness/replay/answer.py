@@ -182,7 +182,12 @@ Measured = Mapping[str, tuple[float, float, int]]
 """`Origin.gradients`: by parameter the norm, the largest magnitude, and how many elements are not finite."""
 
 
-def growth(now: Measured, before: Measured, scale: float, scale_before: float) -> list[Gradient]:
+def growth(
+    now: Measured,
+    before: Measured,
+    scale: float,
+    scale_before: float,
+) -> list[Gradient]:
     """Gradients by parameter, the largest growth first.
 
     now, before: of the step and of the one before it.

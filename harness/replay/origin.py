@@ -264,7 +264,13 @@ class FirstBad(TorchFunctionMode):
         # The badness of the call that was found.
         self._found = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
         allocates = any(word in name for word in _ALLOCATE)
@@ -498,7 +504,12 @@ class _Watcher:
             self.origin.micro_batches.append(MicroBatch())
         return self.origin.micro_batches[-1]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """A forward begins. That of the whole model begins a micro-batch."""
         if module is self._model:
             self.origin.micro_batches.append(MicroBatch())

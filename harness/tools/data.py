@@ -89,7 +89,12 @@ def command(
     return int(ExitCode.DONE)
 
 
-def _prepare(wanted: Preparation, source: str, out: Path, processes: int) -> dict[str, Any]:
+def _prepare(
+    wanted: Preparation,
+    source: str,
+    out: Path,
+    processes: int,
+) -> dict[str, Any]:
     """Prepare, with a progress bar; returns dataset.json's content."""
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -99,7 +99,12 @@ def works(variant: Variant, rung: Rung, device: str, optimizer: str = "adamw") -
     return not refusals(variant.engine, config, recipe_of(rung), rung, device)
 
 
-def nearest(variant: Variant, rung: Rung, device: str, optimizer: str = "adamw") -> Variant:
+def nearest(
+    variant: Variant,
+    rung: Rung,
+    device: str,
+    optimizer: str = "adamw",
+) -> Variant:
     """The variant to take where `variant` is refused: of the same engine with the nearest value, else ddp."""
     # Values of a key are declared in order, such as ZeRO's stages: neighbours differ least.
     own = [each for each in variants() if each.engine == variant.engine]

@@ -161,7 +161,11 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     return made
 
 
-def _other_shape(restored: Restored, logits: list[int], targets: list[int]) -> ConfigError:
+def _other_shape(
+    restored: Restored,
+    logits: list[int],
+    targets: list[int],
+) -> ConfigError:
     what = f"the model gives logits {logits} for targets {targets}"
     where = f"model.target {restored.config.model.target!r}"
     fix = "have forward(inputs) return logits [batch, time, vocab]"
@@ -214,7 +218,11 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     return {"nats": nats, "share": share, "half_width": half, "clear": clear}
 
 
-def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
+def _batches(
+    restored: Restored,
+    data: Path | None,
+    samples: int | None,
+) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
     from harness.build import build_data
 

@@ -189,7 +189,12 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     return [], f"{named}, which is not here: it was gone or changed when this was exported"
 
 
-def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+def _plain(
+    folder: Path,
+    target: str,
+    state: TensorDict,
+    meta: Mapping[str, Any],
+) -> Ready:
     """Every key of the model's state_dict but frozen weights; a tied weight is under each of its names."""
     whole = dict(state)
     for alias, name in meta["tied"].items():
@@ -244,7 +249,11 @@ def _skeleton(config: RunConfig) -> GPT:
         return build(**config.model.args)
 
 
-def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+def _hugging_face(
+    config: RunConfig,
+    state: TensorDict,
+    meta: Mapping[str, Any],
+) -> Ready:
     """A model of transformers, written by its own save_pretrained; with LoRA, the adapters alone."""
     from harness.engines.parts import ModelPart
     from harness.models import build_model
@@ -291,7 +300,12 @@ def _save(tensors: TensorDict, out: Path) -> None:
     save_file(contiguous, out / _WEIGHTS, {"format": "pt"})
 
 
-def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
+def _write(
+    out: Path,
+    write: Callable[[Path], None],
+    card: str,
+    tokenizer: list[Path],
+) -> None:
     """Write the whole folder or nothing: it is made beside `out` and renamed. Raises OSError."""
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -378,7 +392,12 @@ class Contents:
     tokenizer: str
 
 
-def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
+def model_card(
+    history: RunHistory,
+    stamp: Stamp,
+    config: RunConfig,
+    contents: Contents,
+) -> str:
     """README.md, in Markdown."""
     # The front matter, from which the Hugging Face Hub takes a model's tags.
     lines = ["---", "tags:", "- hopper-harness"]
@@ -401,7 +420,11 @@ def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: C
     return "\n".join([*lines, ""])
 
 
-def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _training(
+    history: RunHistory,
+    stamp: Stamp,
+    config: RunConfig,
+) -> Iterator[tuple[str, str]]:
     """(what, text) of how the model was trained, up to the checkpoint's step."""
     step, train, data = stamp.step, config.train, history.run["data"]
 

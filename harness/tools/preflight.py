@@ -69,7 +69,12 @@ def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
         check_shared_folder(place, worker.group.rank, worker.group.broadcast, seconds)
 
 
-def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
+def check_room(
+    folder: Path,
+    model: nn.Module,
+    config: RunConfig,
+    worker: Worker,
+) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
     size = state_bytes(model, optimizer_bytes(model, config.train))
     ranks = worker.group.world_size if ENGINES[worker.engine].sharded else 1
@@ -130,7 +135,12 @@ class _Needs:
         return text + f"optimizer {self.optimizer / GIB:,.1f} GiB"
 
 
-def _needs(model: nn.Module, optimizer: int, ranks: int, whole_gradients: bool) -> _Needs:
+def _needs(
+    model: nn.Module,
+    optimizer: int,
+    ranks: int,
+    whole_gradients: bool,
+) -> _Needs:
     """What one of `ranks` ranks needs that share the state of `model`. optimizer: bytes of its whole state."""
     weights = gradients = here = 0
     for parameter in model.parameters():

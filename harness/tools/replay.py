@@ -36,7 +36,12 @@ def command(
     return replay(run, step, anomaly)
 
 
-def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = say) -> int:
+def replay(
+    run_dir: Path,
+    step: int,
+    anomaly: bool,
+    say: Callable[[str], None] = say,
+) -> int:
     """Print the answer, and write it into `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.

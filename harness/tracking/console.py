@@ -163,7 +163,13 @@ class Console:
         if progress is not None:
             progress.stop()
 
-    def _update(self, progress: Progress, done: int, figures: dict[str, str], due: bool) -> None:
+    def _update(
+        self,
+        progress: Progress,
+        done: int,
+        figures: dict[str, str],
+        due: bool,
+    ) -> None:
         now = time.monotonic()
         refresh = due or now - self._refreshed >= REFRESH_SECONDS
         progress.update(self._task, completed=done, refresh=refresh, now=figures)

@@ -167,7 +167,11 @@ def sync(
     return code == 0 and delivered(run_dir)
 
 
-def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str], None]) -> int:
+def _wait(
+    process: subprocess.Popen[bytes],
+    run_dir: Path,
+    said: Callable[[str], None],
+) -> int:
     """Wait for a delivery; its exit code. Reports on the way how far it is, and the time left at its rate so far."""
     first: int | None = None
     last: int | None = None

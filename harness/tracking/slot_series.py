@@ -99,7 +99,12 @@ def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dic
     return found
 
 
-def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -> dict[str, float]:
+def role_figures(
+    names: Sequence[str],
+    now: Floats,
+    low: Floats,
+    high: Floats,
+) -> dict[str, float]:
     """`fp8/<role>/<figure>_<quantile>` over the layers.
 
     now: float32 [figures, slots] of this step, in the order of SLOT_ROWS; p10, p50 and p90 are of these.

@@ -68,7 +68,12 @@ class AutocastBackend:
         """float32 [0]."""
         return self._nothing
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """float32 [8, 0]: no slots, so no statistics."""
         return self._nothing.reshape(8, 0)
 

@@ -543,7 +543,12 @@ class NativeBackend:
         self.slot_buffers.before_update()
         return self.slot_buffers.staged()
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Update scales unless the step was skipped; float32 [8, slots] statistics, rows as in `facts.SlotStats`."""
         self.slot_buffers.end_window(amax, skip)
         sums = self.slot_buffers.sums

@@ -468,7 +468,13 @@ class Fp8SlotBuffers(SlotBuffers):
         self.sampled.sampling = sample
         self._backwards = 0
 
-    def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
+    def activation(
+        self,
+        rows: Tensor,
+        slot: int,
+        record: bool,
+        rights: bool = True,
+    ) -> Fp8Pair:
         """As `SlotBuffers.activation`. The cast itself rounds to bfloat16 first."""
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)

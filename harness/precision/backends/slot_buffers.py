@@ -160,7 +160,13 @@ class SlotBuffers(ScalingState):
         self._scratch = torch.zeros(1)
         self._scales_changed()
 
-    def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
+    def activation(
+        self,
+        rows: Tensor,
+        slot: int,
+        record: bool,
+        rights: bool = True,
+    ) -> Operand:
         """`rows` [m, n] of any float dtype, rounded to bfloat16 and then cast under the slot's scale.
 
         record: measure amax and statistics.

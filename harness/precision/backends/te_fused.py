@@ -89,7 +89,13 @@ class Deferred(Tensor):
     whole: Hidden | None = None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Every PyTorch function that gets a Deferred comes here first."""
         kwargs = kwargs or {}
 
@@ -311,7 +317,12 @@ def _holds(leaf: Any, value: Tensor) -> bool:
     return not isinstance(leaf, _HARMLESS)
 
 
-def _stand_in(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
+def _stand_in(
+    kind: type[Any],
+    shape: Sequence[int],
+    linear: Any,
+    device: torch.device,
+) -> Any:
     """A Deferred of class `kind` and this shape for `linear`."""
     with torch.no_grad():
         made = linear.nothing(device).expand(shape).as_subclass(kind)
@@ -454,7 +465,12 @@ def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
     return made
 
 
-def apply(block: Any, linear: Any, norm: Any, first: Any = None) -> Callable[[Tensor], Tensor]:
+def apply(
+    block: Any,
+    linear: Any,
+    norm: Any,
+    first: Any = None,
+) -> Callable[[Tensor], Tensor]:
     """The function that runs `block` on BF16 [..., in_features].
 
     Parameters are looked up at every call, because FSDP replaces them.

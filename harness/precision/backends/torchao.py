@@ -145,7 +145,13 @@ class WatchedLinear(Float8Linear):
             return super().__reduce_ex__(protocol)
         return pickled_as_linear(self, {*_OF_TORCHAO, *_OF_THE_LAYER})
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        record: bool,
+    ) -> Tensor:
         """y = x W^T + b, bfloat16 [..., n], in FP8, or in BF16 while demoted. x: bfloat16 [..., k]."""
         if record:
             self.watch.observe(self.slot, x)
@@ -414,7 +420,13 @@ class TorchaoBackend:
     GPU it gains speed only under torch.compile.
     """
 
-    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        model: nn.Module,
+        device: torch.device,
+    ) -> None:
         self.layers = plan.fp8_layers()
         self.device = device
         self.slot_names = plan.slot_names()
@@ -483,7 +495,12 @@ class TorchaoBackend:
         """float32 [slots]; a copy."""
         return self._watch.amax.clone()
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """float32 [8, slots] as the protocol says. The scale is that of the tensor with the largest amax.
 
         Clipped share, underflow and SQNR are those of casts whose scales lie along the last dimension.
