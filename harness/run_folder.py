@@ -104,9 +104,10 @@ def choose_folder(
 def _named_folder(name: str, resume: str) -> Path:
     """The folder of --name. Raises ConfigError as `choose_folder` does."""
     plain = name.isprintable() and not _MEANS_MORE & set(name)
-    fits = len(name.encode()) <= _MAX_NAME
+    # What is not printable may not be encoded either.
+    fits = plain and len(name.encode()) <= _MAX_NAME
     # A file that begins with a dot is hidden; a shell reads - as an option, and ~ as a home folder.
-    if not name or name[0] in ".-~" or "/" in name or not plain or not fits:
+    if not name or name[0] in ".-~" or "/" in name or not fits:
         fix = "use letters, digits, - and _"
         raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix=fix))
     folder = RUNS / name

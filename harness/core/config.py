@@ -38,6 +38,7 @@ DATA_MAY_CHANGE = ("data.context", "data.val_samples", "data.bad")
 RESUME_NEVER = ("train.optimizer",)
 """Keys that --accept-changed does not open, besides the others of `data`: the saved state belongs to the old value."""
 
+# Most names in a message.
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -611,11 +612,16 @@ def load_config(
     over = parse_overrides(overrides)
     if recipe is not None:
         over = merge(over, {"recipe": recipe})
-    source = f"{path}" if not overrides else f"{path} + command line"
+    source = str(path)
+    if overrides:
+        source += " + command line"
     base = read_yaml(path)
-    model = over.get("model")
-    if isinstance(model, dict) and "target" in model and isinstance(base.get("model"), dict):
-        base["model"].pop("args", None)  # they belong to the file's target, not to this one
+
+    # Another model.target: the file's model.args belong to the file's target.
+    model, of_file = over.get("model"), base.get("model")
+    is_another = isinstance(model, dict) and "target" in model
+    if is_another and isinstance(of_file, dict):
+        of_file.pop("args", None)
     return validate(RunConfig, merge(base, over), source)
 
 

@@ -109,7 +109,8 @@ def _read_files(
     total = 0
     for path in paths:
         # A name need not be UTF-8, but the journal must.
-        name = path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode()
+        relative = path.relative_to(root).as_posix()
+        name = relative.encode("utf-8", "backslashreplace").decode()
         try:
             content = _read_file(path, root)
         except DataError as error:

@@ -197,8 +197,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a journal is not written through a link",
-        "os.O_APPEND | os.O_NOFOLLOW, 0o644",
-        "os.O_APPEND, 0o644",
+        "flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW\n",
+        "flags = os.O_RDWR | os.O_CREAT | os.O_APPEND\n",
         "tests/faults/test_planted_files.py -k journal",
     ),
     Mutation(
