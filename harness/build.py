@@ -444,6 +444,7 @@ def build_run(
         seed=config.train.seed,
     )
     snapshots = _snapshots(config, engine, model, telemetry)
+    fp8_weights = {layer: held[name] for layer, name in fp8_names.items()}
     # One bundle of a bad step is enough: its samples are those of all ranks.
     keep_flight = None
     if engine.rank == 0:
@@ -466,7 +467,7 @@ def build_run(
         watch=watch,
         keep_flight=keep_flight,
         ideal=_ideal(flops, worker, card, plan),
-        fp8_weights={layer: held[name] for layer, name in fp8_names.items()},
+        fp8_weights=fp8_weights,
     )
 
 

@@ -175,6 +175,8 @@ def train_step(
     # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop.
     # One step later `train` below has them judged (guard.py, which asks monitors/responder.py) and recorded
     # (telemetry.py).
+    samples = len(window.samples)
+    ideal = run.ideal.get(_fastest(precision), math.nan)
     _, in_flight = finish_step(
         engine,
         precision,
@@ -184,8 +186,8 @@ def train_step(
         clock,
         fp8_weights=run.fp8_weights,
         window=window.index,
-        tokens=len(window.samples) * run.data.tokens_per_sample,
-        ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),
+        tokens=samples * run.data.tokens_per_sample,
+        ideal_seconds=samples * ideal,
     )
     return in_flight
 

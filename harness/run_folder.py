@@ -152,11 +152,14 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     """
     tell_wrapper(outcome.exit_code, overrule=True)
     loss = outcome.val_loss
+    # Strict JSON has no NaN and no infinities.
+    val_loss: float | str | None = loss
+    if loss is not None and not math.isfinite(loss):
+        val_loss = str(loss)
     content = {
         **asdict(outcome),
         "reason": outcome.reason[:_MAX_REASON],
-        # Strict JSON has no NaN and no infinities.
-        "val_loss": loss if loss is None or math.isfinite(loss) else str(loss),
+        "val_loss": val_loss,
         "exit_code": int(outcome.exit_code),
     }
     path, reserve = folder / "outcome.json", folder / _RESERVE

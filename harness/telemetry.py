@@ -488,7 +488,10 @@ class Telemetry:
             return
         from harness.report.inspect import summary
 
-        delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
+        # None: MLflow is switched off, and nothing is missing from it.
+        delivered: bool | None = None
+        if self._ship is not None:
+            delivered = self._ship.drain(self.config.drain_seconds)
         ended = None if self._ended is None else asdict(self._ended)
         self.screen.say(summary(self.folder, ended))
 

@@ -46,7 +46,11 @@ _TE_MINIMUM = (2, 9)
 
 def library_facts() -> dict[str, LibraryFacts]:
     """Facts on every optional library, by module name."""
-    return {module: _library(module, distribution) for module, distribution in _LIBRARIES.items()}
+    found: dict[str, LibraryFacts] = {}
+    for module, distribution in _LIBRARIES.items():
+        facts = _library(module, distribution)
+        found[module] = facts
+    return found
 
 
 def _library(module: str, distribution: str) -> LibraryFacts:

@@ -184,8 +184,8 @@ class SlotStats:
 
     def stacked(self) -> _PerSlot:
         """float32 [figures, slots] in the order of SLOT_ROWS."""
-        rows = [np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS]
-        return np.stack(rows)
+        figures = [getattr(self, name) for name in SLOT_ROWS]
+        return np.stack([np.asarray(each, dtype=np.float32) for each in figures])
 
 
 def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:

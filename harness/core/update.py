@@ -136,7 +136,8 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
         return
     gradients: list[Tensor] = []
     for group in optimizer.param_groups:
-        gradients += [local_of(param.grad) for param in group["params"] if param.grad is not None]
+        found = [param.grad for param in group["params"]]
+        gradients += [local_of(grad) for grad in found if grad is not None]
     # One operation divides all gradients of a device and dtype.
     for alike in by_device_and_dtype(gradients):
         torch._foreach_div_(alike, divisor.to(alike[0].device))
@@ -531,7 +532,11 @@ class InFlight:
         more: the other fields, by name.
         """
         not_measured = slots.new_full((), math.nan)
-        scalars = [figures.get(name, not_measured).float().reshape(()) for name in SCALARS]
+        scalars: list[Tensor] = []
+        for name in SCALARS:
+            figure = figures.get(name, not_measured)
+            scalars.append(figure.float().reshape(()))
+        # One tensor, so that one copy takes everything to the host.
         pieces = [torch.stack(scalars), slots.flatten()]
         if differs is not None:
             pieces.append(differs)
@@ -552,6 +557,7 @@ class InFlight:
         lengths = [len(SCALARS), slot_values, len(self.compared)]
         scalars, by_slot, differs = packed.split(lengths)
 
+        # The figures of the whole step, and those of each slot.
         values = read(scalars.tolist())
         scrubbed = values.pop("scrubbed")
         slots = None
@@ -564,11 +570,16 @@ class InFlight:
         for name, flag in zip(self.compared, differs.tolist(), strict=True):
             if flag:
                 diverged.append(name)
+
+        # A step that was restored from a checkpoint has no clock.
+        seconds = 0.0
+        if self.clock is not None:
+            seconds = self.clock.seconds()
         return StepFacts(
             step=self.step,
             window=self.window,
             tokens=self.tokens,
-            seconds=self.clock.seconds() if self.clock is not None else 0.0,
+            seconds=seconds,
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
             trained=self.trained,

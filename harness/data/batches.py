@@ -214,6 +214,7 @@ class TokenBatches:
         info = self._data.info
         # A file that was cut into both splits is listed twice.
         names = {file["name"] for file in info["files"]}
+        skipped = [f"{skip['name']} ({skip['reason']})" for skip in info["skipped"]]
         facts: dict[str, Any] = {
             "source": info["source"],
             "kind": info.get("kind", "text"),
@@ -224,7 +225,7 @@ class TokenBatches:
             "val_samples": self._val_samples,
             "vocab": self.vocab,
             "sha256": info["sha256"],
-            "skipped": [f"{skip['name']} ({skip['reason']})" for skip in info["skipped"]],
+            "skipped": skipped,
         }
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])

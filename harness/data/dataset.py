@@ -110,7 +110,8 @@ def _misfit(name: str, data: Any, where: str) -> list[Problem]:
     """Why `data` cannot be asked for samples by number; empty if it can. name: of the split, for the message."""
     # On the type: an instance's attribute would not make len() and [] work.
     kind = type(data)
-    lacks = [method for method in ("__len__", "__getitem__") if not hasattr(kind, method)]
+    needed = ("__len__", "__getitem__")
+    lacks = [method for method in needed if not hasattr(kind, method)]
     if lacks:
         what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
         why = "samples are asked for by number, in any order"
@@ -311,7 +312,9 @@ def _why(split: Split, place: int, error: Exception) -> str:
     """Why a sample cannot be used, with its number in the user's data set where that is another one."""
     text = _text_of(error)
     number = split.places(place)
-    return text if number == place else f"{text} (number {number} of the data set)"
+    if number != place:
+        text += f" (number {number} of the data set)"
+    return text
 
 
 def _text_of(error: Exception) -> str:
@@ -331,7 +334,10 @@ def _probe(
     with random_numbers_apart():
         form = _first_form(train, seed, name)
         # Each with its name in the fingerprint, its split, place and epoch.
-        probed = [(f"train {place}", train, place, 0) for place in _spread(train.size)]
+        probed: list[tuple[str, Split, int, int]] = []
+        for place in _spread(train.size):
+            key = f"train {place}"
+            probed.append((key, train, place, 0))
         for place in _spread(val.size):
             key = f"val {place}"
             probed.append((key, val, place, _VALIDATION_EPOCH))
@@ -402,8 +408,10 @@ def _look_at(
 def _hash(sample: Batch) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(sample.items()):
+        # The shape too: the same bytes in another shape are another sample.
         digest.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = value.contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -439,7 +447,8 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
     try:
         before = read_json(path)
         hashes: Mapping[str, str] = before["looked_at"]
-        sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
+        keys = ("train_samples", "val_samples")
+        sizes = {key: (before[key], record[key]) for key in keys}
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = (
             "restore the file from another copy of this run, or start a new run with another --name"

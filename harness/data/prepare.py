@@ -381,8 +381,10 @@ class _Task:
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, self.number).open("wb") as stream:
             np.save(stream, counts)
+        # A split without a document has no shard.
+        filled = [shard for shard in written if shard]
         marker = {
-            "shards": [shard for shard in written if shard],
+            "shards": filled,
             "skipped": dict(self.skipped),
             "text_bytes": text_bytes,
         }
@@ -493,21 +495,27 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         stamp = Stamp.of(out / shard["name"])
         shard |= {"mtime_ns": stamp.mtime_ns, "inode": stamp.inode}
         hashes.append([shard["name"], shard["blocks"], shard["index_sha256"]])
+    source = plan["source"]
+    if plan["hub"]:
+        source = plan["hub"]["name"]
+    vocabulary = plan["vocabulary"]
+    documents = sum(shard["documents"] for shard in shards)
+    overall = hashlib.sha256(json.dumps(hashes).encode())
     info: dict[str, Any] = {
         "format": FORMAT,
-        "source": plan["hub"]["name"] if plan["hub"] else plan["source"],
+        "source": source,
         "kind": plan["kind"],
-        "vocabulary": plan["vocabulary"],
-        "dtype": smallest_dtype(plan["vocabulary"]["ids"]),
+        "vocabulary": vocabulary,
+        "dtype": smallest_dtype(vocabulary["ids"]),
         "source_files": len(plan["files"]),
         "block_bytes": BLOCK,
         "text_bytes": text_bytes,
-        "documents": sum(shard["documents"] for shard in shards),
+        "documents": documents,
         "unigram_nats": entropy(counts),
         "skipped": left_out,
         "origin": origin,
         "shards": shards,
-        "sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
+        "sha256": overall.hexdigest(),
     }
     write_json(out / PREPARED, info)
 

@@ -280,7 +280,8 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
     one `test`). Otherwise, or if none is validation, see `split_documents`.
     """
-    splits, left_out = splits_of_text([document.name for document in text.documents])
+    names = [document.name for document in text.documents]
+    splits, left_out = splits_of_text(names)
     skipped = list(text.skipped)
     skipped += [Skipped(name, reason) for name, reason in left_out]
     skipped.sort(key=lambda skip: skip.name)

@@ -387,7 +387,8 @@ def _prepared(
     missing = [file for file in needed if not file.is_file()]
     if missing:
         fix = _PREPARE_FIX
-        raise DataError([Problem("is missing", f"data.path: {file}", fix=fix) for file in missing])
+        problems = [Problem("is missing", f"data.path: {file}", fix=fix) for file in missing]
+        raise DataError(problems)
 
     # A prepared shard has an index, which names its dtype: the one given here is of files without an index.
     shards = read_shards(files["train"], files["val"], "uint16", left_out)

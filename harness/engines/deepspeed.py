@@ -251,14 +251,16 @@ class DeepSpeedEngine(ProcessGroup):
     ) -> DeepSpeedEngine:
         """The engine of a run. loss_scale: unused, as DeepSpeed has its own under fp16."""
         train, engine = config.train, config.engine
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        micro_batches = train.global_batch // train.micro_batch
         return cls(
             model,
-            make_optimizer(dict(model.named_parameters())),
+            optimizer,
             schedule,
             train.max_grad_norm,
             zero_stage=engine.zero_stage,
             micro_batch=train.micro_batch,
-            accumulation=train.global_batch // train.micro_batch // read_launch().world_size,
+            accumulation=micro_batches // read_launch().world_size,
             autocast_dtype=autocast_dtype,
             user_config=engine.deepspeed,
             device=device,

@@ -144,8 +144,11 @@ def _problem(why: str) -> Problem:
         return Problem(f"lost {some(lost, _NAMED)}", where, why=why, fix=fix)
 
     # The ranks were still meeting, and some have not come.
-    come = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is not None]
-    absent = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is None]
+    come: list[str] = []
+    absent: list[str] = []
+    for rank, peer in enumerate(_meeting.peers):
+        group = absent if peer is None else come
+        group.append(f"rank {rank}")
     if absent:
         ranks = len(_meeting.peers)
         what = f"waited in vain for {some(absent, _NAMED)} of {ranks} ranks"

@@ -95,7 +95,9 @@ class Attention(nn.Module):
         self.heads = settings.heads
         self.kv_heads = settings.kv_heads
         self.head_dim = settings.head_dim
-        self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        # Queries, keys and values in one product.
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(dim, outputs, bias=False)
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
         if settings.qk_norm:

@@ -428,7 +428,10 @@ class Evidence:
             "score": self._score.value,
             "bad": self._score.bad,
         }
-        meta: dict[str, Any] = {name: _listed(values) for name, values in arrays.items()}
+        meta: dict[str, Any] = {}
+        for name, values in arrays.items():
+            listed = _listed(values)
+            meta[name] = listed
         meta["samples"] = self._samples
         meta["alike"] = self._alike.ravel().tolist()
         return meta

@@ -165,7 +165,8 @@ class Plan:
 
     def fp8_layers(self) -> tuple[str, ...]:
         """Names, as in the model, of the layers that run in FP8."""
-        return tuple(layer.module for layer in self.layers if layer.precision == "fp8")
+        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
+        return tuple(layer.module for layer in fp8)
 
     def fused_norms(self) -> dict[str, str]:
         """FP8 layer -> the norm that is computed together with it. Names as in the model."""

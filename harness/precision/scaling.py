@@ -217,7 +217,8 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """
     spec = FORMATS[fmt]
     # With a dimension the scale takes part in type promotion: one kernel computes the product in float32.
-    return (x.detach() * scale.reshape(1)).clamp_(-spec.max, spec.max).to(spec.dtype)
+    scaled = x.detach() * scale.reshape(1)
+    return scaled.clamp_(-spec.max, spec.max).to(spec.dtype)
 
 
 # ---- What a cast loses

@@ -272,7 +272,8 @@ def keep_out(
         rows.append(row)
     if not any(row.precision == "fp8" for row in rows):
         what = "FP8 makes no layer of this model faster"
-        listed = [f"{out}x{into}: {reason}" for (out, into), reason in reasons.items()]
+        by_shape = reasons.items()
+        listed = [f"{out}x{into}: {reason}" for (out, into), reason in by_shape]
         why = "; ".join(listed[:5])
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         raise NoFp8LayerError(Problem(what, f"recipe {recipe.name}", why, fix))

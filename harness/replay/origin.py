@@ -406,9 +406,9 @@ def watch(
     """
     watcher = _Watcher(model, None if known is None else frozenset(known))
     # Anomaly mode records the stack of every operation; its own search for NaN is off.
-    records_lines = (
-        torch.autograd.set_detect_anomaly(True, check_nan=False) if lines else nullcontext()
-    )
+    records_lines = nullcontext()
+    if lines:
+        records_lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
     try:
         with records_lines:
             yield watcher.origin
@@ -474,7 +474,8 @@ class _Watcher:
         self._known = known or frozenset[str]()
         self._compared = known is not None
         self._names = {module: name for name, module in model.named_modules()}
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = model.named_parameters()
+        self._parameters = {id(parameter): name for name, parameter in named}
         self._graph = GraphWatch(self._parameters, self._on_backward)
         # The forwards that have begun, the innermost last, and how often each module was called in this micro-batch.
         self._stack: list[_Call] = []

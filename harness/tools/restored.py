@@ -106,7 +106,8 @@ class Restored:
             raise self._no_logits(f"its forward does not take the inputs alone: {error}") from error
         # Common forms of an output: a tuple that begins with the logits, or an object that has them.
         found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
-        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != len(inputs[0]):
+        samples = len(inputs[0])
+        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != samples:
             raise self._no_logits("forward(inputs) returns something else")
         return found
 

@@ -78,8 +78,8 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "int64 ids are rewritten by the first fix",
-        "if 2 * len(ids) > len(numbers) and",
-        "if False and",
+        "if 2 * len(ids) <= len(numbers):\n            continue",
+        "if True:\n            continue",
         "tests/unit/data/test_token_files.py -k the_command",
     ),
     Mutation(

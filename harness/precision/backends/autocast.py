@@ -99,6 +99,7 @@ class AutocastBackend:
 
         Only an fp16 rung can be downgraded. A downgrade saved by another rung, such as FP8, does not apply here.
         """
+        # A state of an FP8 rung has slots, and one of this rung has none.
         saved_by_autocast = not meta["slots"]
         if self._planned == "fp16" and saved_by_autocast:
             self.fell_back_to = meta["lowered"]

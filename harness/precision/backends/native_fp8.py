@@ -121,15 +121,10 @@ class _Linear(torch.autograd.Function):
             left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
         )
         bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
-        return (
-            rows.to(ctx.dtype) if needs[0] else None,
-            weights if needs[1] else None,
-            bias,
-            None,
-            None,
-            None,
-            None,
-        )
+        # Autograd wants None for the operators' empty tensors, and for what is no tensor of the model.
+        grad_rows = rows.to(ctx.dtype) if needs[0] else None
+        grad_weights = weights if needs[1] else None
+        return grad_rows, grad_weights, bias, None, None, None, None
 
 
 def _own_cast(
@@ -156,7 +151,9 @@ def _cast(
     if not transpose:
         return values, amax, rows, None
     turned = rows.view(torch.uint8).t()
-    columns = F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+    # The GEMM takes a number of tokens that is a multiple: zeros add nothing to a product.
+    missing = padded(len(x)) - len(x)
+    columns = F.pad(turned, (0, missing)).contiguous().view(spec.dtype)
     return values, amax, rows, columns
 
 

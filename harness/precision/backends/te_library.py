@@ -74,7 +74,8 @@ def load() -> Library:
 
     Raises MachineError if it does not import, lacks something that is used here, or is overridden by the environment.
     """
-    overridden = [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]
+    values = {name: os.environ.get(name, "0") for name in _OVERRIDES}
+    overridden = [name for name, value in values.items() if value not in ("", "0")]
     if overridden:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
         problems: list[Problem] = []

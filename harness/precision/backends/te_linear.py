@@ -487,7 +487,9 @@ class _Once:
 
 def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
     """bf16 autocast if `wanted`. Without autocast TE refuses inputs whose dtype is not that of its Parameters."""
-    return torch.autocast(device_type, dtype=torch.bfloat16) if wanted else nullcontext()
+    if not wanted:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=torch.bfloat16)
 
 
 def _in_bf16_autocast(device_type: str) -> bool:
