@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harness.precision import scaling
 from harness.precision.backends import native_triton
 from harness.precision.backends.native_gemm import (
     ALIGNMENT,
@@ -514,7 +515,7 @@ class Fp8SlotBuffers(SlotBuffers):
         """As `SlotBuffers.observe`."""
         if self.sampling:
             self.sampled.add(slot, x, self.scale[slot])
-        self._stage(x, slot)
+        self.stage(slot, scaling.amax(x))
 
     def may_release(self) -> bool:
         """Whether this is the window's last micro-batch, as far as is known."""

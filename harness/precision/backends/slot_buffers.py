@@ -197,7 +197,7 @@ class SlotBuffers(ScalingState):
 
         quantized = scaling.quantize(x, self.scale[slot], fmt)
         if record:
-            self._stage(x, slot)
+            self.stage(slot, scaling.amax(x))
             if self.sampling:
                 rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
                 channels = scaling.channel_stats(x, quantized, self.scale[slot])
@@ -213,10 +213,7 @@ class SlotBuffers(ScalingState):
         if self.sampling:
             self.quantize(x.detach().contiguous(), slot, record=True)
         else:
-            self._stage(x, slot)
-
-    def _stage(self, x: Tensor, slot: int) -> None:
-        self.stage(slot, scaling.amax(x))
+            self.stage(slot, scaling.amax(x))
 
     def stage(self, slot: int, amax: Tensor) -> None:
         """Raise the slot's amax in the staging row to `amax`, float32 of one element."""
