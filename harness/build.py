@@ -634,7 +634,8 @@ def _snapshots(
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
     size = _state_size(config, engine, model)
-    return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
+    healthy = config.checkpoint.healthy_steps
+    return room_for_snapshots(size, healthy, engine.device, telemetry)
 
 
 def _build_engine(

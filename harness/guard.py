@@ -145,7 +145,8 @@ class Guard:
         fallback = ready.context.fallback.enabled
         if text := unwatched(config.enabled, fallback, bool(ready.context.layers)):
             telemetry.tell(0, "precision.unwatched", text)
-        monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
+        context = replace(ready.context, guard=config, max_grad_norm=max_grad_norm)
+        monitors = build_monitors(context)
         # Ranks that hold different rows have nothing to compare.
         comparison = None
         if ready.shards is None:
@@ -390,7 +391,8 @@ def _model_part(ready: Prepared) -> ModelPart:
     if ready.shards is None:
         return ModelPart(ready.model)
     local = ready.shards.local
-    return ModelPart(ready.model, Shards(local.weights, local.rows, None, local.reshard))
+    shards = Shards(local.weights, local.rows, None, local.reshard)
+    return ModelPart(ready.model, shards)
 
 
 _HERE = "Guard.for_precision"

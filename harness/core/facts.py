@@ -190,8 +190,12 @@ class SlotStats:
 
 def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:
     """(type, metric) of every field of a class of facts that is annotated with a Metric."""
-    hints = get_type_hints(facts, include_extras=True)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+    found: dict[str, tuple[type, Metric]] = {}
+    for name, hint in get_type_hints(facts, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, metric = get_args(hint)
+            found[name] = (kind, metric)
+    return found
 
 
 SLOT_ROWS: dict[str, Metric] = {

@@ -319,7 +319,8 @@ def update(
     loss, norm = figures["loss"], figures["grad_norm"]
     overflow = ~torch.isfinite(norm)
     # "Not at most" rather than "over": a NaN is over every limit.
-    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
+    bad_loss = ~(loss <= limits.loss) | ~torch.isfinite(loss)
+    over = bad_loss | overflow | (norm > limits.norm)
 
     # Agree, in the one MAX over ranks: the flags, this rank's figures, and the window's amax of every slot.
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()

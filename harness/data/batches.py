@@ -144,7 +144,8 @@ class TokenBatches:
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+        samples = sample_numbers(self._seed, index, self._global_batch, self.n_samples)
+        return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU.

@@ -205,7 +205,8 @@ class DatasetBatches:
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+        samples = sample_numbers(self._seed, index, self._global_batch, self.n_samples)
+        return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's micro-batches: number `rank`, `rank + world_size`, ... of the window. Raises ConfigError if they

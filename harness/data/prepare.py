@@ -545,5 +545,6 @@ def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     if changed:
         what = "changed while it was prepared"
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
-        raise DataError([Problem(what, f"data.path: {path}", fix=fix) for path in changed])
+        problems = [Problem(what, f"data.path: {path}", fix=fix) for path in changed]
+        raise DataError(problems)
     return made

@@ -471,7 +471,10 @@ def _texts(
             column = missing
 
     # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    # A dictionary's values are what its rows hold.
+    kind = column.type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
     is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
     if not any(is_type(kind) for is_type in is_text):
         is_ids = types.is_list(kind) and types.is_integer(kind.value_type)

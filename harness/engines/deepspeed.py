@@ -70,10 +70,10 @@ class ZeroWeightAccess(WeightAccess):
 
     def like(self, tensor: Tensor) -> Tensor:
         """As `WeightAccess.like`: a checkpoint holds the fp32 master, whatever DeepSpeed computes in."""
-        has_master = hasattr(tensor, "_hp_mapping")
-        return (
-            torch.empty_like(tensor, dtype=torch.float32, device="meta") if has_master else tensor
-        )
+        # What has no master is what a checkpoint holds: a buffer, or a parameter in fp32.
+        if not hasattr(tensor, "_hp_mapping"):
+            return tensor
+        return torch.empty_like(tensor, dtype=torch.float32, device="meta")
 
     def read(self, tensor: Tensor) -> Tensor:
         """As `WeightAccess.read`; parameters in fp32."""

@@ -224,8 +224,10 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
     """The user's DeepSpeed JSON. Raises ConfigError if there is no such file, or no object in it."""
     bare = "/" not in name_or_path and not name_or_path.endswith(".json")
     shipped = resource_dir("configs") / "deepspeed"
+    path = shipped / f"{name_or_path}.json"
     try:
-        path = shipped / f"{name_or_path}.json" if bare else Path(name_or_path).expanduser()
+        if not bare:
+            path = Path(name_or_path).expanduser()
         data = read_json(path, _MAX_BYTES)
         if not isinstance(data, dict):
             raise TypeError(f"holds a {type(data).__name__}, not an object")

@@ -528,7 +528,10 @@ def _whole(value: object) -> TypeGuard[int]:
 
 
 def _number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A bool is an int to Python, and no number to people.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def _wrong_sizes(sizes: Mapping[str, Any], recompute_every: int) -> list[Problem]:
@@ -597,9 +600,13 @@ def _wrong_scaling(scaling: object) -> list[Problem]:
     fix = f"give {', '.join(SCALING)}, as in Llama 3.1's config.json"
     if not isinstance(scaling, Mapping) or set(scaling) != set(SCALING):
         return [Problem(f"{scaling!r} is not a mapping with the keys of Llama 3.1", where, fix=fix)]
-    odd = [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]
-    if odd:
-        return [Problem(f"{key} {scaling[key]!r} is not over 0", where, fix=fix) for key in odd]
+    problems: list[Problem] = []
+    for key in SCALING:
+        value = scaling[key]
+        if not _number(value) or value <= 0:
+            problems.append(Problem(f"{key} {value!r} is not over 0", where, fix=fix))
+    if problems:
+        return problems
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return [Problem("high_freq_factor is not over low_freq_factor", where, fix=fix)]
     return []

@@ -394,8 +394,8 @@ def _muon_patterns(train: TrainConfig, names: Sequence[str]) -> list[str]:
     where = f"train.optimizer_args.{_MUON_OTHERS}"
     given = train.optimizer_args.get(_MUON_OTHERS, [])
     patterns = cast("list[Any]", given)
-    are_texts = isinstance(given, list) and all(isinstance(each, str) for each in patterns)
-    if not are_texts:
+    is_list = isinstance(given, list)
+    if not is_list or not all(isinstance(each, str) for each in patterns):
         what = f"{given!r} is no list of patterns"
         raise ConfigError(Problem(what, where, fix='such as ["head.*"]'))
 

@@ -61,7 +61,8 @@ def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
     tier, _ = tier_of(facts)
     judged: list[Judgement] = []
     for rung in recipe.ladder:
-        able, reason = can_run(rung.backend, rung.precision, facts, tier, recipe.fp8.scaling)
+        scaling = recipe.fp8.scaling
+        able, reason = can_run(rung.backend, rung.precision, facts, tier, scaling)
         listed = tier.name in rung.tiers
         if not listed:
             reason = f"not for tier {tier.name} (for {', '.join(rung.tiers)})"

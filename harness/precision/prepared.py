@@ -87,6 +87,7 @@ class Prepared:
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
+        # What monitors must know of the run; a loss scale means that it may leave fp16.
         scaled = self.loss_scale is not None
         self.context = monitor_context(
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled

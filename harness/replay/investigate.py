@@ -85,7 +85,11 @@ class Rerun:
     def shares(self, window: Window) -> list[Share]:
         """The share of a window that each rank of the run computed."""
         batches = self.run.data.micro_batches
-        return [Share(rank, batches(window, rank, self.ranks)) for rank in range(self.ranks)]
+        shares: list[Share] = []
+        for rank in range(self.ranks):
+            own = batches(window, rank, self.ranks)
+            shares.append(Share(rank, own))
+        return shares
 
     def samples(self, window: Window) -> list[int]:
         """Sample numbers in the order in which they are computed here: rank 0's, then rank 1's, and so on."""

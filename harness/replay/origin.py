@@ -244,7 +244,10 @@ def _number(node: Any) -> int:
 
 
 def _finite(gradient: Tensor) -> bool:
-    return gradient.layout != torch.strided or bool(torch.isfinite(gradient).all())
+    # isfinite takes strided tensors only.
+    if gradient.layout != torch.strided:
+        return True
+    return bool(torch.isfinite(gradient).all())
 
 
 class FirstBad(TorchFunctionMode):

@@ -107,7 +107,8 @@ class Restored:
         # Common forms of an output: a tuple that begins with the logits, or an object that has them.
         found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
         samples = len(inputs[0])
-        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != samples:
+        is_tensor = isinstance(found, torch.Tensor)
+        if not is_tensor or found.ndim != 3 or len(found) != samples:
             raise self._no_logits("forward(inputs) returns something else")
         return found
 

@@ -151,7 +151,8 @@ def find_start(
         config = adopt_vocab(origin, config)
     resumed = None
     if resuming:
-        resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
+        sha256 = request.recipe.sha256()
+        resumed = check_resumable(folder, config, sha256, request.accepted)
         # A ledger that cannot be read is refused here, before anything is written.
         load_ledger(folder)
     return StartingPoint(folder, config, source, origin, resumed)

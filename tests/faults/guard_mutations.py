@@ -218,7 +218,7 @@ GUARD = (
     Mutation(
         13,
         "the plan says at which steps snapshots come",
-        "plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))",
+        "plan = replace(plan, notes=(*plan.notes, snapshots))",
         "pass",
         "tests/e2e/test_told_before.py -k leaves_out",
     ),

@@ -132,7 +132,8 @@ def _own_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_cast`, by our kernel, which also casts for the layer when it is not compiled."""
-    amax, rows, turned = _ops.fp8_cast(x.detach().to(torch.bfloat16), scale, handle, fmt, transpose)
+    given = x.detach().to(torch.bfloat16)
+    amax, rows, turned = _ops.fp8_cast(given, scale, handle, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
 
 
@@ -313,11 +314,12 @@ def _fake_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    rows = (grad.shape[0], weight.shape[1]) if needs[0] else (0,)
-    return (
-        grad.new_empty(rows, dtype=torch.bfloat16),
-        grad.new_empty(weight.shape if needs[1] else (0,), dtype=torch.bfloat16),
-    )
+    nothing = (0,)
+    of_rows = (grad.shape[0], weight.shape[1]) if needs[0] else nothing
+    of_weight = weight.shape if needs[1] else nothing
+    grad_rows = grad.new_empty(of_rows, dtype=torch.bfloat16)
+    grad_weight = grad.new_empty(of_weight, dtype=torch.bfloat16)
+    return grad_rows, grad_weight
 
 
 def _fp8_switching(
@@ -390,11 +392,11 @@ def _fake_switching_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_empty(rows.shape if needs[0] else (0,)),
-        grad.new_empty(weight.shape if needs[1] else (0,)),
-        grad.new_empty(grad.shape[1:] if needs[2] else (0,), dtype=torch.float32),
-    )
+    nothing = (0,)
+    grad_rows = grad.new_empty(rows.shape if needs[0] else nothing)
+    grad_weight = grad.new_empty(weight.shape if needs[1] else nothing)
+    grad_bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
+    return grad_rows, grad_weight, grad_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

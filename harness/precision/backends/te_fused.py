@@ -108,7 +108,8 @@ class Deferred(Tensor):
             return made
 
         # After a fused block has run, there is no tensor left whose gradient a hook could see.
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Deferred)]
+        leaves = tree_leaves((args, kwargs))
+        found = [each for each in leaves if isinstance(each, Deferred)]
         if func in _HOOKS:
             first = found[0]
             owner = first if first.whole is None else first.whole
@@ -302,8 +303,10 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     # The product of that with the second half of the same output, in either order.
     if func in _PRODUCTS and len(args) == 2 and not kwargs:
-        other = args[1] if isinstance(args[1], Part) and args[1].whole is whole else None
-        if {step, getattr(other, "step", "")} == {"silu", "up"}:
+        second = args[1]
+        if not isinstance(second, Part) or second.whole is not whole:
+            return None
+        if {step, second.step} == {"silu", "up"}:
             return _part(whole, "gated", func, args)
     return None
 

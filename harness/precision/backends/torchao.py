@@ -450,7 +450,8 @@ class TorchaoBackend:
         formats = ["e4m3", "e4m3", gradient] * len(self.layers)
         largest = [scaling.FORMATS[fmt].max for fmt in formats]
         self._fp8_max = torch.tensor(largest, device=device)
-        sampled = SampledStats(formats, device, by_row=not tensorwise, measure=load_stats(device))
+        measure = load_stats(device)
+        sampled = SampledStats(formats, device, by_row=not tensorwise, measure=measure)
         self._watch = Watch(sampled, device)
         for module in self.modules.values():
             module.__class__ = WatchedLinear
