@@ -350,9 +350,9 @@ class Telemetry:
 
         # Counted by updates that were applied, as the summary at the end does.
         skipped = facts.step - facts.applied_steps
-        self.screen.step(
-            facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to)
-        )
+        in_fp8 = self.layers - len(facts.demoted)
+        rollbacks = len(ledger.returned_to)
+        self.screen.step(facts, in_fp8, self.layers, skipped, rollbacks)
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
         """Set the counts that go into the outcome of `harness train`. A resume needs this if no step is left to record.

@@ -238,7 +238,13 @@ def _nvidia_smi() -> NvidiaSmi:
         return NvidiaSmi()
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return NvidiaSmi(present=True, error=str(error))
     if done.returncode:

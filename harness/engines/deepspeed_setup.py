@@ -317,7 +317,12 @@ def _compile_apart(folder: Path) -> None:
     command = [sys.executable, "-m", "harness.engines.deepspeed_setup", _APART]
 
     # Nothing is ever written into the pipe. Its reader sees the end of it when this process is gone.
-    build = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, process_group=0)
+    build = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr,
+        process_group=0,
+    )
     try:
         code = build.wait()
     except BaseException:
