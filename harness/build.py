@@ -98,20 +98,19 @@ def choose_engine(name: str, launcher: str, launch: Launch) -> str:
         if launcher == "deepspeed":
             return "deepspeed"
         return "ddp" if launch.world_size > 1 else "single"
+
+    # An engine that was named must fit the processes that are there.
     where = f"engine.name={name}"
     if name == "single" and launch.world_size > 1:
-        what, fix = (
-            f"{launch.world_size} ranks were started",
-            "set engine.name to auto, or start one process",
-        )
-        raise ConfigError(Problem(what, where, "each of them would train a model of its own", fix))
+        what = f"{launch.world_size} ranks were started"
+        why = "each of them would train a model of its own"
+        fix = "set engine.name to auto, or start one process"
+        raise ConfigError(Problem(what, where, why, fix))
     if name != "single" and not launch.launched:
+        what = "no launcher started this process"
+        why = "it has nobody to share work with"
         fix = "torchrun --nproc-per-node N launch/train.py ..., or engine.name=auto"
-        raise ConfigError(
-            Problem(
-                "no launcher started this process", where, "it has nobody to share work with", fix
-            )
-        )
+        raise ConfigError(Problem(what, where, why, fix))
     return name
 
 
@@ -230,15 +229,16 @@ def build_plan(
         if problems := refusals(worker.engine, config, recipe, rung, worker.device.type):
             raise ConfigError(problems)
 
+        # The next rung down is planned for the same model.
         if not built:
             model, why_whole = _new_model(config, worker)
             built.append(model)
             notes.extend(why_whole)
         model = built[0]
-        if config.engine.compile == "blocks" and (
-            problems := check_compile(rung, model, worker.device)
-        ):
-            raise ConfigError(problems)
+        if config.engine.compile == "blocks":
+            problems = check_compile(rung, model, worker.device)
+            if problems:
+                raise ConfigError(problems)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
         plan = replace(plan, notes=(*plan.notes, *notes))
@@ -276,7 +276,12 @@ def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]
     return build_model(config.model).to(worker.device), notes
 
 
-def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool = False) -> RunData:
+def build_data(
+    config: RunConfig,
+    folder: Path,
+    worker: Worker,
+    read_only: bool = False,
+) -> RunData:
     """The run's data, opened and checked. Collective.
 
     Rank 0 prepares them and writes their description into `folder`; then the other ranks open what it describes.
@@ -304,10 +309,11 @@ def build_data(config: RunConfig, folder: Path, worker: Worker, read_only: bool 
     data = data or read(lead=False)
 
     sizes = (train.global_batch, train.micro_batch, wanted.val_samples)
-    parts = [
-        TokenBatches(each, train.seed, wanted.context, *sizes, wanted.packing == "documents")
-        for each in data
-    ]
+    by_documents = wanted.packing == "documents"
+    parts: list[TokenBatches] = []
+    for each in data:
+        part = TokenBatches(each, train.seed, wanted.context, *sizes, by_documents)
+        parts.append(part)
     if wanted.mixture:
         weights = [part.weight for part in wanted.mixture]
         return Prefetched(Mixture(parts, weights, train.seed, *sizes), watch)
@@ -321,7 +327,12 @@ _MASK_SEARCH = 8
 """Micro-batches of the first window that are searched for labels of -100."""
 
 
-def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -> tuple[Task, str]:
+def build_task(
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    data: Batches,
+) -> tuple[Task, str]:
     """The model's loss, tried on one sample of the data before anything is converted.
 
     Also returns a warning: that the loss is not in the unit that the data promise. Empty if it is.
@@ -332,10 +343,9 @@ def build_task(config: RunConfig, plan: Plan, model: nn.Module, data: Batches) -
     # Ask as if there were one rank for each micro-batch: each then has a single one. So only the micro-batches that are
     # looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
-    batches = (
-        data.micro_batches(data.window(0), rank, ranks)[0]
-        for rank in range(min(ranks, _MASK_SEARCH))
-    )
+    window = data.window(0)
+    searched = range(min(ranks, _MASK_SEARCH))
+    batches = (data.micro_batches(window, rank, ranks)[0] for rank in searched)
     autocast = autocast_dtype(plan)
     first = next(batches)
     with computing(model):
@@ -433,11 +443,13 @@ def build_run(
         comparison=comparison,
         seed=config.train.seed,
     )
-    recorder = (
-        FlightRecorder(folder, store, environment_of(config, worker, engine))
-        if engine.rank == 0
-        else None
-    )
+    snapshots = _snapshots(config, engine, model, telemetry)
+    fp8_weights = {layer: held[name] for layer, name in fp8_names.items()}
+    # One bundle of a bad step is enough: its samples are those of all ranks.
+    keep_flight = None
+    if engine.rank == 0:
+        environment = environment_of(config, worker, engine)
+        keep_flight = FlightRecorder(folder, store, environment).keep
     return Run(
         config=config,
         folder=folder,
@@ -446,16 +458,16 @@ def build_run(
         task=task,
         data=data,
         state=state,
-        guard=Guard(judge, telemetry, _snapshots(config, engine, model, telemetry), recovery),
+        guard=Guard(judge, telemetry, snapshots, recovery),
         telemetry=telemetry,
         recovery=recovery,
         stop=stop,
         forward_clock=ForwardClock(worker.device),
         stats_every=recipe.fp8.stats_every,
         watch=watch,
-        keep_flight=recorder.keep if recorder else None,
+        keep_flight=keep_flight,
         ideal=_ideal(flops, worker, card, plan),
-        fp8_weights={layer: held[name] for layer, name in fp8_names.items()},
+        fp8_weights=fp8_weights,
     )
 
 
@@ -507,18 +519,28 @@ def _flops(
     """
     if card is None:
         return math.nan
-    batch = data.micro_batches(data.window(0), worker.launch.rank, worker.launch.world_size)[0]
-    return training_flops(model, task, batch) / config.train.micro_batch
+    launch = worker.launch
+    batches = data.micro_batches(data.window(0), launch.rank, launch.world_size)
+    return training_flops(model, task, batches[0]) / config.train.micro_batch
 
 
 def _card(worker: Worker) -> Card | None:
     """The datasheet of the card that all ranks have; None if there is none, or they have different ones. Collective."""
-    here = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else ""
+    here = ""
+    if worker.device.type == "cuda":
+        here = worker.facts.card(worker.device.index)
     names = set(gather_texts(here))
-    return card_named(names.pop()) if len(names) == 1 else None
+    if len(names) > 1:
+        return None
+    return card_named(names.pop())
 
 
-def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[str, float]:
+def _ideal(
+    flops: float,
+    worker: Worker,
+    card: Card | None,
+    plan: Plan,
+) -> dict[str, float]:
     """Seconds that one sample would take at the cards' peak, for each kind of precision. Empty if no peak is known.
 
     flops: of training on one sample. Call it after the backend is built, which sets whether float32 products may use
@@ -528,12 +550,16 @@ def _ideal(flops: float, worker: Worker, card: Card | None, plan: Plan) -> dict[
         return {}
     peaks = card.peaks(tf32=torch.get_float32_matmul_precision() != "highest")
     peaks[RUNG] = peaks[plan.rung.precision]
-    return {kind: flops / worker.launch.world_size / peak for kind, peak in peaks.items() if peak}
+    # A step's samples are shared by all ranks.
+    each_rank = flops / worker.launch.world_size
+    return {kind: each_rank / peak for kind, peak in peaks.items() if peak}
 
 
 def environment_of(config: RunConfig, worker: Worker, engine: Engine) -> Environment:
     """Recipe, ranks, engine and card of a run: part of every repro bundle."""
-    card = worker.facts.card(worker.device.index) if worker.device.type == "cuda" else "cpu"
+    card = "cpu"
+    if worker.device.type == "cuda":
+        card = worker.facts.card(worker.device.index)
     return Environment(config.recipe, engine.world_size, engine.name, card)
 
 
@@ -608,7 +634,8 @@ def _snapshots(
     if not (config.guard.enabled and config.guard.snapshot_every and engine.snapshots):
         return None
     size = _state_size(config, engine, model)
-    return room_for_snapshots(size, config.checkpoint.healthy_steps, engine.device, telemetry)
+    healthy = config.checkpoint.healthy_steps
+    return room_for_snapshots(size, healthy, engine.device, telemetry)
 
 
 def _build_engine(

@@ -136,14 +136,17 @@ class Guard:
         # The same settings as in a run's config.
         config = validate(GuardConfig, settings, _HERE)
         _require_rates(chosen, config)
-        chosen_steps = {} if healthy_steps is None else {"healthy_steps": healthy_steps}
+        chosen_steps: dict[str, int] = {}
+        if healthy_steps is not None:
+            chosen_steps["healthy_steps"] = healthy_steps
         healthy = validate(CheckpointConfig, chosen_steps, _HERE).healthy_steps
 
         telemetry = telemetry or Telemetry.for_precision(None, precision)
         fallback = ready.context.fallback.enabled
         if text := unwatched(config.enabled, fallback, bool(ready.context.layers)):
             telemetry.tell(0, "precision.unwatched", text)
-        monitors = build_monitors(replace(ready.context, guard=config, max_grad_norm=max_grad_norm))
+        context = replace(ready.context, guard=config, max_grad_norm=max_grad_norm)
+        monitors = build_monitors(context)
         # Ranks that hold different rows have nothing to compare.
         comparison = None
         if ready.shards is None:
@@ -156,8 +159,10 @@ class Guard:
             for name, each in parts.items():
                 ready.state.parts[name] = ExternalState(name, each)
             ready.state.state_dict()  # raises now for what cannot be kept
-            trained = sum(param.numel() for param in ready.parameters() if param.requires_grad)
-            size = state_bytes(ready.model, _MOMENT_BYTES * trained)
+            trained = [param for param in ready.parameters() if param.requires_grad]
+            elements = sum(param.numel() for param in trained)
+            size = state_bytes(ready.model, _MOMENT_BYTES * elements)
+            # Of a sharded model each rank keeps its rows.
             if ready.shards is not None:
                 size = -(-size // world_size())
             memory = room_for_snapshots(size, healthy, ready.device, telemetry)
@@ -217,11 +222,9 @@ class Guard:
                 self.memory.clear()
 
         # An optimizer that has got more parameters cannot be restored to what it was before.
-        groups = [
-            len(group["params"])
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
+        groups: list[int] = []
+        for optimizer in self._optimizers:
+            groups += [len(group["params"]) for group in optimizer.param_groups]
         if self._groups not in (None, groups) and self.memory is not None:
             self.memory.clear()
         self._groups = groups
@@ -319,11 +322,17 @@ class Guard:
         Returns the step of that state, or None if there is none. Collective.
         """
         # The newest good state. Both answers are the same on every rank.
-        on_disk = self.disk.newest_good() if self.disk is not None else None
-        in_memory = self.memory.good if self.memory is not None and not action.from_disk else None
-        target = max((each for each in (on_disk, in_memory) if each is not None), default=None)
-        if target is None:
+        on_disk: int | None = None
+        in_memory: int | None = None
+        if self.disk is not None:
+            on_disk = self.disk.newest_good()
+        # Copies in memory are each rank's own: where ranks differ, they differ there as well.
+        if self.memory is not None and not action.from_disk:
+            in_memory = self.memory.good
+        states = [each for each in (on_disk, in_memory) if each is not None]
+        if not states:
             return None
+        target = max(states)
         from_memory = self.memory is not None and target == in_memory
 
         # A stream cannot go back: what it has fed since that state is skipped as well.
@@ -382,7 +391,8 @@ def _model_part(ready: Prepared) -> ModelPart:
     if ready.shards is None:
         return ModelPart(ready.model)
     local = ready.shards.local
-    return ModelPart(ready.model, Shards(local.weights, local.rows, None, local.reshard))
+    shards = Shards(local.weights, local.rows, None, local.reshard)
+    return ModelPart(ready.model, shards)
 
 
 _HERE = "Guard.for_precision"

@@ -175,6 +175,8 @@ def train_step(
     # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop.
     # One step later `train` below has them judged (guard.py, which asks monitors/responder.py) and recorded
     # (telemetry.py).
+    samples = len(window.samples)
+    ideal = run.ideal.get(_fastest(precision), math.nan)
     _, in_flight = finish_step(
         engine,
         precision,
@@ -184,8 +186,8 @@ def train_step(
         clock,
         fp8_weights=run.fp8_weights,
         window=window.index,
-        tokens=len(window.samples) * run.data.tokens_per_sample,
-        ideal_seconds=len(window.samples) * run.ideal.get(_fastest(precision), math.nan),
+        tokens=samples * run.data.tokens_per_sample,
+        ideal_seconds=samples * ideal,
     )
     return in_flight
 
@@ -205,7 +207,11 @@ def seed_step(run: Run, window: Window, rank: int) -> None:
     seed_torch(seed % 2**63)
 
 
-def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, float | Tensor]:
+def _accumulate(
+    run: Run,
+    window: Window,
+    shares: Sequence[Share],
+) -> dict[str, float | Tensor]:
     """Forward and backward of all micro-batches of `shares`. Collective.
 
     All shares have the same number of micro-batches. Gradients are the mean over micro-batches and shares; each
@@ -250,12 +256,14 @@ def _accumulate(run: Run, window: Window, shares: Sequence[Share]) -> dict[str, 
 
     # The backwards have added up the gradients of all shares.
     if len(shares) > 1:
-        gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
+        parameters = engine.module.parameters()
+        gradients = [param.grad for param in parameters if param.grad is not None]
         torch._foreach_div_(gradients, float(len(shares)))
 
+    micro_batches = sum(len(share.batches) for share in shares)
     forward = run.forward_clock.step()
     return {
-        "loss": engine.mean(total / sum(len(share.batches) for share in shares)),
+        "loss": engine.mean(total / micro_batches),
         "stop": float(run.stop.requested()),
         "bad_data": bad,
         "forward_fastest": forward,
@@ -269,10 +277,14 @@ def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
     Micro-batches with masked labels have different numbers of targets. With these weights the mean over micro-batches,
     shares and ranks is the mean over targets. If the window has no targets at all, the weights are NaN.
     """
-    counts = [run.task.count(batch) for share in shares for batch in share.batches]
-    mean = run.engine.mean(
-        torch.tensor(sum(counts) / len(counts), dtype=torch.float32, device=run.engine.device)
-    )
+    counts: list[int] = []
+    for share in shares:
+        counts += [run.task.count(batch) for batch in share.batches]
+    own_mean = sum(counts) / len(counts)
+
+    # Ranks must divide by one number, or samples of ranks with few targets would weigh more.
+    device = run.engine.device
+    mean = run.engine.mean(torch.tensor(own_mean, dtype=torch.float32, device=device))
     return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
 
 
@@ -307,10 +319,9 @@ def evaluate(run: Run) -> Validation:
             return Validation(float(engine.mean((total / counted).float())))
 
         # Ranks have different numbers of targets: the mean of sums over the mean of counts.
-        sums = engine.mean(
-            torch.stack([total.float(), right.float(), total.new_tensor(counted).float()])
-        )
-        nats, hits, counts = sums.tolist()
+        own_count = total.new_tensor(counted)
+        sums = torch.stack([total, right, own_count]).float()
+        nats, hits, counts = engine.mean(sums).tolist()
         accuracy = hits / counts if has_labels else None
         return Validation(nats / counts, accuracy)
     finally:
@@ -324,10 +335,12 @@ def _without_bad_samples(run: Run, batch: Batch) -> tuple[Batch, int]:
     """
     sizes = run.task.vocab_size, run.task.classes
     if check_batch(batch, *sizes) & ~NO_LABEL:
+        # A fault without a row is of the whole batch.
         faults = [fault for fault in name_faults(batch, *sizes) if fault.row is not None]
         _log_bad_validation(run, faults)
         bad = {fault.row for fault in faults}
-        good = [row for row in range(len(next(iter(batch.values())))) if row not in bad]
+        rows = len(next(iter(batch.values())))
+        good = [row for row in range(rows) if row not in bad]
         if not good:
             return harmless(batch), 0
         batch = {name: values[good] for name, values in batch.items()}
@@ -342,10 +355,9 @@ def _log_bad_validation(run: Run, faults: Sequence[Fault]) -> None:
     if run.bad_validation_logged:
         return
     run.bad_validation_logged = True
-    named = "; ".join(f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3])
-    run.telemetry.tell(
-        run.state.step, "data.validation", f"bad samples are left out of the validation: {named}"
-    )
+    named = [f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3]]
+    text = f"bad samples are left out of the validation: {'; '.join(named)}"
+    run.telemetry.tell(run.state.step, "data.validation", text)
 
 
 def train(run: Run) -> Outcome:

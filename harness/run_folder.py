@@ -103,8 +103,11 @@ def choose_folder(
 
 def _named_folder(name: str, resume: str) -> Path:
     """The folder of --name. Raises ConfigError as `choose_folder` does."""
-    plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)
-    if not name or name[0] in ".-~" or "/" in name or not plain:
+    plain = name.isprintable() and not _MEANS_MORE & set(name)
+    # What is not printable may not be encoded either.
+    fits = plain and len(name.encode()) <= _MAX_NAME
+    # A file that begins with a dot is hidden; a shell reads - as an option, and ~ as a home folder.
+    if not name or name[0] in ".-~" or "/" in name or not fits:
         fix = "use letters, digits, - and _"
         raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix=fix))
     folder = RUNS / name
@@ -126,7 +129,8 @@ def base_name(config_name: str, recipe_name: str) -> str:
 
 def _has_remains(folder: Path) -> bool:
     """Whether a run was here, whose checkpoints must never be taken for another run's."""
-    return any((folder / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints"))
+    names = ("config.yaml", "journal.jsonl", "checkpoints")
+    return any((folder / name).exists() for name in names)
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -148,11 +152,14 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     """
     tell_wrapper(outcome.exit_code, overrule=True)
     loss = outcome.val_loss
+    # Strict JSON has no NaN and no infinities.
+    val_loss: float | str | None = loss
+    if loss is not None and not math.isfinite(loss):
+        val_loss = str(loss)
     content = {
         **asdict(outcome),
         "reason": outcome.reason[:_MAX_REASON],
-        # Strict JSON has no NaN and no infinities.
-        "val_loss": loss if loss is None or math.isfinite(loss) else str(loss),
+        "val_loss": val_loss,
         "exit_code": int(outcome.exit_code),
     }
     path, reserve = folder / "outcome.json", folder / _RESERVE
@@ -294,8 +301,9 @@ def check_resumable(
 
     # A recipe may change by name, or in its contents.
     changes = _changes(old, new)
+    renamed = any(change.key == "recipe" for change in changes)
     sha256 = read_plan(folder).get("recipe_sha256", recipe_sha256)
-    if sha256 != recipe_sha256 and not any(change.key == "recipe" for change in changes):
+    if sha256 != recipe_sha256 and not renamed:
         changes.append(Change("recipe", sha256, recipe_sha256))
 
     # Keys that the file lacks have their defaults in `old`.
@@ -309,8 +317,10 @@ def check_resumable(
         why = _why_never(change.key)
         cut = _CUT_SHORT if change.key in absent else ""
         if why:
+            # Somebody who asked for it must learn why it is refused.
+            reason = why if change.key in accepted else cut
             fix = "use the old value, or give the new run another --name"
-            problems.append(Problem(what, where, why if change.key in accepted else cut, fix))
+            problems.append(Problem(what, where, reason, fix))
         elif not change.key.startswith(RESUME_MAY_CHANGE) and change.key not in accepted:
             fix = f"use the old value, give the new run another --name, or --accept-changed {change.key}"
             problems.append(Problem(what, where, cut, fix))
@@ -320,7 +330,8 @@ def check_resumable(
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    return [Change(key, _value(old, key), _value(new, key)) for key in changed_keys(old, new)]
+    keys = changed_keys(old, new)
+    return [Change(key, _value(old, key), _value(new, key)) for key in keys]
 
 
 def _why_never(key: str) -> str:
@@ -346,7 +357,11 @@ def check_accepted(accepted: Sequence[str], *configs: Mapping[str, Any]) -> None
         raise ConfigError(problems)
 
 
-def bound(config: RunConfig, recipe_sha256: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def bound(
+    config: RunConfig,
+    recipe_sha256: str,
+    data: Mapping[str, Any],
+) -> dict[str, Any]:
     """What a checkpoint is bound to: the config, and hashes of the recipe's contents and of the data; JSON-able."""
     return {
         "config": config.model_dump(mode="json"),
@@ -391,11 +406,14 @@ def check_bound(
 
     refused = [each for each in problems if each.where not in accepted]
     if refused:
-        raise CheckpointError([replace(each, where=f"{place}: {each.where}") for each in refused])
+        placed = [replace(each, where=f"{place}: {each.where}") for each in refused]
+        raise CheckpointError(placed)
 
 
 def _or_accept(fix: str, key: str) -> str:
-    return fix if _why_never(key) else f"{fix}; where it is meant: --accept-changed {key}"
+    if _why_never(key):
+        return fix
+    return f"{fix}; where it is meant: --accept-changed {key}"
 
 
 def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
@@ -403,10 +421,13 @@ def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
 
     bound_to: see `bound`. The same command in the same folder gives the same identity.
     """
+    # A resume may change the other keys, and must still be recognised.
     config = flat(bound_to["config"])
-    fixed = {key: value for key, value in config.items() if not key.startswith(RESUME_MAY_CHANGE)}
+    kept = [key for key in config if not key.startswith(RESUME_MAY_CHANGE)]
+    fixed = {key: config[key] for key in kept}
     held = [folder.name, fixed, bound_to["recipe"], bound_to["data"]]
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(held, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def same_data_order(folder: Path, other: Path) -> bool:

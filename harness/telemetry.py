@@ -350,9 +350,9 @@ class Telemetry:
 
         # Counted by updates that were applied, as the summary at the end does.
         skipped = facts.step - facts.applied_steps
-        self.screen.step(
-            facts, self.layers - len(facts.demoted), self.layers, skipped, len(ledger.returned_to)
-        )
+        in_fp8 = self.layers - len(facts.demoted)
+        rollbacks = len(ledger.returned_to)
+        self.screen.step(facts, in_fp8, self.layers, skipped, rollbacks)
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
         """Set the counts that go into the outcome of `harness train`. A resume needs this if no step is left to record.
@@ -406,7 +406,12 @@ class Telemetry:
             text = f"outcome.json could not be written to {self.folder}: {error}"
             self.screen.event(f"{text}; the run ends with {outcome.exit_code:d}: {outcome.reason}")
 
-    def end(self, outcome: Outcome, plan: Mapping[str, Any], files: tuple[str, ...] = ()) -> None:
+    def end(
+        self,
+        outcome: Outcome,
+        plan: Mapping[str, Any],
+        files: tuple[str, ...] = (),
+    ) -> None:
         """Write what ends a run: outcome, effective precision, table of FP8 figures and report.
 
         MLflow gets them through the journal.
@@ -483,7 +488,10 @@ class Telemetry:
             return
         from harness.report.inspect import summary
 
-        delivered = self._ship.drain(self.config.drain_seconds) if self._ship else None
+        # None: MLflow is switched off, and nothing is missing from it.
+        delivered: bool | None = None
+        if self._ship is not None:
+            delivered = self._ship.drain(self.config.drain_seconds)
         ended = None if self._ended is None else asdict(self._ended)
         self.screen.say(summary(self.folder, ended))
 

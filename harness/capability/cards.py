@@ -100,7 +100,9 @@ def _unseen_card(facts: MachineFacts) -> Problem | None:
         fix = f"reboot or reinstall the driver, or rent another machine; {_ON_PURPOSE}"
         return Problem(what, "nvidia-smi", smi.error, fix)
 
-    card = smi.gpus[0] if len(smi.gpus) == 1 else f"{len(smi.gpus)} x {smi.gpus[0]}"
+    card = smi.gpus[0]
+    if len(smi.gpus) > 1:
+        card = f"{len(smi.gpus)} x {card}"
     what = f"this machine has {card}, but torch cannot use it"
     where = f"torch {facts.torch_version}"
     if facts.torch_cuda is None:

@@ -46,7 +46,11 @@ _TE_MINIMUM = (2, 9)
 
 def library_facts() -> dict[str, LibraryFacts]:
     """Facts on every optional library, by module name."""
-    return {module: _library(module, distribution) for module, distribution in _LIBRARIES.items()}
+    found: dict[str, LibraryFacts] = {}
+    for module, distribution in _LIBRARIES.items():
+        facts = _library(module, distribution)
+        found[module] = facts
+    return found
 
 
 def _library(module: str, distribution: str) -> LibraryFacts:
@@ -160,8 +164,13 @@ class MachineFacts:
 def probe(folder: Path | None = None) -> MachineFacts:
     """Look at this machine (imports torch, which takes about a second). folder: where disk space is measured."""
     torch_facts = _torch_facts()
+    # A virtual environment that is not activated has its ninja beside its Python, and not on the path.
     ninja_beside_python = Path(sys.executable).parent / "ninja"
-    meminfo, cgroup_max = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    has_ninja = shutil.which("ninja") is not None or ninja_beside_python.is_file()
+    # A container may have less memory than the machine.
+    meminfo = _read(Path("/proc/meminfo"))
+    cgroup_max = _read(Path("/sys/fs/cgroup/memory.max"))
+    disk = shutil.disk_usage(folder or Path.cwd())
     return MachineFacts(
         python=platform.python_version(),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -170,9 +179,9 @@ def probe(folder: Path | None = None) -> MachineFacts:
         cpu_cores=_cpu_cores(),
         cpu_bf16_isa=cpu_bf16_isa(_read(Path("/proc/cpuinfo"))),
         has_compiler=find_compiler() is not None,
-        has_ninja=shutil.which("ninja") is not None or ninja_beside_python.is_file(),
-        memory_bytes=memory_limit(_read(meminfo), _read(cgroup_max)),
-        disk_free_bytes=shutil.disk_usage(folder or Path.cwd()).free,
+        has_ninja=has_ninja,
+        memory_bytes=memory_limit(meminfo, cgroup_max),
+        disk_free_bytes=disk.free,
         libraries=library_facts(),
         **torch_facts,
     )
@@ -229,7 +238,13 @@ def _nvidia_smi() -> NvidiaSmi:
         return NvidiaSmi()
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return NvidiaSmi(present=True, error=str(error))
     if done.returncode:

@@ -148,7 +148,12 @@ class RankComparison:
     A resume and a rollback are gaps: what every rank has just loaded must be the same everywhere.
     """
 
-    def __init__(self, every: int, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        every: int,
+        parameters: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
         self.every = every
         self._parameters = dict(parameters)
         self._fingerprint = Fingerprint(device)

@@ -38,6 +38,7 @@ DATA_MAY_CHANGE = ("data.context", "data.val_samples", "data.bad")
 RESUME_NEVER = ("train.optimizer",)
 """Keys that --accept-changed does not open, besides the others of `data`: the saved state belongs to the old value."""
 
+# Most names in a message.
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -130,9 +131,8 @@ class HubConfig(Strict):
 
     @model_validator(mode="after")
     def _of_the_hub(self) -> Self:
-        given = [
-            f"data.{name}" for name in HubConfig.model_fields if getattr(self, name) is not None
-        ]
+        fields = HubConfig.model_fields
+        given = [f"data.{name}" for name in fields if getattr(self, name) is not None]
         if given and not str(getattr(self, "path", None)).startswith("hf:"):
             raise ValueError(f"{' and '.join(given)}: only a path hf:NAME has one")
         return self
@@ -612,11 +612,16 @@ def load_config(
     over = parse_overrides(overrides)
     if recipe is not None:
         over = merge(over, {"recipe": recipe})
-    source = f"{path}" if not overrides else f"{path} + command line"
+    source = str(path)
+    if overrides:
+        source += " + command line"
     base = read_yaml(path)
-    model = over.get("model")
-    if isinstance(model, dict) and "target" in model and isinstance(base.get("model"), dict):
-        base["model"].pop("args", None)  # they belong to the file's target, not to this one
+
+    # Another model.target: the file's model.args belong to the file's target.
+    model, of_file = over.get("model"), base.get("model")
+    is_another = isinstance(model, dict) and "target" in model
+    if is_another and isinstance(of_file, dict):
+        of_file.pop("args", None)
     return validate(RunConfig, merge(base, over), source)
 
 
@@ -631,7 +636,11 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def changed_keys(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    prefix: str = "",
+) -> list[str]:
     """Dotted keys whose values differ between two config dumps."""
     keys: list[str] = []
     for key in sorted({*old, *new}):
@@ -649,6 +658,7 @@ def warmup_doubt(train: TrainConfig) -> str:
     Update n of the warm-up, counted from 1, has n / warmup_steps of the peak (`optim.schedule.Schedule`).
     """
     steps, warmup = train.steps, train.warmup_steps
+    # A tenth of the run is a usual warm-up.
     fix = f"set train.warmup_steps={max(1, steps // 10)}, or more train.steps"
     if warmup > steps:
         return (
@@ -660,6 +670,7 @@ def warmup_doubt(train: TrainConfig) -> str:
             f"the warm-up is as long as the run (train.warmup_steps {warmup}, train.steps {steps}): the learning rate "
             f"reaches train.lr at the last update, and there is no {_after_warmup(train)}; {fix}"
         )
+    # Warm-up, stable, decay: the two ends must leave something between them.
     decay = round(train.decay_share * steps)
     if train.schedule == "wsd" and warmup and warmup + decay > steps:
         return (
@@ -680,23 +691,26 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     stats_every: `fp8.stats_every` of the recipe; None if nothing runs in FP8.
     """
     steps, guard = config.train.steps, config.guard
+    # Each period with what a run that is shorter than it does without.
     periods = [
         ("train.eval_every", config.train.eval_every, "validated at its end only"),
         ("checkpoint.every", config.checkpoint.every, "saved at its end only"),
     ]
     if stats_every is not None:
-        periods.append(("fp8.stats_every", stats_every, "underflow and SQNR sampled once at most"))
+        why = "underflow and SQNR sampled once at most"
+        periods.append(("fp8.stats_every", stats_every, why))
     if guard.enabled:
         why = "no snapshot to roll back to"
         periods.append(("guard.snapshot_every", guard.snapshot_every, why))
         if ranks > 1:
             why = "the ranks' weights not compared"
             periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, why))
-    missing = [f"{why} ({name} {period})" for name, period, why in periods if period > steps]
-    if not missing:
+    too_long = [each for each in periods if each[1] > steps]
+    if not too_long:
         return ""
+    missing = "; ".join(f"{why} ({name} {period})" for name, period, why in too_long)
     plural = "s" if steps > 1 else ""
-    return f"in {steps:,} step{plural}: {'; '.join(missing)}"
+    return f"in {steps:,} step{plural}: {missing}"
 
 
 def snapshot_gap(guard: GuardConfig, step: int) -> int:
@@ -742,7 +756,9 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     """A line for each setting that the data are too small for. facts: the data's own figures (`data.facts()`)."""
     doubts: list[str] = []
-    samples, batch = facts.get("train_samples"), config.train.global_batch
+    # A sample that is in a step twice weighs twice.
+    samples = facts.get("train_samples")
+    batch = config.train.global_batch
     if samples is not None and samples < batch:
         doubts.append(
             f"a step takes {batch:,} samples (train.global_batch) and there are {samples:,}: every step has some of "
@@ -760,15 +776,19 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
             f"{len(copies):,} of the files to validate on have the content of one to train on "
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
+
+    # Less is validated than was asked for, or positions are never reached.
     used = facts.get("val_used", facts.get("val_samples"))
     if used is not None and used < config.data.val_samples:
         doubts.append(
             f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}"
         )
-    longest, counted = facts.get("longest_document"), facts.get("counted", "tokens")
-    if longest is not None and counted == "tokens" and longest <= config.data.context // 2:
+    longest = facts.get("longest_document")
+    counts_tokens = facts.get("counted", "tokens") == "tokens"
+    context = config.data.context
+    if longest is not None and counts_tokens and longest <= context // 2:
         doubts.append(
-            f"the longest document has {longest:,} tokens: no position of the {config.data.context:,} of data.context "
+            f"the longest document has {longest:,} tokens: no position of the {context:,} of data.context "
             "after that is ever trained, since positions begin anew with each document"
         )
     return doubts

@@ -173,7 +173,12 @@ def near_match(name: str, known: Sequence[str]) -> str:
 EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"
 
 
-def tell_wrapper(exit_code: int, *, overrule: bool = False, starting: bool = False) -> None:
+def tell_wrapper(
+    exit_code: int,
+    *,
+    overrule: bool = False,
+    starting: bool = False,
+) -> None:
     """Write `exit_code` for the wrapper that started the launcher, if there is one.
 
     Every rank may write, and the first one counts.

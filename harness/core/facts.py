@@ -184,14 +184,18 @@ class SlotStats:
 
     def stacked(self) -> _PerSlot:
         """float32 [figures, slots] in the order of SLOT_ROWS."""
-        rows = [np.asarray(getattr(self, name), dtype=np.float32) for name in SLOT_ROWS]
-        return np.stack(rows)
+        figures = [getattr(self, name) for name in SLOT_ROWS]
+        return np.stack([np.asarray(each, dtype=np.float32) for each in figures])
 
 
 def declared_metrics(facts: type) -> dict[str, tuple[type, Metric]]:
     """(type, metric) of every field of a class of facts that is annotated with a Metric."""
-    hints = get_type_hints(facts, include_extras=True)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
+    found: dict[str, tuple[type, Metric]] = {}
+    for name, hint in get_type_hints(facts, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, metric = get_args(hint)
+            found[name] = (kind, metric)
+    return found
 
 
 SLOT_ROWS: dict[str, Metric] = {

@@ -91,7 +91,10 @@ def check_plain(value: Any, bits: int = 64, finite: bool = False) -> None:
         if isinstance(item, dict | list):
             if depth == MAX_DEPTH:
                 raise ValueError(f"is nested more than {MAX_DEPTH} deep")
-            children: list[Any] = [*item, *item.values()] if isinstance(item, dict) else item
+            # Of a mapping the keys too: YAML's may be numbers.
+            children: list[Any] = list(item)
+            if isinstance(item, dict):
+                children += item.values()
             pending += [(child, depth + 1) for child in children]
         elif isinstance(item, int) and item.bit_length() > bits:
             raise ValueError(f"has a whole number of {item.bit_length()} bits, more than {bits}")
@@ -148,6 +151,7 @@ def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # The new name is in the folder, which has pages of its own to write.
     if sync:
         sync_folder(path.parent)
 

@@ -73,7 +73,9 @@ def grad_health(
 
     Both are 0 / 0 = NaN without a gradient. Large tensors are sampled.
     """
-    gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    # A rank that holds no row of a sharded parameter has an empty gradient.
+    found = [param.grad for param in params if param.grad is not None]
+    gradients = [gradient for gradient in found if gradient.numel()]
     squares = sum_of_squares(gradients).reshape(1)
     if not scaled:
         return GradHealth(torch.cat([squares, squares.new_full((4,), math.nan)]))
@@ -84,8 +86,11 @@ def grad_health(
         limit = _NEAR_LIMIT / divided_by
     # Added in one operation: there are thousands of gradients. The first row is for a model without any.
     counts = [squares.new_zeros(4)]
-    counts += [_counts(gradient, limit).to(squares.device) for gradient in gradients]
-    return GradHealth(torch.cat([squares, torch.stack(counts).sum(0)]))
+    for gradient in gradients:
+        counted = _counts(gradient, limit)
+        counts.append(counted.to(squares.device))
+    total = torch.stack(counts).sum(0)
+    return GradHealth(torch.cat([squares, total]))
 
 
 @torch.no_grad()
@@ -152,7 +157,9 @@ def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
         limit = limit.to(sample.device)
     near = torch.gt(sample.abs(), limit, out=other).sum(dtype=torch.float64)
     elements = torch.full_like(inside, sample.numel())
-    return torch.stack([inside - in_rows.sum(), inside, near, elements]) * step
+    zeros = inside - in_rows.sum()
+    # Each slice stands for `step` of them.
+    return torch.stack([zeros, inside, near, elements]) * step
 
 
 TOKENS, LABELS = ("inputs", "input_ids"), ("targets", "labels", "label")
@@ -189,7 +196,11 @@ class Flawed(Batch):
         self.faults = tuple(faults)
 
 
-def check_batch(batch: Batch, vocab_size: int | None = None, classes: int | None = None) -> int:
+def check_batch(
+    batch: Batch,
+    vocab_size: int | None = None,
+    classes: int | None = None,
+) -> int:
     """What is wrong with a batch, as bits of `StepFacts.bad_data`; 0: nothing. Meant for tensors on the host.
 
     Floating-point values must be finite. Integers of TOKENS must be in [0, vocab_size). Integers of LABELS must be
@@ -324,7 +335,12 @@ def _judge(values: Tensor, low: float, high: float, vocab_size: int | None) -> i
     return 0
 
 
-def _name(kind: str, values: Tensor, vocab_size: int | None, ignored: Tensor) -> list[Fault]:
+def _name(
+    kind: str,
+    values: Tensor,
+    vocab_size: int | None,
+    ignored: Tensor,
+) -> list[Fault]:
     """Faults of a float or int64 tensor; ignored: bool, of its shape."""
     # Which values are wrong, and what would be allowed.
     if values.is_floating_point():

@@ -44,7 +44,9 @@ def process_room() -> int | None:
     """Bytes that this process may still take by its own limits (`ulimit -v`, `ulimit -d`); None: it has none."""
     used = _sizes(_STATUS)
     room: int | None = None
-    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+    # Each limit with the line of /proc/self/status that counts against it.
+    limits = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+    for limit, name in limits:
         most, _ = resource.getrlimit(limit)
         if most == resource.RLIM_INFINITY or name not in used:
             continue

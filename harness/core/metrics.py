@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 
 _DECLARED = declared_metrics(StepFacts) | declared_metrics(SlotStats)
-_READ = {name: kind for name, (kind, _) in _DECLARED.items() if kind in (float, int, bool)}
-_DEFAULTS = {each.name: each.default for each in (*fields(StepFacts), *fields(SlotStats))}
+# Figures of the whole step are plain numbers; those of slots are arrays.
+_PLAIN = (float, int, bool)
+_READ = {name: kind for name, (kind, _) in _DECLARED.items() if kind in _PLAIN}
+_FIELDS = (*fields(StepFacts), *fields(SlotStats))
+_DEFAULTS = {each.name: each.default for each in _FIELDS}
 
 SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
 """The figures of the whole step by their field, in the order in which they are packed."""
@@ -125,6 +128,7 @@ def row(facts: StepFacts, ledger: RunLedger) -> dict[str, float]:
         if not metric.key:
             continue
         value = float(getattr(facts, name))
+        # NaN in a figure of every step is a value: a loss that is not finite must show in its chart.
         if metric.often == EVERY_STEP or not math.isnan(value):
             found[metric.key] = value
     for key, _, _, compute in _OF_THE_RUN:
@@ -156,12 +160,14 @@ def page() -> str:
         "| metric | what | unit | over ranks | measured |",
         "|---|---|---|---|---|",
     ]
+    # Declared at the fields of facts.
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
-        lines.append(
-            f"| `{key}` | {metric.about} | {metric.unit} | {metric.over_ranks} | {metric.often} |"
-        )
+        cells = (f"`{key}`", metric.about, metric.unit, metric.over_ranks, metric.often)
+        lines.append(f"| {' | '.join(cells)} |")
+
+    # Of the run as a whole, and of its validations.
     for key, unit, about, _ in _OF_THE_RUN:
         lines.append(f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |")
     lines += [
@@ -169,11 +175,14 @@ def page() -> str:
         "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",
         "| `val/accuracy` | share of labels predicted right, where labels are classes | | mean | as `val/loss` |",
     ]
+
+    # Over the layers of each role.
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
         key = f"`fp8/<role>/{figure}_<quantile>`"
         about = f"{', '.join(quantiles)} of `fp8_{figure}` over the layers"
-        lines.append(f"| {key} | {about} | {metric.unit} | {metric.over_ranks} | {metric.often} |")
+        cells = (key, about, metric.unit, metric.over_ranks, metric.often)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -88,9 +88,11 @@ def _ranges(numbers: Sequence[str]) -> str:
     """`["00", "01", "03"]` as `00-01,03`."""
     if numbers == [""]:
         return ""
+    # Each span has its first number and, if there are more, its last.
     spans: list[list[str]] = []
     for number in sorted(numbers, key=int):
-        if spans and int(number) == int(spans[-1][-1]) + 1:
+        follows = bool(spans) and int(number) == int(spans[-1][-1]) + 1
+        if follows:
             spans[-1] = [spans[-1][0], number]
         else:
             spans.append([number])

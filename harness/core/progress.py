@@ -105,6 +105,7 @@ def stacks() -> list[Stack]:
             if len(calls) < _ALWAYS or _TORCH not in code.co_filename:
                 calls.append(f"{code.co_filename}:{place.f_lineno} in {code.co_name}")
             place = place.f_back
+        # A thread that ended just now has no name any more.
         stack = Stack(names.get(ident, "thread"), tuple(reversed(calls)))
         if ident == main:
             found.insert(0, stack)

@@ -84,7 +84,13 @@ class Gradients(Protocol):
         """Mean over ranks of a small fp32 tensor, the same bits on each."""
         ...
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """Unscale, clip and apply the update, unless `skip` is 1.0.
 
         skip: fp32 0-d, the same on every rank; 1.0: do not apply, 0.0: apply.
@@ -226,7 +232,12 @@ class PrecisionBackend(Stateful, Protocol):
         """This rank's amaxes of the window, float32 [n], for the step's one MAX all-reduce; n = 0 if there are none."""
         ...
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Update the scales unless `skip` is 1.0.
 
         amax: what `amax` gave, reduced over ranks.

@@ -71,7 +71,9 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         at = _at(node.start_mark)
-        found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None
+        found = None
+        if isinstance(node, yaml.ScalarNode):
+            found = CONTROL.search(node.value)
         if found:
             raise yaml.YAMLError(f"control character {found[0]!r} in a value{at}")
         # Python takes long to convert an integer of very many digits, or refuses it.
@@ -139,8 +141,10 @@ def _in_known_case(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str
     """`given` with each choice spelled as in the model, so that `data.format=jsonl` becomes `JSONL`."""
     values = dict(given)
     for name, field in model.model_fields.items():
-        value, kind = values.get(name), field.annotation
+        value = values.get(name)
+        kind = field.annotation
         if isinstance(value, str):
+            # What is no choice stays as it is, and is judged by the model.
             values[name] = _choices(kind).get(value.casefold(), value)
         elif isinstance(value, Mapping) and _is_section(kind):
             values[name] = _in_known_case(kind, value)
@@ -182,7 +186,8 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
     """One of pydantic's errors, with a near match if it is about a name."""
     path = tuple(item["loc"])
     where = f"{source}: {_dotted(path)}" if path else source
-    kind, given = item["type"], item.get("input")
+    kind = item["type"]
+    given = item.get("input")
     if kind == "extra_forbidden":
         key = _short(path[-1])
         fix = near_match(key, _known_keys(model, path[:-1]))
@@ -190,10 +195,13 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
     if kind == "missing":
         return Problem("missing", where, fix="add this key")
     if kind == "literal_error" and isinstance(given, str):
+        # pydantic lists the names as "'a', 'b' or 'c'".
         listed = str(item["ctx"]["expected"]).replace(" or ", ",")
         expected = [part.strip("' ") for part in listed.split(",")]
-        what = f"{_short(given)!r} is not one of {', '.join(expected)}"
-        return Problem(what, where, fix=near_match(_short(given), expected))
+        short = _short(given)
+        what = f"{short!r} is not one of {', '.join(expected)}"
+        return Problem(what, where, fix=near_match(short, expected))
+    # What the project's own validators raise comes with this prefix.
     message = item["msg"].removeprefix("Value error, ")
     return Problem(f"{message} (given: {given!r})"[:400], where, fix="correct the value")
 
@@ -252,7 +260,8 @@ def find_target(where: str, target: str, what: str) -> Any:
     Raises ConfigError if it is missing.
     """
     module_name, _, name = target.partition(":")
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
+    package = module_name.partition(".")[0]
+    if package in sys.stdlib_module_names:
         # A config may name code to run, but functions of Python's own library (os:system) are never meant.
         problem = f"is of Python's own library, which has no {what}"
         raise ConfigError(Problem(problem, where, fix="name your own function"))
@@ -276,15 +285,16 @@ def find_target(where: str, target: str, what: str) -> Any:
 def file_of_target(target: str) -> Path | None:
     """The file of the module that `target` ("pkg.mod:name") names, found without running it; None if there is none."""
     _search_working_folder()
+    module_name = target.partition(":")[0]
+    # A package above the module is imported, and may fail in any way. `find_target` reports that.
     try:
-        spec = importlib.util.find_spec(target.partition(":")[0])
-    except (
-        Exception
-    ):  # a package above it is imported, and may fail in any way; `find_target` reports that
+        spec = importlib.util.find_spec(module_name)
+    except Exception:
         return None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    if spec is None or spec.origin is None:
         return None
-    return Path(spec.origin)
+    file = Path(spec.origin)
+    return file if file.is_file() else None
 
 
 def _search_working_folder() -> None:

@@ -161,8 +161,11 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
     # Percent-encoded or not, and as HTTP's basic authentication sends them.
     found |= {unquote(each) for each in found}
-    found |= {quote(each, safe="") for each in found} | {quote(each) for each in found}
-    found |= {base64.b64encode(each.encode()).decode() for each in found if ":" in each}
+    wholly = {quote(each, safe="") for each in found}
+    partly = {quote(each) for each in found}
+    found |= wholly | partly
+    pairs = [each for each in found if ":" in each]
+    found |= {base64.b64encode(each.encode()).decode() for each in pairs}
     return found - {""}
 
 

@@ -98,8 +98,12 @@ class LocalRows:
 
         Rank 0 alone counts what every rank holds whole, or a sum would count it once for each rank.
         """
-        here = [name for name in self.weights if name in self.rows or world_rank() == 0]
-        return [self.weights[name] for name in here if self.weights[name].requires_grad]
+        counted: list[nn.Parameter] = []
+        for name, weight in self.weights.items():
+            is_ours = name in self.rows or world_rank() == 0
+            if is_ours and weight.requires_grad:
+                counted.append(weight)
+        return counted
 
     def take_gradients(self) -> None:
         """Before a measurement: give `weights` the gradients of the DTensors. Collective.
@@ -107,8 +111,11 @@ class LocalRows:
         The gradients of 0-d parameters are averaged over ranks; a rank without one counts as zero.
         """
         for name, param in self.sharded.items():
-            grad = param.grad
-            self.weights[name].grad = grad.to_local() if isinstance(grad, DTensor) else None
+            # A parameter that no rank has used has none.
+            local = None
+            if isinstance(param.grad, DTensor):
+                local = param.grad.to_local()
+            self.weights[name].grad = local
         self._average_scalars()
 
     def _average_scalars(self) -> None:
@@ -136,7 +143,8 @@ class LocalRows:
         order = values.new_full((1,), float(self.calls.value))
         self.calls.value = 0
         gathered = gather_over_ranks(torch.cat([values, order]))
-        total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]
+        total = gathered[:, :-1].sum(dim=0)
+        orders = gathered[:, -1]
         self.same_order = (orders == orders[0]).all()
         total[0] = torch.where(self.same_order, total[0], math.inf)
         return total
@@ -148,7 +156,9 @@ class LocalRows:
         """
         names: list[str] = []
         for name, param in self.sharded.items():
-            local, weight = param.to_local(), self.weights[name]
+            local = param.to_local()
+            weight = self.weights[name]
+            # A rank that holds no row has no memory to compare.
             if local.numel() and local.data_ptr() != weight.data_ptr():
                 names.append(name)
         return names
@@ -201,11 +211,13 @@ class StartWeights:
             if not differs[place] or name not in local.weights:
                 continue
             weight = local.weights[name].detach()
-            here = self._fingerprint.of([weight])[0] == self._rows[place]
+            now = self._fingerprint.of([weight])[0]
+            here = now == self._rows[place]
             names.append(name)
             # A rank that holds no row has kept none.
             kept.append(here & (weight.numel() > 0))
         if not names:
             return []
-        ranks = gather_over_ranks(torch.stack(kept).float()).sum(dim=0).tolist()
+        by_rank = gather_over_ranks(torch.stack(kept).float())
+        ranks = by_rank.sum(dim=0).tolist()
         return [name for name, count in zip(names, ranks, strict=True) if count > 1]

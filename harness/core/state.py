@@ -383,9 +383,14 @@ class ExternalState:
 
         if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
-            parts = {name: getattr(value, name) for name in names}
-            inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-            others = {name: part for name, part in parts.items() if name not in inner}
+            inner: dict[str, Tensor] = {}
+            others: dict[str, Any] = {}
+            for name in names:
+                part = getattr(value, name)
+                found = inner if isinstance(part, Tensor) else others
+                found[name] = part
+
+            # The tensors are saved. What cannot be, such as a mesh of processes, waits here.
             kind = (type(value), context, others, value.shape, value.stride())
             if kind not in self._kinds:
                 self._kinds.append(kind)
@@ -403,7 +408,12 @@ class ExternalState:
             return value
         raise self._not_copied(f"a {type(value).__name__}", place)
 
-    def _mapping_apart(self, value: Mapping[Any, Any], place: str, tensors: TensorDict) -> Any:
+    def _mapping_apart(
+        self,
+        value: Mapping[Any, Any],
+        place: str,
+        tensors: TensorDict,
+    ) -> Any:
         for key in value:
             if not _is_plain(key):
                 raise self._not_copied(f"the key {key!r}", place)
@@ -434,7 +444,11 @@ def _is_plain(value: Any) -> bool:
 _Kind = tuple[Any, Any, dict[str, Any], tuple[int, ...], tuple[int, ...]]
 
 
-def _put_together(tree: Any, tensors: Mapping[str, Tensor], kinds: Sequence[_Kind]) -> Any:
+def _put_together(
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    kinds: Sequence[_Kind],
+) -> Any:
     """The state that `ExternalState._taken_apart` made `tree` and `tensors` of."""
     if not isinstance(tree, dict):
         return tree
@@ -497,14 +511,16 @@ class TrainState:
         # JSON has neither tuples nor numbers as keys: a state just saved and one just read must be equal.
         tensors: Tensors = {}
         budgets = {key: getattr(self.ledger, key) for key in sorted(_BUDGETS)}
+        switches = [list(switch) for switch in self.switches]
         limits = {str(step): limits.as_json() for step, limits in self.limits.items()}
+        sampling = self.dense_sampling
         meta: Meta = {
             "step": self.step,
             # The key of released checkpoints: it names what is called dense sampling now.
-            "closer_look": [self.dense_sampling.first, self.dense_sampling.last],
+            "closer_look": [sampling.first, sampling.last],
             "budgets": budgets,
             "ledger": self.ledger.newest_hash,
-            "switches": [list(switch) for switch in self.switches],
+            "switches": switches,
             "limits": limits,
             "parts": {},
         }
@@ -563,6 +579,7 @@ class TrainState:
         if not ledger.continues(meta["ledger"]):
             raise CheckpointError(unrelated_ledger(int(meta["step"]), ledger.attempt))
 
+        # The same attempt: no rollback has come since. The ledger on disk holds what later steps spent.
         if budgets["attempt"] == ledger.attempt:
             ledger.skips = budgets["skips"]
             ledger.switches = budgets["switches"]
@@ -577,10 +594,11 @@ class TrainState:
         # Check the parts before any is loaded: half a state is worse than none.
         saved = set(meta["parts"])
         if (saved ^ here) - {_LOSS_SCALE}:
+            where = f"checkpoint of step {meta['step']}"
             what = f"parts differ: only in the checkpoint {sorted(saved - here)}, "
             what += f"only in this run {sorted(here - saved)}"
             fix = "resume with the recipe and version that wrote it"
-            raise CheckpointError(Problem(what, f"checkpoint of step {meta['step']}", fix=fix))
+            raise CheckpointError(Problem(what, where, fix=fix))
         for name, part in self.parts.items():
             if name in saved & here:
                 part.load_state_dict(tensors.get(name, {}), meta["parts"][name])

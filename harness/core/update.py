@@ -81,7 +81,11 @@ def _starts_from_zero_momentum(group: Mapping[str, Any]) -> bool:
     return group["momentum"] != 0 and group["dampening"] == 0
 
 
-def _init_adam_state(state: dict[str, Tensor], param: Tensor, group: Mapping[str, Any]) -> None:
+def _init_adam_state(
+    state: dict[str, Tensor],
+    param: Tensor,
+    group: Mapping[str, Any],
+) -> None:
     """Fill `state` as the first step of Adam or AdamW would."""
     on_device = group["fused"] or group["capturable"]
     device = param.device if on_device else "cpu"
@@ -132,7 +136,8 @@ def gated_step(optimizer: torch.optim.Optimizer, skip: Tensor, divisor: Tensor) 
         return
     gradients: list[Tensor] = []
     for group in optimizer.param_groups:
-        gradients += [local_of(param.grad) for param in group["params"] if param.grad is not None]
+        found = [param.grad for param in group["params"]]
+        gradients += [local_of(grad) for grad in found if grad is not None]
     # One operation divides all gradients of a device and dtype.
     for alike in by_device_and_dtype(gradients):
         torch._foreach_div_(alike, divisor.to(alike[0].device))
@@ -253,7 +258,13 @@ class TorchGradients:
         """As `Gradients.mean`."""
         return mean_over_ranks(values)
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `Gradients.apply`. Gradients may be overwritten, and stay until the caller zeroes them."""
         # What still has to be divided out: nothing where the gradients were divided on their way.
         loss_scale = self._one
@@ -308,7 +319,8 @@ def update(
     loss, norm = figures["loss"], figures["grad_norm"]
     overflow = ~torch.isfinite(norm)
     # "Not at most" rather than "over": a NaN is over every limit.
-    over = ~(loss <= limits.loss) | ~torch.isfinite(loss) | overflow | (norm > limits.norm)
+    bad_loss = ~(loss <= limits.loss) | ~torch.isfinite(loss)
+    over = bad_loss | overflow | (norm > limits.norm)
 
     # Agree, in the one MAX over ranks: the flags, this rank's figures, and the window's amax of every slot.
     flags = torch.stack([over | bool(own.get("bad_data")), overflow]).float()
@@ -521,7 +533,11 @@ class InFlight:
         more: the other fields, by name.
         """
         not_measured = slots.new_full((), math.nan)
-        scalars = [figures.get(name, not_measured).float().reshape(()) for name in SCALARS]
+        scalars: list[Tensor] = []
+        for name in SCALARS:
+            figure = figures.get(name, not_measured)
+            scalars.append(figure.float().reshape(()))
+        # One tensor, so that one copy takes everything to the host.
         pieces = [torch.stack(scalars), slots.flatten()]
         if differs is not None:
             pieces.append(differs)
@@ -542,6 +558,7 @@ class InFlight:
         lengths = [len(SCALARS), slot_values, len(self.compared)]
         scalars, by_slot, differs = packed.split(lengths)
 
+        # The figures of the whole step, and those of each slot.
         values = read(scalars.tolist())
         scrubbed = values.pop("scrubbed")
         slots = None
@@ -554,11 +571,16 @@ class InFlight:
         for name, flag in zip(self.compared, differs.tolist(), strict=True):
             if flag:
                 diverged.append(name)
+
+        # A step that was restored from a checkpoint has no clock.
+        seconds = 0.0
+        if self.clock is not None:
+            seconds = self.clock.seconds()
         return StepFacts(
             step=self.step,
             window=self.window,
             tokens=self.tokens,
-            seconds=self.clock.seconds() if self.clock is not None else 0.0,
+            seconds=seconds,
             demoted=self.demoted,
             fell_back_to=self.fell_back_to,
             trained=self.trained,

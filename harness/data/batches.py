@@ -144,7 +144,8 @@ class TokenBatches:
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+        samples = sample_numbers(self._seed, index, self._global_batch, self.n_samples)
+        return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU.
@@ -214,6 +215,7 @@ class TokenBatches:
         info = self._data.info
         # A file that was cut into both splits is listed twice.
         names = {file["name"] for file in info["files"]}
+        skipped = [f"{skip['name']} ({skip['reason']})" for skip in info["skipped"]]
         facts: dict[str, Any] = {
             "source": info["source"],
             "kind": info.get("kind", "text"),
@@ -224,7 +226,7 @@ class TokenBatches:
             "val_samples": self._val_samples,
             "vocab": self.vocab,
             "sha256": info["sha256"],
-            "skipped": [f"{skip['name']} ({skip['reason']})" for skip in info["skipped"]],
+            "skipped": skipped,
         }
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])

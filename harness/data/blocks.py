@@ -137,7 +137,8 @@ def differing(path: Path, digests: bytes, sampled: bool) -> list[int]:
         found = scan(path)
         if len(found) != len(digests):
             raise Damaged(f"it has {len(found) // DIGEST} blocks, and had {blocks}")
-        return [number for number in range(blocks) if _nth(found, number) != _nth(digests, number)]
+        pairs = [(_nth(found, number), _nth(digests, number)) for number in range(blocks)]
+        return [number for number, (now, then) in enumerate(pairs) if now != then]
 
     # The first block and the last are always among them.
     size = Stamp.of(path).size

@@ -216,7 +216,8 @@ def describe_corpus(
         vocabulary = Vocabulary(largest + 1)
     if unigram_nats is None:
         unigram_nats = entropy(counts)
-    skipped = [{"name": name, "reason": reason} for name, reason in shards.left_out]
+    left_out = shards.left_out
+    skipped = [{"name": name, "reason": reason} for name, reason in left_out]
     info: dict[str, Any] = {
         "format": FORMAT,
         "source": source,
@@ -248,7 +249,8 @@ def _read_ids(shard: Shard, stride: int) -> _Seen:
     def see(start: int, data: bytes) -> None:
         nonlocal chunk
         header = shard.offset if start == 0 else 0
-        ids = np.frombuffer(data, dtype, (len(data) - header) // dtype.itemsize, header)
+        count = (len(data) - header) // dtype.itemsize
+        ids = np.frombuffer(data, dtype, count, header)
         if not len(ids):
             return
         seen.largest = max(seen.largest, int(ids.max()))
@@ -271,6 +273,7 @@ def _read(shard: Shard, stamp: Stamp, before: EarlierRead | None, stride: int) -
     if before is None:
         return _read_ids(shard, stride)
     what = "it is not what was prepared"
+    # Untouched since: some of the blocks are enough, to find a disk that has lost bits.
     if stamp == before.stamp:
         if wrong := differing(shard.path, before.digests, sampled=True):
             named = some(wrong, _NAMED)
@@ -282,7 +285,11 @@ def _read(shard: Shard, stamp: Stamp, before: EarlierRead | None, stride: int) -
     return seen
 
 
-def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> list[Problem]:
+def _implausible(
+    shard: Shard,
+    seen: _Seen,
+    vocabulary: Vocabulary | None,
+) -> list[Problem]:
     """What is wrong with the ids of a file."""
     where = f"data.path: {shard.path}"
     if seen.smallest < 0:
@@ -299,7 +306,10 @@ def _implausible(shard: Shard, seen: _Seen, vocabulary: Vocabulary | None) -> li
 
 
 def _entry(folder: Path, shard: Shard, stamp: Stamp, digests: bytes) -> dict[str, Any]:
-    index = shard.index
+    index, index_sha256 = "", ""
+    if shard.index is not None:
+        index = _written(folder, shard.index)
+        index_sha256 = file_sha256(shard.index)
     return {
         "name": shard.path.name,
         "path": _written(folder, shard.path),
@@ -307,8 +317,8 @@ def _entry(folder: Path, shard: Shard, stamp: Stamp, digests: bytes) -> dict[str
         "dtype": shard.dtype,
         "offset": shard.offset,
         "tokens": shard.tokens,
-        "index": _written(folder, index) if index else "",
-        "index_sha256": file_sha256(index) if index else "",
+        "index": index,
+        "index_sha256": index_sha256,
         "blocks": digests.hex(),
     }
 
@@ -403,7 +413,11 @@ def _identity(info: Mapping[str, Any]) -> str:
     return hashlib.sha256(dump_json(kept)).hexdigest()
 
 
-def relocate(folder: Path, info: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
+def relocate(
+    folder: Path,
+    info: Mapping[str, Any],
+    source: Path | None,
+) -> dict[str, Any]:
     """`info` with the present paths of files that moved together with `source`, for example to another machine.
 
     Their contents are not looked at here: `check_corpus` compares them with the hashes.
@@ -443,7 +457,8 @@ def check_corpus(folder: Path, info: Mapping[str, Any]) -> dict[str, Any]:
             # A file that was touched is read as a whole.
             digests = bytes.fromhex(file["blocks"])
             if wrong := differing(path, digests, sampled=untouched):
-                count = f"{len(wrong)} of {len(digests) // DIGEST} blocks"
+                blocks = len(digests) // DIGEST
+                count = f"{len(wrong)} of {blocks} blocks"
                 raise Damaged(f"{count} of {BLOCK} bytes differ: {some(wrong, _NAMED)}")
         except (OSError, ValueError, Damaged) as error:
             problems.append(_changed(path, error))

@@ -110,7 +110,8 @@ def _misfit(name: str, data: Any, where: str) -> list[Problem]:
     """Why `data` cannot be asked for samples by number; empty if it can. name: of the split, for the message."""
     # On the type: an instance's attribute would not make len() and [] work.
     kind = type(data)
-    lacks = [method for method in ("__len__", "__getitem__") if not hasattr(kind, method)]
+    needed = ("__len__", "__getitem__")
+    lacks = [method for method in needed if not hasattr(kind, method)]
     if lacks:
         what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
         why = "samples are asked for by number, in any order"
@@ -175,7 +176,13 @@ class DatasetBatches:
     ids = 0
     vocab: int | None = None  # nothing is known of token ids
 
-    def __init__(self, config: DataConfig, seed: int, global_batch: int, micro_batch: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+    ) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
         self.name = f"data.target {config.target}"
         train, val = open_target(config)
@@ -198,7 +205,8 @@ class DatasetBatches:
 
     def window(self, index: int) -> Window:
         """The window at place `index` of the data order: samples int64 [global_batch]."""
-        return Window(index, sample_numbers(self._seed, index, self._global_batch, self.n_samples))
+        samples = sample_numbers(self._seed, index, self._global_batch, self.n_samples)
+        return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """This rank's micro-batches: number `rank`, `rank + world_size`, ... of the window. Raises ConfigError if they
@@ -305,7 +313,9 @@ def _why(split: Split, place: int, error: Exception) -> str:
     """Why a sample cannot be used, with its number in the user's data set where that is another one."""
     text = _text_of(error)
     number = split.places(place)
-    return text if number == place else f"{text} (number {number} of the data set)"
+    if number != place:
+        text += f" (number {number} of the data set)"
+    return text
 
 
 def _text_of(error: Exception) -> str:
@@ -325,7 +335,10 @@ def _probe(
     with random_numbers_apart():
         form = _first_form(train, seed, name)
         # Each with its name in the fingerprint, its split, place and epoch.
-        probed = [(f"train {place}", train, place, 0) for place in _spread(train.size)]
+        probed: list[tuple[str, Split, int, int]] = []
+        for place in _spread(train.size):
+            key = f"train {place}"
+            probed.append((key, train, place, 0))
         for place in _spread(val.size):
             key = f"val {place}"
             probed.append((key, val, place, _VALIDATION_EPOCH))
@@ -378,7 +391,13 @@ def _spread(size: int) -> list[int]:
     return sorted({int(place) for place in np.linspace(0, size - 1, PROBED)})
 
 
-def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tuple[str, str]:
+def _look_at(
+    form: Form,
+    split: Split,
+    place: int,
+    seed: int,
+    epoch: int,
+) -> tuple[str, str]:
     """(a sample's hash, or the kind of error it gives; what is wrong with it, empty if nothing)."""
     try:
         sample = form.taken(read(split, place, seed, epoch))
@@ -390,8 +409,10 @@ def _look_at(form: Form, split: Split, place: int, seed: int, epoch: int) -> tup
 def _hash(sample: Batch) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(sample.items()):
+        # The shape too: the same bytes in another shape are another sample.
         digest.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = value.contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -427,7 +448,8 @@ def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
     try:
         before = read_json(path)
         hashes: Mapping[str, str] = before["looked_at"]
-        sizes = {key: (before[key], record[key]) for key in ("train_samples", "val_samples")}
+        keys = ("train_samples", "val_samples")
+        sizes = {key: (before[key], record[key]) for key in keys}
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = (
             "restore the file from another copy of this run, or start a new run with another --name"

@@ -205,7 +205,9 @@ def no_such(given: str, path: Path) -> Problem:
     if scheme:
         fix = "copy it to a disk of this machine first"
         if scheme in ("http", "https", "ftp"):
-            file = given.rstrip("/").rpartition("/")[2].partition("?")[0] or "FILE"
+            # The last part of the address, without what follows a question mark.
+            last = given.rstrip("/").rpartition("/")[2]
+            file = last.partition("?")[0] or "FILE"
             fix = f"curl -L -o {file} '{given}'; then data.path={file}"
         return Problem("is an address, and nothing is fetched", where, fix=fix)
 

@@ -82,7 +82,13 @@ class DocumentSource(Protocol):
     suffixes: tuple[str, ...]
     """Endings of its files, lower case."""
 
-    def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
+    def parts(
+        self,
+        path: Path,
+        key: str,
+        bad: BadFiles,
+        files: Files | None = None,
+    ) -> Listed:
         """Every part below `path`, or of `files`. key: where rows have their text. Raises DataError with all
         problems."""
         ...
@@ -97,7 +103,13 @@ class PlainText:
 
     suffixes: tuple[str, ...] = (".txt",)
 
-    def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
+    def parts(
+        self,
+        path: Path,
+        key: str,
+        bad: BadFiles,
+        files: Files | None = None,
+    ) -> Listed:
         """Ranges of bytes of every file that begins as text does.
 
         bad="auto" skips files that are no text, and reports files that cannot be read. "skip" skips both, "fail"

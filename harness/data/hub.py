@@ -100,8 +100,10 @@ def fetch(
     chosen = [path.as_posix() for path, _ in files]
     missing = [path for path in chosen if not (folder / path).is_file()]
     if missing:
-        check(sum(sizes[path] for path in chosen), kind)
-        _check_room(name, sum(sizes[path] for path in missing), folder)
+        all_bytes = sum(sizes[path] for path in chosen)
+        check(all_bytes, kind)
+        bytes_to_come = sum(sizes[path] for path in missing)
+        _check_room(name, bytes_to_come, folder)
         # Patterns: a name with brackets would match other files.
         patterns = [glob.escape(path) for path in missing]
         _ask(given, hub.snapshot_download, allow_patterns=patterns, **at)

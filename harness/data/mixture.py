@@ -134,6 +134,7 @@ class Mixture:
 
     def facts(self) -> dict[str, Any]:
         """What this run trains on, JSON-able; sizes in tokens."""
+        # Of each source.
         parts = [part.facts() for part in self._parts]
         sources: list[str] = []
         hashes: list[str] = []
@@ -152,6 +153,7 @@ class Mixture:
                 }
             )
 
+        # Of all together, under the keys that a single source has.
         facts: dict[str, Any] = {"source": " and ".join(sources), "kind": "mixture"}
         for key in ("files", "train_tokens", "val_tokens", "train_samples"):
             facts[key] = sum(each[key] for each in parts)

@@ -235,7 +235,11 @@ def _begin(out: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _something_else(out: Path, there: Mapping[str, Any], plan: Mapping[str, Any]) -> Problem:
+def _something_else(
+    out: Path,
+    there: Mapping[str, Any],
+    plan: Mapping[str, Any],
+) -> Problem:
     """What to say of a folder that is not empty, and was not made by this plan."""
     why = "it is not empty"
     if there:
@@ -377,8 +381,10 @@ class _Task:
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, self.number).open("wb") as stream:
             np.save(stream, counts)
+        # A split without a document has no shard.
+        filled = [shard for shard in written if shard]
         marker = {
-            "shards": [shard for shard in written if shard],
+            "shards": filled,
             "skipped": dict(self.skipped),
             "text_bytes": text_bytes,
         }
@@ -395,6 +401,7 @@ class _Task:
             for piece in source.read(part, self.plan["key"]):
                 if piece.fault:
                     self._reject(piece)
+                    # As many as a message names: the rest would only take time.
                     if len(self.problems) >= _NAMED:
                         break
                     continue
@@ -402,6 +409,7 @@ class _Task:
                 pieces.append((piece, split))
                 number += 1
                 size += _bytes_of(piece.text)
+                # Tokenizers are fast on many texts at once; memory bounds how many.
                 if size >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
                     yield TextBatch(pieces, size)
                     pieces, size = [], 0
@@ -487,21 +495,27 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         stamp = Stamp.of(out / shard["name"])
         shard |= {"mtime_ns": stamp.mtime_ns, "inode": stamp.inode}
         hashes.append([shard["name"], shard["blocks"], shard["index_sha256"]])
+    source = plan["source"]
+    if plan["hub"]:
+        source = plan["hub"]["name"]
+    vocabulary = plan["vocabulary"]
+    documents = sum(shard["documents"] for shard in shards)
+    overall = hashlib.sha256(json.dumps(hashes).encode())
     info: dict[str, Any] = {
         "format": FORMAT,
-        "source": plan["hub"]["name"] if plan["hub"] else plan["source"],
+        "source": source,
         "kind": plan["kind"],
-        "vocabulary": plan["vocabulary"],
-        "dtype": smallest_dtype(plan["vocabulary"]["ids"]),
+        "vocabulary": vocabulary,
+        "dtype": smallest_dtype(vocabulary["ids"]),
         "source_files": len(plan["files"]),
         "block_bytes": BLOCK,
         "text_bytes": text_bytes,
-        "documents": sum(shard["documents"] for shard in shards),
+        "documents": documents,
         "unigram_nats": entropy(counts),
         "skipped": left_out,
         "origin": origin,
         "shards": shards,
-        "sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
+        "sha256": overall.hexdigest(),
     }
     write_json(out / PREPARED, info)
 
@@ -531,5 +545,6 @@ def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     if changed:
         what = "changed while it was prepared"
         fix = f"once nothing writes there any longer: delete {out}, and give the same command again"
-        raise DataError([Problem(what, f"data.path: {path}", fix=fix) for path in changed])
+        problems = [Problem(what, f"data.path: {path}", fix=fix) for path in changed]
+        raise DataError(problems)
     return made

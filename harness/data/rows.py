@@ -86,7 +86,13 @@ class Rows:
         self._rows: Iterator[Piece] = iter(())
         self._next = 0
 
-    def parts(self, path: Path, key: str, bad: BadFiles, files: Files | None = None) -> Listed:
+    def parts(
+        self,
+        path: Path,
+        key: str,
+        bad: BadFiles,
+        files: Files | None = None,
+    ) -> Listed:
         """Ranges of rows. The first row of every file must have a text."""
         found, left_out = files or self._files(path)
         parts: list[Part] = []
@@ -434,7 +440,12 @@ def _column(key: str, names: Sequence[str], path: str) -> str:
     return column
 
 
-def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = ()) -> Any:
+def _texts(
+    table: Any,
+    key: str,
+    path: str,
+    encoded: Sequence[Sequence[str]] = (),
+) -> Any:
     """A table of the texts alone, as large_string.
 
     key: a column, or `meta.text`: the field `text` of the column `meta`.
@@ -460,7 +471,10 @@ def _texts(table: Any, key: str, path: str, encoded: Sequence[Sequence[str]] = (
             column = missing
 
     # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    # A dictionary's values are what its rows hold.
+    kind = column.type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
     is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
     if not any(is_type(kind) for is_type in is_text):
         is_ids = types.is_list(kind) and types.is_integer(kind.value_type)

@@ -60,7 +60,11 @@ class Form(Protocol):
         ...
 
 
-def first_form(first: object, collate: Callable[[list[Any]], object] | None, pad_id: int) -> Form:
+def first_form(
+    first: object,
+    collate: Callable[[list[Any]], object] | None,
+    pad_id: int,
+) -> Form:
     """The form of a data set, from one of its samples. Raises OddSampleError if that is no sample."""
     return Stacked(first, pad_id) if collate is None else Collated(first, collate)
 

@@ -256,7 +256,9 @@ def write_index(path: Path, dtype: str, lengths: Sequence[int]) -> bytes:
     places = (ends - sizes) * np.dtype(dtype).itemsize
     documents = np.arange(len(sizes) + 1, dtype="<i8")
     head = _INDEX_MAGIC + _INDEX_HEAD.pack(1, codes[dtype], len(sizes), len(documents))
-    return head + sizes.tobytes() + places.astype("<i8").tobytes() + documents.tobytes()
+    # In the order in which Megatron reads them.
+    parts = [sizes.tobytes(), places.astype("<i8").tobytes(), documents.tobytes()]
+    return head + b"".join(parts)
 
 
 def _problem(path: Path, what: str, why: str = "", fix: str = "") -> Problem:

@@ -123,7 +123,8 @@ def write_snapshot(
     info["files"] = files
     if copies := repeated(train, val):
         info["repeated"] = copies
-    info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in text.skipped]
+    skipped = text.skipped
+    info["skipped"] = [{"name": skip.name, "reason": skip.reason} for skip in skipped]
     info["sha256"] = overall.hexdigest()
     info["unigram_bits_per_byte"] = entropy(counts) / math.log(2)
     write_description(folder, info)
@@ -182,7 +183,8 @@ def _check_types(info: Mapping[str, Any]) -> None:
         sizes.append(file["bytes"])
     for skip in info["skipped"]:
         texts += [skip["name"], skip["reason"]]
-    if info["format"] != FORMAT or not all(isinstance(text, str) for text in texts):
+    are_texts = all(isinstance(text, str) for text in texts)
+    if info["format"] != FORMAT or not are_texts:
         raise ValueError("it is of another format")
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a size is no whole number")

@@ -132,7 +132,8 @@ def save_record(
 ) -> None:
     """Write source.json in `folder` of a run's data. made: one of MADE_*. out: what was prepared. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RECORD, {**record, "made": made, "out": str(out) if out else ""})
+    path_of_out = "" if out is None else str(out)
+    write_json(folder / RECORD, {**record, "made": made, "out": path_of_out})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class _Record:
         if found["format"] != _FORMAT or found["made"] not in _SINCE:
             raise ValueError("it is of another format")
         files: dict[str, str] = found["files"]
+        # Size, time, inode and hash, see `_entry`.
         for entry in files.values():
             if len(entry.split()) != 4:
                 raise ValueError("an entry of a file has not four values")
@@ -190,8 +192,11 @@ def source_changes(config: DataConfig, folder: Path) -> list[str]:
     if not config.mixture:
         texts = [_changes(folder, config.path, tokenizer)]
     else:
-        parts = enumerate(config.mixture)
-        texts = [_changes(folder / str(number), part.path, tokenizer) for number, part in parts]
+        # Each source has a folder of its own, named by its number.
+        texts: list[str] = []
+        for number, part in enumerate(config.mixture):
+            own = folder / str(number)
+            texts.append(_changes(own, part.path, tokenizer))
     return [text for text in texts if text]
 
 
@@ -224,7 +229,8 @@ def _changes(folder: Path, given: str | None, tokenizer: str | None) -> str:
             found.append(f"the tokenizer {file} has changed since it made the token ids")
     if not found:
         return ""
-    return f"{'; '.join(found)}: {_CONSEQUENCE[record.made].format(source=source)}"
+    consequence = _CONSEQUENCE[record.made].format(source=source)
+    return f"{'; '.join(found)}: {consequence}"
 
 
 def _moved_to(given: str | None) -> Path | None:
@@ -259,7 +265,8 @@ def _changed_files(source: Path, record: _Record) -> str:
     gone = [name for name in record.files if name not in now]
 
     # A pipe or a socket is no data, and was none when the record was made.
-    new = sorted(stamps(there).keys() - record.files.keys() - set(record.others or ()))
+    known = record.files.keys() | set(record.others or ())
+    new = sorted(stamps(there).keys() - known)
     found: list[str] = []
     for word, names in (("changed", changed), ("gone", gone), ("new", new)):
         if names:
@@ -271,11 +278,13 @@ def _changed_files(source: Path, record: _Record) -> str:
 def _changed_tokenizer(recorded: tuple[str, str], given: str | None) -> Path | None:
     """The tokenizer's file, if it is another than in the record."""
     path, hashed = recorded
+    # A run reads its own copy: a file that is gone misleads nobody.
     try:
         file = tokenizer_file(Path(given or path))
-        return None if file_sha256(file) == hashed else file
+        same = file_sha256(file) == hashed
     except (ConfigError, OSError):
-        return None  # a run reads its own copy; a file that is gone misleads nobody
+        return None
+    return None if same else file
 
 
 def _entry(stamp: Stamp, sha256: str) -> str:
@@ -290,4 +299,6 @@ def _base(source: Path) -> Path:
 
 
 def _name(path: Path, base: Path) -> str:
-    return path.relative_to(base).as_posix().encode("utf-8", "backslashreplace").decode()
+    # A name on a Linux disk is bytes, which need not be UTF-8; JSON is.
+    name = path.relative_to(base).as_posix()
+    return name.encode("utf-8", "backslashreplace").decode()

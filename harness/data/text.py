@@ -96,7 +96,12 @@ def read_text(path: Path, bad: BadFiles = "auto") -> Text:
     return Text(text.source, text.documents)
 
 
-def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = "auto") -> Text:
+def _read_files(
+    source: str,
+    root: Path,
+    paths: Iterable[Path],
+    bad: BadFiles = "auto",
+) -> Text:
     """The text of `paths`, named relative to `root`. Raises DataError as `read_text` does."""
     documents: list[Document] = []
     skipped: list[Skipped] = []
@@ -104,7 +109,8 @@ def _read_files(source: str, root: Path, paths: Iterable[Path], bad: BadFiles = 
     total = 0
     for path in paths:
         # A name need not be UTF-8, but the journal must.
-        name = path.relative_to(root).as_posix().encode("utf-8", "backslashreplace").decode()
+        relative = path.relative_to(root).as_posix()
+        name = relative.encode("utf-8", "backslashreplace").decode()
         try:
             content = _read_file(path, root)
         except DataError as error:
@@ -274,7 +280,8 @@ def divide(text: Text, val_fraction: float) -> tuple[Text, list[Document], list[
     The names of the files say which they are, if those of all files do (`train.txt` and `val.txt`, a folder `train` and
     one `test`). Otherwise, or if none is validation, see `split_documents`.
     """
-    splits, left_out = splits_of_text([document.name for document in text.documents])
+    names = [document.name for document in text.documents]
+    splits, left_out = splits_of_text(names)
     skipped = list(text.skipped)
     skipped += [Skipped(name, reason) for name, reason in left_out]
     skipped.sort(key=lambda skip: skip.name)

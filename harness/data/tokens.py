@@ -236,7 +236,12 @@ def _save(folder: Path, info: Mapping[str, Any], tokenizer: str | None) -> None:
     corpus.save_corpus(folder, info)
 
 
-def _copy_text(config: DataConfig, path: Path | None, folder: Path, global_batch: int) -> None:
+def _copy_text(
+    config: DataConfig,
+    path: Path | None,
+    folder: Path,
+    global_batch: int,
+) -> None:
     # Stamps from before the reading show a file that changes while it is read.
     before = stamps(files_of(path, None)) if path else {}
     text = read_text(path, config.bad) if path else standard_library()
@@ -382,7 +387,8 @@ def _prepared(
     missing = [file for file in needed if not file.is_file()]
     if missing:
         fix = _PREPARE_FIX
-        raise DataError([Problem("is missing", f"data.path: {file}", fix=fix) for file in missing])
+        problems = [Problem("is missing", f"data.path: {file}", fix=fix) for file in missing]
+        raise DataError(problems)
 
     # A prepared shard has an index, which names its dtype: the one given here is of files without an index.
     shards = read_shards(files["train"], files["val"], "uint16", left_out)
@@ -397,7 +403,13 @@ def _hold_out(config: DataConfig) -> Callable[[int], int]:
     return lambda tokens: corpus.hold_out(tokens, config.val_fraction, config.context + 1)
 
 
-def _check_length(source: str, train: int, val: int, config: DataConfig, global_batch: int) -> None:
+def _check_length(
+    source: str,
+    train: int,
+    val: int,
+    config: DataConfig,
+    global_batch: int,
+) -> None:
     """n samples of `context` inputs and as many targets need n * context + 1 tokens: a target is the next input."""
     need_train = global_batch * config.context + 1
     need_val = config.context + 1

@@ -90,7 +90,9 @@ def _wide(data: npt.NDArray[np.uint8], dtype: str, path: Path) -> Other | None:
         negative = numbers >= _NEGATIVE
         ids = numbers[~negative]
         # Four zeros in every eight bytes; of ids of four bytes every second one would be 0.
-        if 2 * len(ids) > len(numbers) and ids.max() < 1 << 32 and len(np.unique(ids)) > 1:
+        if 2 * len(ids) <= len(numbers):
+            continue
+        if ids.max() < 1 << 32 and len(np.unique(ids)) > 1:
             why = f"four of every eight bytes are 0, as of {name}int64 ids"
             return Other(why, _rewritten(path, f"{order}i8"))
 

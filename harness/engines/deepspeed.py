@@ -70,10 +70,10 @@ class ZeroWeightAccess(WeightAccess):
 
     def like(self, tensor: Tensor) -> Tensor:
         """As `WeightAccess.like`: a checkpoint holds the fp32 master, whatever DeepSpeed computes in."""
-        has_master = hasattr(tensor, "_hp_mapping")
-        return (
-            torch.empty_like(tensor, dtype=torch.float32, device="meta") if has_master else tensor
-        )
+        # What has no master is what a checkpoint holds: a buffer, or a parameter in fp32.
+        if not hasattr(tensor, "_hp_mapping"):
+            return tensor
+        return torch.empty_like(tensor, dtype=torch.float32, device="meta")
 
     def read(self, tensor: Tensor) -> Tensor:
         """As `WeightAccess.read`; parameters in fp32."""
@@ -251,14 +251,16 @@ class DeepSpeedEngine(ProcessGroup):
     ) -> DeepSpeedEngine:
         """The engine of a run. loss_scale: unused, as DeepSpeed has its own under fp16."""
         train, engine = config.train, config.engine
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        micro_batches = train.global_batch // train.micro_batch
         return cls(
             model,
-            make_optimizer(dict(model.named_parameters())),
+            optimizer,
             schedule,
             train.max_grad_norm,
             zero_stage=engine.zero_stage,
             micro_batch=train.micro_batch,
-            accumulation=train.global_batch // train.micro_batch // read_launch().world_size,
+            accumulation=micro_batches // read_launch().world_size,
             autocast_dtype=autocast_dtype,
             user_config=engine.deepspeed,
             device=device,
@@ -394,7 +396,13 @@ class DeepSpeedEngine(ProcessGroup):
         return [param for group in self._members for param in group]
 
     @lost_rank_named()
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed.
 
         A bad update must not reach the weights. At ZeRO 0 DeepSpeed checks nothing, so its step is not called. At ZeRO
@@ -406,6 +414,7 @@ class DeepSpeedEngine(ProcessGroup):
         lr = self._set_lr()
         bad = bool(skip.item())
         if self._sharded:
+            # Gradients are cut over ranks in a way of DeepSpeed's own: it clips them, and drops bad ones.
             self._engine.optimizer.clip_grad = min(self._max_grad_norm, clip)
             if bad:
                 self._poison()

@@ -105,10 +105,12 @@ def check(zero_stage: int, precision: PrecisionName, device: str) -> list[Proble
     if precision != "fp16":
         return problems
 
+    # fp16 is the one precision in which DeepSpeed itself holds the weights and the loss scale.
     fix = "set engine.zero_stage=1, or start with torchrun"
     if device == "cpu":
         what = "DeepSpeed has no fp16 on the CPU"
-        problems.append(Problem(what, where, "its accelerator refuses fp16", _OTHERS))
+        why = "its accelerator refuses fp16"
+        problems.append(Problem(what, where, why, _OTHERS))
     elif zero_stage == 0:
         what = "fp16 does not train at ZeRO-0"
         why = (
@@ -222,8 +224,10 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
     """The user's DeepSpeed JSON. Raises ConfigError if there is no such file, or no object in it."""
     bare = "/" not in name_or_path and not name_or_path.endswith(".json")
     shipped = resource_dir("configs") / "deepspeed"
+    path = shipped / f"{name_or_path}.json"
     try:
-        path = shipped / f"{name_or_path}.json" if bare else Path(name_or_path).expanduser()
+        if not bare:
+            path = Path(name_or_path).expanduser()
         data = read_json(path, _MAX_BYTES)
         if not isinstance(data, dict):
             raise TypeError(f"holds a {type(data).__name__}, not an object")
@@ -235,7 +239,11 @@ def _read_json(name_or_path: str) -> dict[str, Any]:
     return data
 
 
-def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) -> list[Problem]:
+def _conflicts(
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    source: str,
+) -> list[Problem]:
     """Keys of the user's JSON that are refused, or differ from the run's.
 
     theirs: the user's JSON.
@@ -248,6 +256,7 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
             if key in refused:
                 problems.append(Problem(f'key "{key}" is refused', source, why, fix))
 
+    # A key that both set may stay if the values agree.
     given = flat(theirs)
     for key, value in flat(ours).items():
         other = given.get(key, value)
@@ -255,10 +264,12 @@ def _conflicts(theirs: Mapping[str, Any], ours: Mapping[str, Any], source: str) 
             what = f'key "{key}" is {other!r}, but the run sets it to {value!r}'
             problems.append(Problem(what, source, fix="remove it; use the run's config"))
 
+    # DeepSpeed would check it against micro-batches and ranks, and name neither of the run's own keys.
     if "train_batch_size" in given:
         fix = "remove it; set train.global_batch in the run's config"
         problems.append(Problem('key "train_batch_size" conflicts', source, fix=fix))
-    if "zero_optimization" in theirs and not isinstance(theirs["zero_optimization"], Mapping):
+    zero = theirs.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
         what = 'key "zero_optimization" must be an object'
         problems.append(Problem(what, source, fix="write { ... }"))
     return problems
@@ -306,7 +317,12 @@ def _compile_apart(folder: Path) -> None:
     command = [sys.executable, "-m", "harness.engines.deepspeed_setup", _APART]
 
     # Nothing is ever written into the pipe. Its reader sees the end of it when this process is gone.
-    build = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, process_group=0)
+    build = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr,
+        process_group=0,
+    )
     try:
         code = build.wait()
     except BaseException:

@@ -26,9 +26,11 @@ class FirstUse:
         self.names: set[str] = set()
         self._watched: set[nn.Parameter] = set()
         self._handles: list[Any] = []
-        paths = {id(module): f"{name}." for name, module in model.named_modules() if name}
+        named = model.named_modules()
+        paths = {id(module): f"{name}." for name, module in named if name}
         for module in (model, *blocks):
-            watch: Any = torch.compiler.disable(partial(self._watch, paths.get(id(module), "")))
+            path = paths.get(id(module), "")
+            watch: Any = torch.compiler.disable(partial(self._watch, path))
             self._handles.append(module.register_forward_pre_hook(watch))
 
     def _watch(self, prefix: str, module: nn.Module, args: object) -> None:

@@ -81,7 +81,9 @@ class Answer:
             found = [found[0], *(stack for stack in found[1:] if not stack.idle)]
         else:
             found = [stack for stack in found if stack.thread == SAVER]
-            waits = waits or any(_MEETS in call for stack in found for call in stack.calls[-3:])
+            # The innermost calls say what is waited for.
+            innermost = [call for stack in found for call in stack.calls[-3:]]
+            waits = waits or any(_MEETS in call for call in innermost)
         lines: list[str] = []
         for stack in found:
             lines.append(f"  {stack.thread}:")
@@ -213,7 +215,8 @@ class HangWatch:
         report = ""
         if self._answered.get(name) != number:
             self._answered[name] = number
-            store.set(f"{name}/{number}/{self._rank}", json.dumps(asdict(Answer.of(work))))
+            answer = asdict(Answer.of(work))
+            store.set(f"{name}/{number}/{self._rank}", json.dumps(answer))
         if self._rank == 0:
             report = self._collect(f"{name}/{number}", lambda: work.since == since)
             store.set(f"{name}/{number}/report", report)

@@ -76,6 +76,7 @@ class OwnUpdate(ProcessGroup):
         rates = [group.get("lr") for group in optimizer.param_groups]
         has_tensors = all(isinstance(rate, Tensor) for rate in rates)
         self._lr_on_device = has_tensors or takes_found_inf(optimizer)
+        # Before the first step: what differs from these settings later was counted by the optimizer.
         self._initial = settings_of(optimizer)
         if self._lr_on_device:
             for group in optimizer.param_groups:
@@ -91,8 +92,15 @@ class OwnUpdate(ProcessGroup):
         """As `core.protocols.Gradients.with_gradient`."""
         return self._gradients.with_gradient(weights)
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.apply`; then the gradients are zeroed."""
+        # By updates that were applied: a skipped one does not move the schedule on.
         self._set_lr()
         figures = self._gradients.apply(skip, overflow, norm, clip)
         self._buffers.settle(figures["applied"])

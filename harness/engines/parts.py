@@ -68,12 +68,14 @@ def kept_state(
     if described := getattr(model, "config_sha256", ""):
         meta["config"] = str(described)
 
+    # Without a folder to find frozen weights in, the checkpoint must hold them.
     folder = getattr(model, "frozen_from", "")
     trained: TensorDict = {}
     frozen: TensorDict = {}
     for name, tensor in tensors.items():
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        (frozen if is_frozen else trained)[name] = tensor
+        kind = frozen if is_frozen else trained
+        kind[name] = tensor
     if not folder or not frozen:
         return tensors, meta
 
@@ -81,8 +83,9 @@ def kept_state(
     if frozen_meta is None:
         device = next(iter(frozen.values())).device
         hashes = Fingerprint(device).of(frozen.values()).tolist()
-        listed = json.dumps(list(zip(frozen, hashes, strict=True)))
-        sha256 = hashlib.sha256(listed.encode()).hexdigest()
+        pairs = list(zip(frozen, hashes, strict=True))
+        listed = json.dumps(pairs).encode()
+        sha256 = hashlib.sha256(listed).hexdigest()
         frozen_meta = {"from": str(folder), "count": len(frozen), "sha256": sha256}
     return trained, {**meta, "frozen": frozen_meta}
 
@@ -104,7 +107,11 @@ def _named(names: set[str]) -> str:
     return some(sorted(names), 8)
 
 
-def require_same(part: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+def require_same(
+    part: str,
+    saved: Mapping[str, Tensor],
+    here: Mapping[str, Tensor],
+) -> None:
     """Raise CheckpointError that names every tensor that is missing on one side, or differs in shape or dtype.
 
     part: "model" or "optimizer", for the message.
@@ -197,12 +204,14 @@ class ModelPart:
             return {}
         # Frozen weights that stay in their folder are sharded, and no part of the checkpoint.
         kept, _ = self._kept()
-        return {name: rows for name, rows in self._shards.rows.items() if name in kept}
+        sharded = self._shards.rows
+        return {name: rows for name, rows in sharded.items() if name in kept}
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """Tensors by state_dict key, tied ones once, and meta data: see `kept_state`."""
-        tensors, meta = self._kept()
-        return {name: self._access.read(tensor) for name, tensor in tensors.items()}, meta
+        kept, meta = self._kept()
+        tensors = {name: self._access.read(tensor) for name, tensor in kept.items()}
+        return tensors, meta
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -214,6 +223,7 @@ class ModelPart:
         require_same_meta(own, meta)
         expected = {name: self._access.like(tensor) for name, tensor in here.items()}
         require_same("model", tensors, expected)
+        # All of it fits: nothing below can stop half-way.
         for name, tensor in here.items():
             self._access.write(tensor, tensors[name])
         if self._shards is not None:
@@ -260,7 +270,8 @@ def optimizer_meta(optimizer: torch.optim.Optimizer) -> Meta:
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the checkpoint was written by another kind of optimizer."""
-    saved, here = meta["optimizer"], optimizer_meta(optimizer)["optimizer"]
+    saved = meta["optimizer"]
+    here = optimizer_meta(optimizer)["optimizer"]
     if saved != here:
         what = f"written by {saved}, this run has {here}"
         fix = "resume with the same train.optimizer"
@@ -297,9 +308,9 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for name, value in group.items():
             if name != "lr":
                 found[f"{number}.{name}"] = value
-    return {
-        name: value for name, value in found.items() if isinstance(value, bool | int | float | str)
-    }
+    # Tensors, objects and None are no counters.
+    plain = (bool, int, float, str)
+    return {name: value for name, value in found.items() if isinstance(value, plain)}
 
 
 Group = dict[str, Any]
@@ -402,7 +413,11 @@ class OptimizerPart:
 
     def _owned(self) -> dict[str, tuple[nn.Parameter, Group]]:
         """Each parameter that the optimizer trains, with its group, by name."""
-        return {self._names[id(param)]: (param, group) for param, group in self._access.owned()}
+        owned: dict[str, tuple[nn.Parameter, Group]] = {}
+        for param, group in self._access.owned():
+            name = self._names[id(param)]
+            owned[name] = (param, group)
+        return owned
 
     def rows(self) -> dict[str, Rows]:
         """The rows that this rank holds of each sharded tensor: those that have the shape of a sharded weight."""
@@ -453,9 +468,11 @@ class OptimizerPart:
         owned = self._owned()
         incoming = self._by_parameter(owned.keys(), tensors, meta["plain"])
         live = self._live_tensors(owned)
+        # A fresh optimizer has no state yet: only what both sides have must be alike.
         compared = live.keys() & tensors.keys()
         saved = {full: tensors[full] for full in compared}
-        require_same("optimizer", saved, {full: live[full] for full in compared})
+        here = {full: live[full] for full in compared}
+        require_same("optimizer", saved, here)
         self._require_same_quantisation(live, tensors)
         if self._access.must_fit:
             require_same("optimizer", tensors, {"applied": self.applied, **live})
@@ -472,9 +489,11 @@ class OptimizerPart:
         self, names: Collection[str], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
         """Saved state by parameter and key. Raises CheckpointError for state of no parameter in `names`."""
+        # A parameter that nothing was saved of has an empty state: it starts as a new one.
         incoming: dict[str, dict[str, Any]] = {name: {} for name in names}
         unknown: set[str] = set()
         for full, value in [*tensors.items(), *plain.items()]:
+            # Names of parameters have dots in them, keys of a state have none.
             name, _, key = full.rpartition(".")
             if name in incoming:
                 incoming[name][key] = value

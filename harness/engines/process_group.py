@@ -144,10 +144,15 @@ def _problem(why: str) -> Problem:
         return Problem(f"lost {some(lost, _NAMED)}", where, why=why, fix=fix)
 
     # The ranks were still meeting, and some have not come.
-    come = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is not None]
-    absent = [f"rank {rank}" for rank, peer in enumerate(_meeting.peers) if peer is None]
+    come: list[str] = []
+    absent: list[str] = []
+    for rank, peer in enumerate(_meeting.peers):
+        group = absent if peer is None else come
+        group.append(f"rank {rank}")
     if absent:
-        what = f"waited in vain for {some(absent, _NAMED)} of {len(_meeting.peers)} ranks; there: {some(come, _NAMED)}"
+        ranks = len(_meeting.peers)
+        what = f"waited in vain for {some(absent, _NAMED)} of {ranks} ranks"
+        what += f"; there: {some(come, _NAMED)}"
         if not come:
             what = f"{_meeting.host} does not answer"
         fix = f"{fix}; if it is only slow to start: a higher engine.timeout_seconds"
@@ -155,7 +160,8 @@ def _problem(why: str) -> Problem:
 
     # All have come, and those of this machine are alive: the lost rank is on another machine, or one of them hangs.
     here = _this_process().machine
-    elsewhere = sum(peer is not None and peer.machine != here for peer in _meeting.peers)
+    peers = [peer for peer in _meeting.peers if peer is not None]
+    elsewhere = sum(peer.machine != here for peer in peers)
     what = "another rank does not answer; none of this machine is gone or stopped"
     if elsewhere:
         what += f"; {elsewhere} ranks are on other machines"
@@ -306,24 +312,31 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
     def meet_and_join() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has a current device of its own
+        backend, device_id = "gloo", None
+        if device.type == "cuda":
+            backend, device_id = "nccl", device
         store = _store(launch, timeout)
         _meet(store, launch)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=store,
             timeout=timeout,
             rank=launch.rank,
             world_size=launch.world_size,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device_id,
         )
 
-    _meeting.rank, _meeting.peers = launch.rank, [None] * launch.world_size
+    _meeting.rank = launch.rank
+    _meeting.peers = [None] * launch.world_size
     with lost_rank_named():
         _watched(meet_and_join, timeout_seconds)
     training.again()
-    _meeting.watch = HangWatch(
-        lambda: _client(timeout), launch.rank, launch.world_size, timeout_seconds
-    )
+
+    # From here on a rank that hangs is found by its own thread, over a connection of its own.
+    def connect() -> dist.Store:
+        return _client(timeout)
+
+    _meeting.watch = HangWatch(connect, launch.rank, launch.world_size, timeout_seconds)
 
 
 def _watched(action: Callable[[], None], seconds: float) -> None:
@@ -340,6 +353,7 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
         except BaseException as error:
             raised.append(error)
 
+    # A daemon: a thread that torch holds for ever must not keep the process alive.
     thread = threading.Thread(target=run, name="meeting", daemon=True)
     thread.start()
     deadline = time.monotonic() + seconds
@@ -348,9 +362,8 @@ def _watched(action: Callable[[], None], seconds: float) -> None:
         if thread.is_alive() and _lost(_GONE):
             raise LostRankError(_problem("it ended while the ranks met"))
         if thread.is_alive() and time.monotonic() >= deadline:
-            raise LostRankError(
-                _problem(f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)")
-            )
+            what = f"the ranks had not met after {seconds:.0f} s (engine.timeout_seconds)"
+            raise LostRankError(_problem(what))
     if raised:
         raise raised[0]
 
@@ -385,6 +398,9 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     _meeting.host = f"the rendezvous at {address}:{port}, which {host} hosts,"
 
     # torch takes over the listening socket. The port stays taken as long as the store lives.
+    listening = None
+    if hosts and local:
+        listening = _listen(port)
     store = dist.TCPStore(
         address,
         port,
@@ -393,7 +409,7 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
         timeout,
         wait_for_workers=False,  # `_meet` waits, and knows for whom
         multi_tenant=not agent,
-        master_listen_fd=_listen(port) if hosts and local else None,
+        master_listen_fd=listening,
     )
     return _of_this_start("start", store)
 
@@ -424,11 +440,10 @@ def _listen(port: int) -> int:
         server.listen(socket.SOMAXCONN)
     except OSError as error:
         server.close()
+        what = f"port {port} cannot be used for the rendezvous"
         why = error.strerror or str(error)
         fix = "choose another port: --master-port of torchrun, --master_port of deepspeed"
-        raise MachineError(
-            Problem(f"port {port} cannot be used for the rendezvous", "launcher", why, fix)
-        ) from error
+        raise MachineError(Problem(what, "launcher", why, fix)) from error
     return server.detach()
 
 
@@ -437,8 +452,10 @@ def limit_every_group(timeout_seconds: float) -> None:
 
     torch has no public way to list its groups or to change a timeout.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+    c10d = dist.distributed_c10d
+    timeout = timedelta(seconds=timeout_seconds)
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
 
 
 def leave() -> None:

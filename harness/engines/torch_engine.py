@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 # torch renamed this argument of DDP, and warns about the old name.
 _ARGUMENTS = signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
-)
+_SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in _ARGUMENTS:
+    _SYNC_BUFFERS = "forward_sync_buffers"
 
 
 class TorchEngine(OwnUpdate):
@@ -59,9 +59,10 @@ class TorchEngine(OwnUpdate):
         device: torch.device,
     ) -> TorchEngine:
         """The engine of a run. autocast_dtype: unused, as the precision backend casts here."""
+        optimizer = make_optimizer(dict(model.named_parameters()))
         return cls(
             model,
-            make_optimizer(dict(model.named_parameters())),
+            optimizer,
             schedule,
             config.train.max_grad_norm,
             loss_scale=loss_scale,
@@ -81,7 +82,9 @@ class TorchEngine(OwnUpdate):
         timeout_seconds: float = 600.0,
     ) -> None:
         join(read_launch(), device, timeout_seconds)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            params += group["params"]
         gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
         super().__init__(model, optimizer, gradients, schedule, loss_scale, device)
         self.name = "ddp" if self.world_size > 1 else "single"
@@ -90,10 +93,12 @@ class TorchEngine(OwnUpdate):
         self._ddp: DistributedDataParallel | None = None
         self._checked = False
         if self.world_size > 1:
+            device_ids = [device.index] if device.type == "cuda" else None
             buffers: dict[str, Any] = {_SYNC_BUFFERS: shares_buffers(model)}
+            # Gradients as views of DDP's buckets: a second copy of them all would take as much memory.
             self._ddp = DistributedDataParallel(
                 model,
-                device_ids=[device.index] if device.type == "cuda" else None,
+                device_ids=device_ids,
                 gradient_as_bucket_view=True,
                 **buffers,
             )
@@ -103,7 +108,9 @@ class TorchEngine(OwnUpdate):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Context for forward and backward of one micro-batch. Ranks exchange gradients in the last one only."""
         self._buffers.begin()
-        exchange = nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+        exchange = nullcontext()
+        if self._ddp is not None and not last:
+            exchange = self._ddp.no_sync()
         with lost_rank_named(), exchange:
             yield
 

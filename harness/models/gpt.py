@@ -95,7 +95,9 @@ class Attention(nn.Module):
         self.heads = settings.heads
         self.kv_heads = settings.kv_heads
         self.head_dim = settings.head_dim
-        self.qkv = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        # Queries, keys and values in one product.
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(dim, outputs, bias=False)
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
         if settings.qk_norm:
@@ -178,7 +180,12 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.z_loss = z_loss
 
-    def forward(self, logits: Tensor, targets: Tensor, counted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        counted: Tensor | None = None,
+    ) -> Tensor:
         """logits: [..., vocab]; targets: int64 [...], -100 has no loss -> float32 0-d.
 
         counted: number of targets with a loss in the whole micro-batch, if `logits` is one chunk of it. The chunk's sum
@@ -455,6 +462,7 @@ def build(
     if ffn is None and isinstance(dim, int):
         ffn = max(16, -(-8 * dim // 3 // 16) * 16)
 
+    # All arguments come from a config: report everything that is wrong with them at once.
     sizes = {
         "vocab": vocab,
         "dim": dim,
@@ -491,6 +499,7 @@ def build(
         recompute=recompute,
         recompute_every=recompute_every,
     )
+    # Before a weight is made: the kernel would end the process without a word.
     require_room(*size_of(settings), sizes)
     return GPT(settings)
 
@@ -519,7 +528,10 @@ def _whole(value: object) -> TypeGuard[int]:
 
 
 def _number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A bool is an int to Python, and no number to people.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def _wrong_sizes(sizes: Mapping[str, Any], recompute_every: int) -> list[Problem]:
@@ -588,9 +600,13 @@ def _wrong_scaling(scaling: object) -> list[Problem]:
     fix = f"give {', '.join(SCALING)}, as in Llama 3.1's config.json"
     if not isinstance(scaling, Mapping) or set(scaling) != set(SCALING):
         return [Problem(f"{scaling!r} is not a mapping with the keys of Llama 3.1", where, fix=fix)]
-    odd = [key for key in SCALING if not _number(scaling[key]) or scaling[key] <= 0]
-    if odd:
-        return [Problem(f"{key} {scaling[key]!r} is not over 0", where, fix=fix) for key in odd]
+    problems: list[Problem] = []
+    for key in SCALING:
+        value = scaling[key]
+        if not _number(value) or value <= 0:
+            problems.append(Problem(f"{key} {value!r} is not over 0", where, fix=fix))
+    if problems:
+        return problems
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return [Problem("high_freq_factor is not over low_freq_factor", where, fix=fix)]
     return []

@@ -260,9 +260,12 @@ def _check_weights(
         what = f"has {len(surplus)} weights that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
         problems.append(Problem(what, where, fix="use model.target=hf:FOLDER"))
 
-    mismatched = [name for name in wanted if name in state and state[name].shape != wanted[name]]
+    # Of a wrong size in config.json hundreds of weights differ: the first few show which size it is.
+    both = [name for name in wanted if name in state]
+    mismatched = [name for name in both if state[name].shape != wanted[name]]
     for name in mismatched[:_SHOWN]:
-        what = f"{name} is {list(state[name].shape)}, config.json says {list(wanted[name])}"
+        shape = list(state[name].shape)
+        what = f"{name} is {shape}, config.json says {list(wanted[name])}"
         problems.append(Problem(what, where, fix="mend config.json"))
     if problems:
         raise ConfigError(problems)

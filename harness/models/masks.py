@@ -274,7 +274,8 @@ def _tolerance(loss: Tensor) -> float:
 def _close(one: float, other: float, tolerance: float) -> bool:
     """Whether two losses are finite and equal but for rounding."""
     difference = abs(one - other)
-    return math.isfinite(difference) and difference <= tolerance * max(abs(one), abs(other))
+    largest = max(abs(one), abs(other))
+    return math.isfinite(difference) and difference <= tolerance * largest
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

@@ -46,6 +46,7 @@ def require_room(parameters: int, modules: int, sizes: Mapping[str, int]) -> Non
     if parameters > _MOST_ELEMENTS or _takes_host_memory():
         weights = 4 * parameters
     objects = _MODULE * modules
+    # 0: not known, so nothing can be refused.
     there = all_memory()
     if not there or weights + objects <= there:
         return
@@ -101,7 +102,12 @@ class _Watch:
         self._modules += 1
         self._add(_MODULE)
 
-    def parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def parameter(
+        self,
+        module: nn.Module,
+        name: str,
+        parameter: nn.Parameter | None,
+    ) -> None:
         """torch's hook: a Parameter was registered."""
         if parameter is None or threading.get_ident() != self._thread:
             return

@@ -502,7 +502,8 @@ def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 def _no_zeros(model: nn.Module) -> Iterator[None]:
     """In this context, parameters that are all zeros (as a head may begin) hold random numbers."""
-    zeros = [parameter for parameter in model.parameters() if not bool(parameter.any())]
+    parameters = model.parameters()
+    zeros = [parameter for parameter in parameters if not bool(parameter.any())]
     try:
         for parameter in zeros:
             parameter.normal_()

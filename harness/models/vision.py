@@ -94,7 +94,11 @@ class ViT(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-def convnet(channels: int = 1, widths: Sequence[int] = (32, 64), classes: int = 10) -> ConvNet:
+def convnet(
+    channels: int = 1,
+    widths: Sequence[int] = (32, 64),
+    classes: int = 10,
+) -> ConvNet:
     """A fresh ConvNet. widths: channels of each convolution's output.
 
     Raises ConfigError for widths that are not multiples of 8 (GroupNorm has 8 groups), and for a model that exceeds

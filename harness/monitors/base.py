@@ -249,7 +249,11 @@ CALIBRATION_FLOOR = 1024.0
 shows that the gradients themselves are at fault."""
 
 
-def is_calibration(loss: float, loss_scale: float, last_skipped_at: float | None) -> bool:
+def is_calibration(
+    loss: float,
+    loss_scale: float,
+    last_skipped_at: float | None,
+) -> bool:
     """Whether a step was skipped because a loss scaler is lowering its scale.
 
     loss: of the step, nats.

@@ -106,7 +106,8 @@ PRESSING = np.array([name != "centred_db" for name in _NAMES])
 
 # Masks that broadcast over [statistics, layers, roles].
 _BELOW = np.array([kind.below for kind in STATISTICS])[:, None, None]
-_OF_SMALL_VALUES = np.array([name in ("underflow", "even_db") for name in _NAMES])[:, None, None]
+_SMALL_VALUES = [name in ("underflow", "even_db") for name in _NAMES]
+_OF_SMALL_VALUES = np.array(_SMALL_VALUES)[:, None, None]
 _YES_OR_NO = np.array([name == "nonfinite" for name in _NAMES])[:, None, None]
 # Multiplied by its sign, every statistic is bad when over its limit.
 _SIGN = np.where(_BELOW, -1, 1).astype(np.float32)
@@ -246,12 +247,10 @@ class Evidence:
 
         # A saturation this low proves that the whole tensor was flushed to zero. Waiting for the next sample could
         # miss that, so it counts as an underflow of 100%.
-        vanished = (
-            (values[_SATURATION] > 0)
-            & (values[_SATURATION] < _VANISHED)
-            & np.isnan(values[_UNDERFLOW])
-        )
-        values[_UNDERFLOW] = np.where(vanished, np.float32(1), values[_UNDERFLOW])
+        ratio = values[_SATURATION]
+        underflow = values[_UNDERFLOW]
+        vanished = (ratio > 0) & (ratio < _VANISHED) & np.isnan(underflow)
+        values[_UNDERFLOW] = np.where(vanished, np.float32(1), underflow)
 
         # The exceptions: growth raises limits and excuses clipping, rows that are alike must stay so to count.
         limits = self._limits.repeat(len(self.layers), axis=1)
@@ -276,7 +275,7 @@ class Evidence:
         octaves = np.where(_YES_OR_NO, np.float32(0), octaves)
         self._score.add(seen, bad, octaves)
 
-        ratio = values[_SATURATION]
+        # What the next step may have to be measured for, before any evidence is complete.
         faint = (ratio > 0) & (ratio < _FAINT)
         self._odd = bad[_SATURATION] | faint
         self._lost = bad & (octaves >= 1) & _OF_SMALL_VALUES
@@ -358,7 +357,8 @@ class Evidence:
         low that small values may be lost, since the tensor shrank or follows one that was far larger.
         """
         newest = np.nan_to_num(self._recent[-1]) != 0
-        return bool(newest[_SAMPLED][:, among].any() or self._odd[among].any())
+        sampled = newest[_SAMPLED][:, among].any()
+        return bool(sampled or self._odd[among].any())
 
     def forget(self, layers: Bools) -> None:
         """Drop the observations of `layers` (bool [layers]): their precision changed."""
@@ -408,8 +408,10 @@ class Evidence:
         slots: dict[str, dict[str, Any]] = {}
         for number, role in zip(*np.nonzero(over[:, layer]), strict=True):
             values = np.nan_to_num(self._recent[:, number, layer, role])
-            figures = slots.setdefault(f"{self.layers[layer]}.{ROLES[role]}", {})
-            figures[_NAMES[int(number)]] = [_figure(value) for value in values[values != 0]]
+            slot = f"{self.layers[layer]}.{ROLES[role]}"
+            figures = slots.setdefault(slot, {})
+            name = _NAMES[int(number)]
+            figures[name] = [_figure(value) for value in values[values != 0]]
 
         for slot, figures in slots.items():
             role_name = slot.rpartition(".")[2]
@@ -426,7 +428,10 @@ class Evidence:
             "score": self._score.value,
             "bad": self._score.bad,
         }
-        meta: dict[str, Any] = {name: _listed(values) for name, values in arrays.items()}
+        meta: dict[str, Any] = {}
+        for name, values in arrays.items():
+            listed = _listed(values)
+            meta[name] = listed
         meta["samples"] = self._samples
         meta["alike"] = self._alike.ravel().tolist()
         return meta
@@ -436,7 +441,8 @@ class Evidence:
         self._recent = _array(meta["recent"]).reshape(self._recent.shape)
         self._amax = _array(meta["amax"]).reshape(self._amax.shape)
         self._samples = bool(meta["samples"])
-        self._growth.restore({name: _array(meta[name]) for name in self._growth.arrays()})
+        growth = {name: _array(meta[name]) for name in self._growth.arrays()}
+        self._growth.restore(growth)
         self._alike = np.array(meta["alike"], dtype=np.int64).reshape(self._alike.shape)
         self._score.restore(_array(meta["score"]), _array(meta["bad"]))
 

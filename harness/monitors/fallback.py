@@ -217,7 +217,13 @@ class FallbackController(KeptWindow):
                 returning.append(index)
         return returning
 
-    def _switch(self, step: int, demote: list[int], promote: list[int], over: Bools) -> Verdict:
+    def _switch(
+        self,
+        step: int,
+        demote: list[int],
+        promote: list[int],
+        over: Bools,
+    ) -> Verdict:
         parts: list[str] = []
         down: dict[str, dict[str, Any]] = {}
         for index in demote:
@@ -232,14 +238,12 @@ class FallbackController(KeptWindow):
             up[layer] = {"demoted_at": since, "steps": step - since}
             parts.append(f"{layer} back to FP8 (after {step - since} steps in BF16)")
 
+        # A switch in both directions is reported as a demotion, the graver of the two.
+        code = "precision.demote" if demote else "precision.promote"
         text = "; ".join(parts)
-        return Verdict(
-            "precision.demote" if demote else "precision.promote",
-            step,
-            text,
-            proposal=Switch(tuple(down), tuple(up), text),
-            evidence={"demote": down, "promote": up},
-        )
+        proposal = Switch(tuple(down), tuple(up), text)
+        evidence = {"demote": down, "promote": up}
+        return Verdict(code, step, text, proposal=proposal, evidence=evidence)
 
     def _budget(self, step: int, stuck: list[int], over: Bools) -> Verdict:
         names = ", ".join(self.layers[index] for index in stuck)

@@ -70,7 +70,7 @@ class Fp8Monitor(KeptWindow):
         if self._scrubbing and not was_scrubbing:
             return _scrubbed(facts.step, slots)
 
-        # Dead slots.
+        # Dead slots, each reported once: the layer may be one that this model never needs.
         dead = (self._zeros >= self.dead_after) & ~self._reported
         if not dead.any():
             return Verdict("fp8.ok", facts.step)
@@ -97,13 +97,17 @@ class Fp8Monitor(KeptWindow):
         """Carry the counts over to the present slots by name (first step, or first after a resume)."""
         zeros = dict(zip(self._names, self._zeros.tolist(), strict=True))
         reported = dict(zip(self._names, self._reported.tolist(), strict=True))
+        zeros_now = [zeros.get(name, 0) for name in names]
+        reported_now = [reported.get(name, False) for name in names]
         self._names = names
-        self._zeros = np.array([zeros.get(name, 0) for name in names], dtype=np.int64)
-        self._reported = np.array([reported.get(name, False) for name in names], dtype=np.bool_)
+        self._zeros = np.array(zeros_now, dtype=np.int64)
+        self._reported = np.array(reported_now, dtype=np.bool_)
 
 
 def _scrubbed(step: int, slots: SlotStats) -> Verdict:
-    infinite = [slots.names[index] for index in np.flatnonzero(~np.isfinite(slots.amax))]
+    # Those of this step; the histories may have had others.
+    places = np.flatnonzero(~np.isfinite(slots.amax))
+    infinite = [slots.names[place] for place in places]
     text = f"{slots.scrubbed} infinite amax values were taken out of the histories, scales kept"
     if infinite:
         text += f": {some(infinite, NAMED_IN_TEXT)}"

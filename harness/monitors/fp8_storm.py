@@ -130,7 +130,8 @@ class Fp8StormMonitor(KeptWindow):
     ) -> tuple[str, dict[str, Any]]:
         """Text and evidence of a storm, the worst tensors first."""
         worst = sorted(np.flatnonzero(over).tolist(), key=lambda place: (-values[place], place))
-        shown = some([f"{names[place]} {values[place]:.3g}" for place in worst], WORST_IN_TEXT)
+        named = [f"{names[place]} {values[place]:.3g}" for place in worst]
+        shown = some(named, WORST_IN_TEXT)
         text = f"{len(worst)} of {judged} FP8 tensors {what}, {self.steps} times in a row: {shown}"
         figures: dict[str, Any] = {}
         for place in worst[:WORST_IN_EVIDENCE]:

@@ -231,6 +231,7 @@ class GradientMonitor(KeptWindow):
         self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]
     ) -> Verdict:
         """Let as many large updates through as this row has, instead of a rollback."""
+        # Once: if a row comes back within `window` applied steps, these updates led nowhere.
         self._accepted = median(row)
         self._probation = self.window
         self._left = len(row)
@@ -363,22 +364,23 @@ class GradientMonitor(KeptWindow):
 
     def _applied(self, facts: StepFacts) -> Verdict:
         """Note an applied norm; report one that grew."""
+        quiet = Verdict("gradient.ok", facts.step)
         norm = facts.grad_norm
         if not 0 < norm < math.inf:
-            return Verdict("gradient.ok", facts.step)
+            return quiet
+
+        # Compared before it joins the norms that it is compared with. A streak is reported once.
         usual = self._growth_base()
         self._norms.append(norm)
         was_growing = self._growing
         self._growing = usual is not None and norm >= GROWTH * usual
         if usual is None or not self._growing or was_growing:
-            return Verdict("gradient.ok", facts.step)
-        return Verdict(
-            "gradient.growth",
-            facts.step,
-            f"gradient norm {norm:.4g} is {norm / usual:.1f} times what it was in the last {GROWTH_WINDOW} steps "
-            f"({usual:.4g})",
-            evidence={"grad_norm": norm, "median": usual, "window": facts.window},
-        )
+            return quiet
+        times = norm / usual
+        text = f"gradient norm {norm:.4g} is {times:.1f} times what it was"
+        text += f" in the last {GROWTH_WINDOW} steps ({usual:.4g})"
+        evidence = {"grad_norm": norm, "median": usual, "window": facts.window}
+        return Verdict("gradient.growth", facts.step, text, evidence=evidence)
 
     def _growth_base(self) -> float | None:
         """The norm to compare growth with; None while too few norms are known.

@@ -201,11 +201,13 @@ class LossMonitor(KeptWindow):
 
     def _spike(self, facts: StepFacts, skipped: bool, usual: Level | None) -> Verdict:
         """Extend the row by this spike; accept it, or propose a rollback once the row is long enough."""
+        # A row is only accepted if every gradient in it was within its limit.
         near = facts.grad_norm <= facts.limits.norm
         self._spiking.append(facts.window)
         self._row.append(facts.loss if near else None)
         run = len(self._spiking)
 
+        # How far from the usual it is, in words and for the record.
         expected, sigmas = math.nan, math.nan
         if usual is not None:
             expected = usual.centre
@@ -221,6 +223,7 @@ class LossMonitor(KeptWindow):
             "consecutive": run,
         }
 
+        # Losses that recur, and a step that lasts, come from the data: no rollback would help.
         accepted = ""
         if skipped and usual is not None:
             accepted = self._accepts(facts, usual, run)
@@ -237,6 +240,7 @@ class LossMonitor(KeptWindow):
                 suspect=True,
             )
 
+        # One spike is a bad batch. Several in a row are a run that diverges, or a part of the data that is bad.
         proposal: Continue | Rollback = Continue()
         if run >= self.spike_steps:
             reason = (
@@ -244,10 +248,13 @@ class LossMonitor(KeptWindow):
                 f"guard.spike_sigma ({self.spike_sigma:g})"
             )
             proposal = Rollback(reason, tuple(self._spiking))
+        code, text = "loss.spike", what
+        if skipped:
+            code, text = "loss.skip", f"update skipped, weights unchanged: {what}"
         return Verdict(
-            "loss.skip" if skipped else "loss.spike",
+            code,
             facts.step,
-            f"update skipped, weights unchanged: {what}" if skipped else what,
+            text,
             healthy=False,
             proposal=proposal,
             evidence=evidence,
@@ -387,16 +394,19 @@ class PlateauMonitor(KeptWindow):
 
     def _vanishing(self, facts: StepFacts) -> Verdict | None:
         """The verdict on a gradient that vanished; None if it did not, or that was reported before."""
+        # A norm must rise to ten times the threshold before it can vanish again: no report for every wobble.
         norm = median(self._norms)
         self._peak = max(self._peak, norm)
         if self._gone:
             self._gone = norm < 10 * self.vanished * self._peak
             return None
 
+        # A small gradient alone may mean that the model has learned all there is, as long as the loss still falls.
         half = len(self._losses) // 2
         before = median(islice(self._losses, half))
         now = median(self._later())
-        self._gone = norm < self.vanished * self._peak and self._stands(before, now)
+        is_small = norm < self.vanished * self._peak
+        self._gone = is_small and self._stands(before, now)
         if not self._gone:
             return None
         text = (
@@ -408,11 +418,13 @@ class PlateauMonitor(KeptWindow):
 
     def _doubled(self, facts: StepFacts) -> Verdict | None:
         """The verdict on a loss that a doubling of the steps did not lower; None otherwise."""
+        # After a doubling: a run on a plateau has gained nothing from as many steps as all before.
         steps = facts.applied_steps
         is_power_of_two = steps & (steps - 1) == 0
         if steps < FIRST_MARK // 2 or not is_power_of_two:
             return None
 
+        # Reported when a plateau begins, and not again while it lasts.
         before = self._mark
         now = median(self._losses)
         self._mark = now

@@ -62,6 +62,7 @@ class ParameterMonitor(KeptWindow):
     def _grown(self, facts: StepFacts, norm: float, smallest: float) -> Verdict:
         proposal: Continue | Rollback = Continue()
         if math.isinf(norm):
+            # Not the samples' fault, as the gradients were finite: no window is skipped.
             reason = "the weights are not finite"
             proposal = Rollback(reason)
             text = (

@@ -53,6 +53,7 @@ def build_monitors(context: MonitorContext) -> list[Monitor]:
         return []
     monitors: list[Monitor] = []
     for monitor in MONITORS:
+        # None: it has nothing to watch here, such as FP8 slots in a run without FP8.
         built = monitor.build(context)
         if built is not None:
             monitors.append(built)

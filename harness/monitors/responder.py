@@ -288,7 +288,8 @@ class Judge:
         """
         next_step = self.state.step + 1
         due = [switch for switch in self.state.switches if switch[0] <= next_step]
-        self.state.switches = [switch for switch in self.state.switches if switch not in due]
+        waiting = self.state.switches
+        self.state.switches = [switch for switch in waiting if switch not in due]
 
         done: list[tuple[int, Switch]] = []
         for step, demote, promote, whole_run_to in due:
@@ -300,7 +301,8 @@ class Judge:
                 self.precision.switch(demote, promote)
 
             # Only layers that moved: a proposal may name one that the user had demoted by then.
-            moved = tuple(layer for layer in self.precision.demoted if layer not in before)
+            demoted = self.precision.demoted
+            moved = tuple(layer for layer in demoted if layer not in before)
             carried_out = Switch(moved, tuple(promote), whole_run_to=whole_run_to)
             done.append((step, carried_out))
         return done

@@ -33,7 +33,12 @@ class ScalerMonitor(KeptWindow):
     key = "scaler"
     kept = ("scaling", "calibrated", "low", "skips", "overflowing")
 
-    def __init__(self, floor: float = 1024.0, window: int = 200, share: float = 0.05) -> None:
+    def __init__(
+        self,
+        floor: float = 1024.0,
+        window: int = 200,
+        share: float = 0.05,
+    ) -> None:
         self.floor = floor
         self.share = share
         self._scaling = False
@@ -49,13 +54,16 @@ class ScalerMonitor(KeptWindow):
 
     def observe(self, facts: StepFacts) -> Verdict:
         """The verdict on one step. Deterministic."""
-        if facts.fell_back_to:  # the whole run left fp16, and with it the need for a scale
-            return Verdict("scaler.ok", facts.step)
+        quiet = Verdict("scaler.ok", facts.step)
+        # The whole run left fp16, and with it the need for a scale.
+        if facts.fell_back_to:
+            return quiet
         scale = facts.loss_scale
         self._scaling = self._scaling or scale > 1
         if not self._scaling:
-            return Verdict("scaler.ok", facts.step)
+            return quiet
 
+        # Nothing is left to lower. With loss_scale.floor over 1 `scaler.overflow` reports it instead.
         evidence = {"loss_scale": scale, "window": facts.window}
         if scale <= 1:
             reason = (
@@ -82,10 +90,11 @@ class ScalerMonitor(KeptWindow):
         if self._low and not was_low:
             text = f"the loss scale fell to {scale:g}, under {self.floor:g}: small fp16 gradients are flushed to zero"
             return Verdict("scaler.low", facts.step, text, evidence=evidence)
-        return self._overflow(facts) or Verdict("scaler.ok", facts.step)
+        return self._overflow(facts) or quiet
 
     def _overflow(self, facts: StepFacts) -> Verdict | None:
         """The verdict on a scaler that skips too often; None if it does not, or that was reported before."""
+        # Two limits, so that a count that moves about one of them is reported once.
         skips = sum(self._skips)
         limit = self.share * (self._skips.maxlen or 0)
         was_overflowing = self._overflowing

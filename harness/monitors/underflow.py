@@ -64,6 +64,7 @@ class UnderflowMonitor(KeptWindow):
         if len(self._first) < BASELINE:
             self._first.append(facts.grad_zeros)
 
+        # Overflow first: it costs updates, where underflow costs precision.
         was_overflowing = self._overflowing
         self._overflowing = facts.grad_near_limit > self.near_limit
         if self._overflowing and not was_overflowing:

@@ -139,7 +139,8 @@ def refused_by(engine: str, train: TrainConfig) -> list[Problem]:
 
 
 def _trainable(model: nn.Module) -> Named:
-    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    named = model.named_parameters()
+    return [(name, param) for name, param in named if param.requires_grad]
 
 
 def _count(params: Iterable[nn.Parameter]) -> int:
@@ -181,7 +182,8 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _embedding_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [each for each in model.modules() if isinstance(each, kinds)]
 
 
 def _group(members: Named, decay: float) -> Group:
@@ -392,12 +394,17 @@ def _muon_patterns(train: TrainConfig, names: Sequence[str]) -> list[str]:
     where = f"train.optimizer_args.{_MUON_OTHERS}"
     given = train.optimizer_args.get(_MUON_OTHERS, [])
     patterns = cast("list[Any]", given)
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in patterns):
+    is_list = isinstance(given, list)
+    if not is_list or not all(isinstance(each, str) for each in patterns):
         what = f"{given!r} is no list of patterns"
         raise ConfigError(Problem(what, where, fix='such as ["head.*"]'))
 
     # A misspelt pattern would leave its matrices to Muon without a word.
-    unmatched = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
+    unmatched: list[str] = []
+    for pattern in patterns:
+        matched = any(fnmatchcase(name, pattern) for name in names)
+        if not matched:
+            unmatched.append(pattern)
     if unmatched:
         what = f"matches no parameter: {', '.join(unmatched)}"
         raise ConfigError(Problem(what, where, fix=near_match(unmatched[0], names)))
@@ -471,6 +478,7 @@ def _named_arguments(
     Raises ConfigError for a key that the class does not take, that the config sets elsewhere, or that the harness
     chooses (`fixed`).
     """
+    # What the class takes, as far as its signature says. With **kwargs it may take anything.
     taken: list[str] = []
     takes_all = False
     for name, parameter in inspect.signature(cls).parameters.items():
@@ -518,7 +526,12 @@ def _in_one_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _rehearse(cls: Any, group: Group, arguments: Mapping[str, Any], train: TrainConfig) -> int:
+def _rehearse(
+    cls: Any,
+    group: Group,
+    arguments: Mapping[str, Any],
+    train: TrainConfig,
+) -> int:
     """Try a class of the user's own: two steps at most, on a copy of one parameter of `group`.
 
     Returns about how many bytes of state it keeps for the group.

@@ -40,7 +40,8 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
 
     # One read by the host for all norms, of one matrix after the other: they may be computed only now, and there may be
     # no memory for all. An all-zero matrix (a zero-initialised part) has no size to compare with.
-    norms = torch.stack([torch.linalg.vector_norm(param.detach()) for param in matrices]).tolist()
+    each = [torch.linalg.vector_norm(param.detach()) for param in matrices]
+    norms = torch.stack(each).tolist()
     sizes: list[float] = []
     for norm, param in zip(norms, matrices, strict=True):
         if norm > 0:

@@ -189,9 +189,8 @@ class Precision:
         ready = self._ready("wrap()")
         ready.find_shards("wrap()")
         chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        problems = optimizer_problems(
-            "wrap()", chosen, max_grad_norm, ready.owns_any, ready.of_shards()
-        )
+        of_shards = ready.of_shards()
+        problems = optimizer_problems("wrap()", chosen, max_grad_norm, ready.owns_any, of_shards)
         problems += wrap_problems(chosen)
         if problems:
             raise MisuseError(problems)
@@ -374,9 +373,7 @@ class Precision:
         if not ready.window.backwards:
             ready.agree()
             ready.window.check_zeroed(ready.parameters())
-        elif ready.window.has_gradients and all(
-            parameter.grad is None for parameter in ready.parameters()
-        ):
+        elif ready.window.has_gradients and _all_without(ready.parameters()):
             count = ready.window.backwards
             what = f"the gradients of {count} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
@@ -413,11 +410,11 @@ class Precision:
         ready = self._outside("step()")
         chosen = unwrapped(optimizers)
         problems = step_problems(chosen, ready.window.backwards)
+        # Gradients that were not exchanged explain why the optimizer's parameters have none.
         if ready.shards is not None:
             problems = ready.shards.step_problems() or problems
-        problems += optimizer_problems(
-            "step()", chosen, max_grad_norm, ready.owns_any, ready.of_shards()
-        )
+        of_shards = ready.of_shards()
+        problems += optimizer_problems("step()", chosen, max_grad_norm, ready.owns_any, of_shards)
         problems += ready.guard_problems(chosen)
         if problems:
             raise MisuseError(problems)
@@ -430,11 +427,14 @@ class Precision:
             own["forward_fastest"] = own["forward_slowest"] = ready.forward_clock.step()
         if max_grad_norm is None:
             max_grad_norm = math.inf
+        # torch's own loop has divided the gradients already, and noted what was not finite before.
         true = self._hooks.gradients
         overflow = None if true is None else true.found
         gradients = LoopGradients(ready, chosen, max_grad_norm, overflow)
 
         # Gate and update, then the facts leave for the host. `harness train` makes the same call.
+        window = ready.state.ledger.window_index(ready.state.step)
+        clock = self._clock or StepClock(ready.device)
         with self.turn.hold("step()"):
             figures, facts = finish_step(
                 gradients,
@@ -442,9 +442,9 @@ class Precision:
                 own,
                 ready.terms(),
                 ready.judge.comparison,
-                self._clock or StepClock(ready.device),
+                clock,
                 fp8_weights=ready.fp8_weights(),
-                window=ready.state.ledger.window_index(ready.state.step),
+                window=window,
                 tokens=tokens,
             )
 
@@ -452,9 +452,8 @@ class Precision:
         self._end_window(ready)
         ready.window.stepped(chosen)
         switch = ready.judge_earlier(facts)
-        return StepOutcome(
-            figures["applied"] > 0, figures["grad_norm"], figures["loss_scale"], switch
-        )
+        applied = figures["applied"] > 0
+        return StepOutcome(applied, figures["grad_norm"], figures["loss_scale"], switch)
 
     def facts(self) -> StepFacts | None:
         """What the last step did, read to the host now; None before the first step.
@@ -571,6 +570,11 @@ class Precision:
         if self._hooks.gradients is not None:
             self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
+
+
+def _all_without(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether no parameter has a gradient."""
+    return all(parameter.grad is None for parameter in parameters)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -65,9 +65,10 @@ class LayerFilter:
     def kept_out(self, linear: nn.Linear) -> str:
         """Why `linear`, a Linear of the model, stays out of FP8; empty if it does not."""
         # What the recipe says.
-        layers, names = self._layers, self._names[linear]
-        excluded = _first_match([*layers.exclude, *layers.exclude_if_present], names)
-        if excluded:
+        layers = self._layers
+        names = self._names[linear]
+        patterns = [*layers.exclude, *layers.exclude_if_present]
+        if excluded := _first_match(patterns, names):
             return f"excluded by name ({excluded})"
         if not _first_match(layers.include, names):
             return "not in layers.include"
@@ -116,7 +117,8 @@ class LayerFilter:
 
     def _skipped_blocks(self, model: nn.Module, where: str) -> dict[str, str]:
         """Name of each block that stays out -> why. Adds to `problems`."""
-        first, last = self._layers.skip_first_blocks, self._layers.skip_last_blocks
+        first = self._layers.skip_first_blocks
+        last = self._layers.skip_last_blocks
         if not first + last:
             return {}
         blocks = repeated_blocks(model)
@@ -135,7 +137,8 @@ class LayerFilter:
             fix = "name the layers in layers.exclude instead"
             self.problems.append(Problem(what, keys, why, fix))
         elif first + last >= total:
-            what = f"skips {first + last} blocks of a model that has {total} ({blocks[0]} to {blocks[-1]})"
+            range_ = f"{blocks[0]} to {blocks[-1]}"
+            what = f"skips {first + last} blocks of a model that has {total} ({range_})"
             fix = f"skip {total - 1} at most, or take the recipe bf16"
             self.problems.append(Problem(what, keys, fix=fix))
 
@@ -249,7 +252,8 @@ def find_kept(
     kept: dict[nn.Module, str] = {}
     problems: list[Problem] = []
     for pattern in patterns:
-        matched = [module for module, found in names.items() if _first_match([pattern], found)]
+        only = [pattern]
+        matched = [module for module, found in names.items() if _first_match(only, found)]
         if not matched:
             what = f'pattern "{pattern}" matches no module that is called'
             problems.append(Problem(what, where, fix=near_match(pattern, every_name)))
@@ -326,10 +330,16 @@ def widened(value: Any) -> Any:
         return type(value)(widened(item) for item in value)
     # Before dicts: transformers' outputs are dataclasses and dicts.
     if not isinstance(value, type) and is_dataclass(value):
-        found = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        wide = {name: widened(item) for name, item in found.items()}
-        changed = any(wide[name] is not item for name, item in found.items())
-        return replace(cast(Any, value), **wide) if changed else value
+        changed: dict[str, Any] = {}
+        for each in fields(value):
+            # `replace` takes the fields of __init__ alone.
+            if not each.init:
+                continue
+            item = getattr(value, each.name)
+            wide = widened(item)
+            if wide is not item:
+                changed[each.name] = wide
+        return replace(cast(Any, value), **changed) if changed else value
     if type(value) is OrderedDict:
         return OrderedDict((key, widened(item)) for key, item in value.items())
     if type(value) is dict:
@@ -371,9 +381,8 @@ def plan_fusion(
     nothing = "layers.fuse: nothing is fused,"
     fuses = BACKENDS[rung.backend].fuses
     if rung.precision != "fp8" or not fuses:
-        able = [name for name, backend in BACKENDS.items() if backend.fuses]
-        have = ", ".join(able)
-        return list(rows), f"{nothing} {rung.name} has no fused blocks ({have} has)"
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
+        return list(rows), f"{nothing} {rung.name} has no fused blocks ({able} has)"
     if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
         return list(rows), f"{nothing} {why}"
@@ -421,8 +430,11 @@ def _with_norms(
             continue
         norm = norms[linear][0]
         linear_name, norm_name = declared[linear, norm]
-        if len(norms[linear]) > 1:
-            why = f"{len(norms[linear])} norms are declared to feed it"
+
+        # One norm and one Linear, and both as the library computes them.
+        count = len(norms[linear])
+        if count > 1:
+            why = f"{count} norms are declared to feed it"
         elif feeds[norm] > 1:
             why = f"it feeds {feeds[norm]} Linears"
         elif norm in kept or enclosing(kept, names, norm):
@@ -438,6 +450,7 @@ def _with_norms(
             fused[row.module] = replace(row, reason=reason, norm=full_name)
             into[full_name] = linear_name
 
+    # The Linears' rows, and then the norms' own: those do not compute by themselves any more.
     made: list[LayerPlan] = []
     for row in rows:
         row = fused.get(row.module, row)
@@ -460,10 +473,16 @@ def _with_mlps(
     """
     firsts = Counter(first for first, _ in mlps)
     seconds = Counter(second for _, second in mlps)
-    fp8 = {model.get_submodule(row.module): row for row in rows if row.precision == "fp8"}
+    fp8: dict[nn.Module, LayerPlan] = {}
+    for row in rows:
+        if row.precision == "fp8":
+            module = model.get_submodule(row.module)
+            fp8[module] = row
+
     made = {row.module: row for row in rows}
     for (first, second), (name, _) in mlps.items():
-        row, before = fp8.get(second), fp8.get(first)
+        row = fp8.get(second)
+        before = fp8.get(first)
         if row is None:
             continue
         # Only a chain norm -> first -> second, with nobody else in it, is one block.
@@ -478,7 +497,8 @@ def _with_mlps(
         else:
             why = _unfit_mlp(first, second)
         if why or before is None:
-            made[row.module] = replace(row, reason=f"{row.reason}, not one MLP with {name}: {why}")
+            reason = f"{row.reason}, not one MLP with {name}: {why}"
+            made[row.module] = replace(row, reason=reason)
         else:
             reason = f"{row.reason}, one MLP with {name}"
             made[row.module] = replace(row, reason=reason, first=before.module)
@@ -502,10 +522,12 @@ def _declared(
 
         # The empty name is the module itself, which is none of its parts.
         parts = dict(module.named_modules(remove_duplicate=False))
+        del parts[""]
         for one, other in declaration.items():
-            missing = [each for each in (one, other) if parts.get(each) is None or not each]
+            missing = [each for each in (one, other) if each not in parts]
             if missing:
-                what = f"has no part {', '.join(map(repr, missing))}"
+                listed = ", ".join(map(repr, missing))
+                what = f"has no part {listed}"
                 fix = "name parts of the module itself, as in its named_modules()"
                 problems.append(Problem(what, where, fix=fix))
             else:
@@ -523,6 +545,7 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
         return "eps None depends on the dtype"
     if tuple(norm.normalized_shape) != (linear.in_features,):
         return f"it normalises {tuple(norm.normalized_shape)}, the layer takes {linear.in_features}"
+    # A LayerNorm without a bias has the name all the same, with None under it.
     wanted = {"weight", *norm._parameters}
     if any(norm._parameters.get(name) is None for name in wanted):
         return "it has no weight or no bias of its own"
@@ -533,6 +556,7 @@ def _unfit_mlp(first: Any, second: Any) -> str:
     """Why no block of Transformer Engine computes these as an MLP; empty if one does."""
     width, doubled = first.in_features, first.out_features
     hidden, out = second.in_features, second.out_features
+    # SwiGLU: one half of the first Linear's outputs gates the other.
     if doubled != 2 * hidden or out != width:
         return f"{width} to {doubled} and {hidden} to {out} features make no MLP with two halves"
     if (first.bias is None) != (second.bias is None):

@@ -79,7 +79,11 @@ class LossScale:
         self.retired = bool(meta["retired"])
 
 
-def build_loss_scale(plan: Plan, recipe: Recipe, device: torch.device) -> LossScale | None:
+def build_loss_scale(
+    plan: Plan,
+    recipe: Recipe,
+    device: torch.device,
+) -> LossScale | None:
     """A dynamic loss scale on fp16 rungs. None elsewhere: bf16 has fp32's exponent range, and FP8 its own scales."""
     if plan.rung.precision != "fp16":
         return None

@@ -71,6 +71,7 @@ def optimizer_problems(
             what = f"{name} is no torch.optim.Optimizer"
             problems.append(Problem(what, call, fix="give the optimizer itself"))
             continue
+        # One problem for each optimizer: a sharded model explains all that follows from it.
         if flat := flat_problems(call, parameters_of([each])):
             problems += flat
             continue
@@ -118,11 +119,14 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
         fix = "call backward() first; with several optimizers: step([first, second]), or one wrap([first, second])"
         problems.append(Problem("no backward() since the last step", "step()", why, fix))
 
-    real = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
-    gradients = [parameter.grad for parameter in parameters_of(real) if parameter.grad is not None]
+    # What is no optimizer at all is reported by `optimizer_problems`.
+    real = [each for each in optimizers if isinstance(each, Optimizer)]
+    found = [parameter.grad for parameter in parameters_of(real)]
+    gradients = [grad for grad in found if grad is not None]
     if any(grad.is_sparse for grad in gradients):
+        what = "a gradient is sparse, and cannot be gated"
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
-        problems.append(Problem("a gradient is sparse, and cannot be gated", "step()", fix=fix))
+        problems.append(Problem(what, "step()", fix=fix))
     if backwards and real and not gradients:
         fix = "call zero_grad() after step(), not between backward() and step()"
         problems.append(Problem("no parameter has a gradient", "step()", fix=fix))
@@ -135,7 +139,8 @@ def makes_state_alone(optimizer: Optimizer) -> bool:
 
     So does torch.distributed.checkpoint.state_dict before it loads: a first step at rate 0, with gradients of zero.
     """
-    if optimizer.state or any(group.get("lr", 1) != 0 for group in optimizer.param_groups):
+    rates = [group.get("lr", 1) for group in optimizer.param_groups]
+    if optimizer.state or any(rate != 0 for rate in rates):
         return False
     gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
     return all(not local_of(grad).any() for grad in gradients)

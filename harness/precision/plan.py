@@ -61,7 +61,8 @@ def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
     tier, _ = tier_of(facts)
     judged: list[Judgement] = []
     for rung in recipe.ladder:
-        able, reason = can_run(rung.backend, rung.precision, facts, tier, recipe.fp8.scaling)
+        scaling = recipe.fp8.scaling
+        able, reason = can_run(rung.backend, rung.precision, facts, tier, scaling)
         listed = tier.name in rung.tiers
         if not listed:
             reason = f"not for tier {tier.name} (for {', '.join(rung.tiers)})"
@@ -165,7 +166,8 @@ class Plan:
 
     def fp8_layers(self) -> tuple[str, ...]:
         """Names, as in the model, of the layers that run in FP8."""
-        return tuple(layer.module for layer in self.layers if layer.precision == "fp8")
+        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
+        return tuple(layer.module for layer in fp8)
 
     def fused_norms(self) -> dict[str, str]:
         """FP8 layer -> the norm that is computed together with it. Names as in the model."""
@@ -186,7 +188,8 @@ class Plan:
         for name in self.fp8_layers():
             weights[pad_numbers(name)] = model.get_parameter(f"{name}.weight")
         owners = Counter(id(weight) for weight in weights.values())
-        return {name: weight for name, weight in weights.items() if owners[id(weight)] == 1}
+        own = [name for name, weight in weights.items() if owners[id(weight)] == 1]
+        return {name: weights[name] for name in own}
 
     @staticmethod
     def names_of(weights: Mapping[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
@@ -240,9 +243,10 @@ class Plan:
             unused = name not in used
             layers[layer.module] = as_it_ran(layer.precision, fell_to, name in demoted, unused)
 
-        counts = sorted(Counter(layers.values()).items())
-        effective = ", ".join(f"{precision}: {count} modules" for precision, count in counts)
-        return {**self.as_dict(), "effective": effective, "effective_layers": layers}
+        parts: list[str] = []
+        for precision, count in sorted(Counter(layers.values()).items()):
+            parts.append(f"{precision}: {count} modules")
+        return {**self.as_dict(), "effective": ", ".join(parts), "effective_layers": layers}
 
 
 def pad_numbers(name: str) -> str:
@@ -375,9 +379,10 @@ def _other_module(name: str, module: nn.Module, rung: Rung) -> LayerPlan:
 
     # Weights of experts have three dimensions, but so have those of a convolution over one dimension.
     what = "not a Linear"
-    experts = [each.shape[0] for each in parameters if each.ndim == 3 and each.shape[0] > 1]
-    if experts and not hasattr(module, "kernel_size"):
-        what = f"3-D weights (of {experts[0]} experts): no backend has FP8 layers for those"
+    stacks = [each for each in parameters if each.ndim == 3 and len(each) > 1]
+    if stacks and not hasattr(module, "kernel_size"):
+        experts = len(stacks[0])
+        what = f"3-D weights (of {experts} experts): no backend has FP8 layers for those"
 
     # What cannot be measured: autocast decides for every operation of torch, and does not know other kernels.
     half = half_of(rung.precision)
@@ -501,8 +506,11 @@ def _no_common_rung(
     for rung, judgement in zip(recipe.ladder, judged, strict=True):
         reasons.append(f"{rung.name}: {judgement.reason}")
     lacks = "; ".join(reasons)
+
+    # Ranks with equal texts are machines of one kind.
+    machines = gather_texts(f"tier {tier.name} ({why}): {lacks}")
     ranks_of: dict[str, list[str]] = {}
-    for rank, machine in enumerate(gather_texts(f"tier {tier.name} ({why}): {lacks}")):
+    for rank, machine in enumerate(machines):
         ranks_of.setdefault(machine, []).append(str(rank))
 
     where = f"recipe {recipe.name}: ladder"
@@ -510,9 +518,11 @@ def _no_common_rung(
     if len(ranks_of) == 1:
         fix = 'use the recipe "auto", or add a rung for this tier to the recipe'
         return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
-    each = "; ".join(f"rank {', '.join(ranks)} is {machine}" for machine, ranks in ranks_of.items())
+    kinds: list[str] = []
+    for machine, ranks in ranks_of.items():
+        kinds.append(f"rank {', '.join(ranks)} is {machine}")
     fix = "use ranks of one kind, or add a rung that all of them can run to the recipe"
-    return MachineError(Problem(f"{what} every rank", where, each, fix))
+    return MachineError(Problem(f"{what} every rank", where, "; ".join(kinds), fix))
 
 
 def agree_on_fallback(facts: MachineFacts, device: torch.device) -> str:
@@ -523,5 +533,7 @@ def agree_on_fallback(facts: MachineFacts, device: torch.device) -> str:
 
     tier, _ = tier_of(facts)
     able, _ = can_run(PLAIN, "bf16", facts, tier)
-    some_lack_it = max_over_ranks(torch.tensor([float(not able)], device=device)).item()
+    # One card without bf16 decides for all ranks.
+    lacks_it = torch.tensor([float(not able)], device=device)
+    some_lack_it = max_over_ranks(lacks_it).item()
     return "fp32" if some_lack_it else "bf16"

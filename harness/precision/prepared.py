@@ -47,7 +47,9 @@ from harness.precision.shape_probe import probe_layers
 from harness.precision.sharding import LoopShards, is_sharded, late_problem
 
 _log = logging.getLogger("harness.precision")
+# The package of every class that replaces a layer by one in FP8.
 _FP8_LAYERS = "harness.precision.backends."
+_Place = tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]
 
 
 class Prepared:
@@ -85,6 +87,7 @@ class Prepared:
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
         fp8_weights = self.plan.fp8_weights(model)
         self.backend = build_backend(self.plan, recipe, model, self.device, self.loss_scale)
+        # What monitors must know of the run; a loss scale means that it may leave fp16.
         scaled = self.loss_scale is not None
         self.context = monitor_context(
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
@@ -153,8 +156,10 @@ class Prepared:
             return
 
         # The first line is for the message, the others make equal texts mean equal plans.
-        lines = [f"{self.plan.resolved}, {len(self.plan.fp8_layers())} FP8 layers"]
-        lines += [f"{row.module} {row.precision} {row.backend}" for row in self.plan.layers]
+        count = len(self.plan.fp8_layers())
+        lines = [f"{self.plan.resolved}, {count} FP8 layers"]
+        rows = self.plan.layers
+        lines += [f"{row.module} {row.precision} {row.backend}" for row in rows]
         plans = gather_texts("\n".join(lines))
         self._ranks = len(plans)
         if len(set(plans)) > 1:
@@ -199,16 +204,23 @@ class Prepared:
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters; of a sharded one those that optimizers hold, whatever is gathered now."""
-        return list(self.model.parameters()) if self.shards is None else self.shards.parameters
+        if self.shards is not None:
+            return self.shards.parameters
+        return list(self.model.parameters())
 
     def fp8_weights(self) -> dict[str, Tensor]:
         """In the first step the weight of each FP8 layer, see `Plan.fp8_weights`; later nothing, as nobody asks."""
         if self.state.step:
             return {}
         weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        # While a unit is gathered, the model has other Parameters: the rows are found by the shards.
         if self.shards is not None:
             weights |= self.shards.local.sharded
-        return {layer: weights[name] for layer, name in self._fp8_names.items() if name in weights}
+        found: dict[str, Tensor] = {}
+        for layer, name in self._fp8_names.items():
+            if name in weights:
+                found[layer] = weights[name]
+        return found
 
     def of_shards(self) -> OfShards | None:
         """What is wrong with an optimizer of the sharded model; None for a model that is not sharded."""
@@ -260,7 +272,9 @@ class Prepared:
         forms = [forward, compiled, getattr(compiled, "__wrapped__", None)]
         if self._forward is not None:
             return any(form is self._forward for form in forms)
-        return any(getattr(form, "__func__", None) is type(self.model).forward for form in forms)
+        # A bound method is a new object at each look-up; its function is not.
+        of_class = type(self.model).forward
+        return any(getattr(form, "__func__", None) is of_class for form in forms)
 
     def _remember(self) -> None:
         """Note what `moved` compares. It only looks up dicts, because every forward asks."""
@@ -271,18 +285,23 @@ class Prepared:
         for name in self.plan.keep_fp32:
             self._as_planned[name] = "in fp32"
 
+        # Shared modules have several names, and the plan may use any of them.
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        self._planned = [(name, modules[name]) for name in self._as_planned if name in modules]
+        self._planned: list[tuple[str, nn.Module]] = []
+        for name in self._as_planned:
+            if name in modules:
+                self._planned.append((name, modules[name]))
         self._children = _children(self.model)
         self._forward = vars(self.model).get("forward")
 
         # Every parameter's name, the dict and key that it is found under, its dtype and number of dimensions.
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]] = []
+        self._places: list[_Place] = []
         for name, module in modules.items():
-            for key, value in module._parameters.items():
+            store = module._parameters
+            for key, value in store.items():
                 if value is not None:
                     full = f"{name}.{key}" if name else key
-                    self._places.append((full, module._parameters, key, value.dtype, value.ndim))
+                    self._places.append((full, store, key, value.dtype, value.ndim))
 
     def owns_any(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them is the model's."""
@@ -323,14 +342,17 @@ class Prepared:
         self.state.advance()
         moved: Switch | None = None
         while len(self.pending) > 1 and not self.guarded:
-            judged = self.judge.observe(self.pending.popleft().facts())
+            earlier = self.pending.popleft()
+            judged = self.judge.observe(earlier.facts())
             if world_rank() == 0:
                 for verdict in judged.to_log:
                     _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)
             for _, switch in self.judge.switch_due():
                 # A move of the whole run names no layers.
                 demoted = () if switch.whole_run_to else switch.demote
-                reason = judged.action.reason if isinstance(judged.action, Switch) else ""
+                reason = ""
+                if isinstance(judged.action, Switch):
+                    reason = judged.action.reason
                 moved = Switch(demoted, switch.promote, reason, switch.whole_run_to)
         if moved and (moved.demote or moved.promote or moved.whole_run_to):
             return moved
@@ -378,14 +400,18 @@ class Prepared:
         for part, named in tensors.items():
             for name, tensor in named.items():
                 flat[f"{part}.{name}"] = tensor
+
+        # The last step may still have to be judged: its facts go along.
+        last: dict[str, Any] | None = None
         if self.last is not None:
             flat["last"] = self.last.arrived()
+            last = _last(self.last, bool(self.pending))
         own = {
             "resolved": self.plan.resolved,
             "rollback_lr_factor": self.judge.config.rollback_lr_factor,
             "state": meta,
             "incidents": asdict(self.state.ledger),
-            "last": None if self.last is None else _last(self.last, bool(self.pending)),
+            "last": last,
         }
         copies = {name: value.detach().clone() for name, value in flat.items()}
         return {"tensors": copies, "meta": own}
@@ -397,12 +423,15 @@ class Prepared:
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
+
         # Names alone are compared, with a state of this model as it is now. It is small: FP8 scales and no weights.
         mine = self.save()
         needed = mine["tensors"].keys() - {"last"}
         if meta.get("last") is not None:
             needed.add("last")
-        missing = (mine["meta"].keys() - meta.keys()) | (needed - tensors.keys())
+        missing_meta = mine["meta"].keys() - meta.keys()
+        missing_tensors = needed - tensors.keys()
+        missing = missing_meta | missing_tensors
         if missing:
             what = f"{', '.join(sorted(missing))} missing"
             raise _bad_state(what, "give what state_dict() returned, both halves of it")
@@ -411,8 +440,10 @@ class Prepared:
         except ValueError as error:
             what = f"its incidents cannot be read: {error}"
             raise _bad_state(what, "give what state_dict() returned") from error
+
         # Rates were lowered by this factor at each rollback: with another one the run would go on at other rates.
-        factor, here = meta["rollback_lr_factor"], self.judge.config.rollback_lr_factor
+        factor = meta["rollback_lr_factor"]
+        here = self.judge.config.rollback_lr_factor
         if saved.returned_to and factor != here:
             what = f"a run that was rolled back at rollback_lr_factor={factor:g} would go on at {here:g}"
             fix = f"make a Guard with rollback_lr_factor={factor:g} before loading it"
@@ -421,10 +452,13 @@ class Prepared:
         # An older ledger stays out: it would undo what a rollback since then has learned.
         if saved.attempt >= self.state.ledger.attempt:
             self.state.ledger.take_over(saved)
-        by_part: dict[str, TensorDict] = {part: _part(tensors, part) for part in self.parts}
+        by_part: dict[str, TensorDict] = {}
+        for part in self.parts:
+            by_part[part] = _part(tensors, part)
         self.state.resume(by_part, meta["state"], self.parts)
         self.loaded += 1
 
+        # A step that was not judged when the state was saved is judged in this process.
         last = meta["last"]
         if last is not None:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)
@@ -449,9 +483,13 @@ class LoopGradients(TorchGradients):
     ) -> None:
         parameters: Iterable[nn.Parameter] = parameters_of(optimizers)
         weights: Iterable[nn.Parameter] = ready.parameters()
+        # Of a sharded model every rank measures its own rows, and the sums over ranks are of all of them.
         shards = ready.shards
+        local = None
         if shards is not None:
-            parameters, weights = shards.counted(parameters), shards.counted(weights)
+            parameters = shards.counted(parameters)
+            weights = shards.counted(weights)
+            local = shards.local
         super().__init__(
             optimizers,
             parameters,
@@ -460,7 +498,7 @@ class LoopGradients(TorchGradients):
             ready.device,
             overflow,
             weights=weights,
-            local=None if shards is None else shards.local,
+            local=local,
         )
         self._ready = ready
 
@@ -471,7 +509,13 @@ class LoopGradients(TorchGradients):
             self._ready.shards.check()
         return figures
 
-    def apply(self, skip: Tensor, overflow: Tensor, norm: Tensor, clip: float) -> dict[str, Tensor]:
+    def apply(
+        self,
+        skip: Tensor,
+        overflow: Tensor,
+        norm: Tensor,
+        clip: float,
+    ) -> dict[str, Tensor]:
         """See `Gradients.apply`. Adds `applied_steps` to the figures."""
         ready = self._ready
         with _lr_times(self._optimizers, ready.judge.lr_factor):
@@ -584,8 +628,10 @@ def _fp8_problems(model: nn.Module) -> list[Problem]:
 
 def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> list[Problem]:
     """All parameters have to be on one device, the GPU if there is one."""
-    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
-        what = f"the parameters are on {', '.join(map(str, devices))}"
+    kinds = {device.type for device in devices}
+    if len(devices) > 1 or not kinds <= {"cpu", "cuda"}:
+        names = ", ".join(map(str, devices))
+        what = f"the parameters are on {names}"
         fix = "put the whole model on one cuda device, or on the CPU"
         return [Problem(what, "prepare()", fix=fix)]
     if devices and devices[0].type == "cpu" and tier_of(facts)[0] is not Tier.CPU:
@@ -595,7 +641,12 @@ def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> li
     return []
 
 
-def _plan(recipe: Recipe, facts: MachineFacts, device: torch.device, model: nn.Module) -> Plan:
+def _plan(
+    recipe: Recipe,
+    facts: MachineFacts,
+    device: torch.device,
+    model: nn.Module,
+) -> Plan:
     """The model's plan, on the first rung that it can use. Every skipped rung is logged."""
 
     def plan_on(rung: Rung, rungs: list[RungVerdict]) -> Plan:
@@ -624,11 +675,17 @@ def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
     }
 
 
-def _restored(meta: Mapping[str, Any], packed: Tensor, slot_names: tuple[str, ...]) -> InFlight:
+def _restored(
+    meta: Mapping[str, Any],
+    packed: Tensor,
+    slot_names: tuple[str, ...],
+) -> InFlight:
     """The facts that were saved. Figures are found by their names in `meta`; one that is not there is NaN."""
+    # Figures of the whole step come first in `packed`, those of slots behind them.
     names = meta["figures"]
     found = dict(zip(names, packed.tolist(), strict=False))
-    scalars = torch.tensor([found.get(name, math.nan) for name in SCALARS])
+    values = [found.get(name, math.nan) for name in SCALARS]
+    scalars = torch.tensor(values)
     by_slot = packed[len(names) :].detach().cpu()
     return InFlight(
         meta["step"],

@@ -101,8 +101,11 @@ class Fp8Config(Strict):
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Fp8Config:
         # A value that nothing reads would be believed to be in force. One that equals the default changes nothing.
-        fields = type(self).model_fields
-        changed = [name for name in _DELAYED_ONLY if getattr(self, name) != fields[name].default]
+        changed: list[str] = []
+        for name in _DELAYED_ONLY:
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default:
+                changed.append(name)
         if self.scaling != "delayed" and changed:
             why = f"scaling {self.scaling} has no amax history"
             raise ValueError(f"{', '.join(changed)} would have no effect: {why}")
@@ -214,16 +217,20 @@ class Recipe(Strict):
     def _scaling_is_computed(self) -> Recipe:
         # Every rung of the ladder, not only the first: another machine may take another one.
         scaling = self.fp8.scaling
-        computed = {rung.backend: BACKENDS[rung.backend].scalings for rung in self.ladder}
+        used = dict.fromkeys(rung.backend for rung in self.ladder)
+        computed = {name: BACKENDS[name].scalings for name in used}
         for backend, scalings in computed.items():
             if scalings and scaling not in scalings:
-                what = f"{backend} rungs compute {' or '.join(scalings)} scaling only, fp8.scaling is {scaling}"
+                able = " or ".join(scalings)
+                what = f"{backend} rungs compute {able} scaling only, fp8.scaling is {scaling}"
                 raise ValueError(f"{what}: take them out")
+
+        # Delayed is the default, and no sign that somebody wants it.
         if scaling != "delayed" and not any(computed.values()):
-            able = [name for name, backend in BACKENDS.items() if scaling in backend.scalings]
-            raise ValueError(
-                f"fp8.scaling {scaling} needs a {' or '.join(able)} rung (torchao rungs go by fp8.dynamic)"
-            )
+            names = [name for name, backend in BACKENDS.items() if scaling in backend.scalings]
+            needed = " or ".join(names)
+            what = f"fp8.scaling {scaling} needs a {needed} rung"
+            raise ValueError(f"{what} (torchao rungs go by fp8.dynamic)")
         return self
 
     def fp8_multiple(self, backend: str) -> int:

@@ -128,7 +128,8 @@ def update(
     rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]])
 
     # Divide tensor by tensor: `float / tensor` multiplies by a reciprocal and is one ulp off.
-    target = torch.as_tensor(fp8_max, dtype=torch.float32, device=scale.device) * 2.0**-margin
+    largest = torch.as_tensor(fp8_max, dtype=torch.float32, device=scale.device)
+    target = largest * 2.0**-margin
     fresh = (target / reference).clamp_max(_FLT_MAX)
     valid = used & torch.isfinite(reference) & (reference > 0)
     return torch.where(used, rolled, history), torch.where(valid, fresh, scale)
@@ -217,7 +218,8 @@ def cast(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """
     spec = FORMATS[fmt]
     # With a dimension the scale takes part in type promotion: one kernel computes the product in float32.
-    return (x.detach() * scale.reshape(1)).clamp_(-spec.max, spec.max).to(spec.dtype)
+    scaled = x.detach() * scale.reshape(1)
+    return scaled.clamp_(-spec.max, spec.max).to(spec.dtype)
 
 
 # ---- What a cast loses
@@ -237,7 +239,12 @@ IN_BF16 = 2.0**-16
 _GRADIENT = ROLES.index("grad_output")
 
 
-def quantization_stats(x: Tensor, quantized: Tensor, scale: Tensor | float, fmt: str) -> Tensor:
+def quantization_stats(
+    x: Tensor,
+    quantized: Tensor,
+    scale: Tensor | float,
+    fmt: str,
+) -> Tensor:
     """Sums behind the statistics of one cast, for each row of the last dimension: float64 [rows, 6].
 
     x: the unscaled tensor.
@@ -354,7 +361,9 @@ def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     The second is [parts, 2]. A kernel may give its sums in several parts; here there is one.
     """
     quantized = quantize(x, scale, fmt)
-    return quantization_stats(x, quantized, scale, fmt), channel_stats(x, quantized, scale)[None]
+    of_rows = quantization_stats(x, quantized, scale, fmt)
+    of_channels = channel_stats(x, quantized, scale)
+    return of_rows, of_channels[None]
 
 
 def shares(sums: Tensor) -> Tensor:
@@ -376,7 +385,10 @@ def shares(sums: Tensor) -> Tensor:
     decibels = torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
     even = torch.where(own > 0, -10 * torch.log10(own / nonzero), torch.nan)
     centred = torch.where(lost > 0, 10 * torch.log10(varying / lost), torch.nan)
-    return torch.stack([clipped / nonzero, flushed / nonzero, decibels, even, centred]).float()
+    # 0 / 0, where nothing was sampled, is the NaN that is wanted.
+    over = clipped / nonzero
+    under = flushed / nonzero
+    return torch.stack([over, under, decibels, even, centred]).float()
 
 
 LARGEST = 1 << 20

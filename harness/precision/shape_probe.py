@@ -128,7 +128,13 @@ def contestants(
     return bf16, fp8
 
 
-def measure(shape: Shape, tokens: int, recipe: Recipe, rung: Rung, device: torch.device) -> Times:
+def measure(
+    shape: Shape,
+    tokens: int,
+    recipe: Recipe,
+    rung: Rung,
+    device: torch.device,
+) -> Times:
     """Time both contestants in turns, so that whatever slows the machine slows both.
 
     On a GPU nothing waits between the windows, so launches overlap with computing as they do in training.
@@ -251,7 +257,12 @@ def slower(ratios: Mapping[Shape, float], card: str, tokens: int) -> dict[Shape,
     return reasons
 
 
-def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str) -> Plan:
+def keep_out(
+    plan: Plan,
+    recipe: Recipe,
+    reasons: Mapping[Shape, str],
+    note: str,
+) -> Plan:
     """`plan` with the FP8 layers of those sizes in bf16. Raises NoFp8LayerError if none is left in FP8."""
     rows: list[LayerPlan] = []
     for row in plan.layers:
@@ -261,7 +272,8 @@ def keep_out(plan: Plan, recipe: Recipe, reasons: Mapping[Shape, str], note: str
         rows.append(row)
     if not any(row.precision == "fp8" for row in rows):
         what = "FP8 makes no layer of this model faster"
-        listed = [f"{out}x{into}: {reason}" for (out, into), reason in reasons.items()]
+        by_shape = reasons.items()
+        listed = [f"{out}x{into}: {reason}" for (out, into), reason in by_shape]
         why = "; ".join(listed[:5])
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         raise NoFp8LayerError(Problem(what, f"recipe {recipe.name}", why, fix))
@@ -281,6 +293,7 @@ def times_of(
 
     limit: most seconds that the timing may take.
     """
+    # Only sizes that no earlier run on such a card has timed.
     path = cache_file(recipe, rung, facts, device)
     times, damage = _read(path)
     missing = [shape for shape in shapes if _name(shape, tokens) not in times]
@@ -298,11 +311,18 @@ def times_of(
         if name in times:
             found[shape] = times[name]
     fresh = sum(shape in found for shape in missing)
-    note = f"layers.probe on {facts.card(device.index)}: {fresh} sizes timed, {len(found) - fresh} from {path}"
+    cached = len(found) - fresh
+    card = facts.card(device.index)
+    note = f"layers.probe on {card}: {fresh} sizes timed, {cached} from {path}"
     return found, note + damage + failure
 
 
-def cache_file(recipe: Recipe, rung: Rung, facts: MachineFacts, device: torch.device) -> Path:
+def cache_file(
+    recipe: Recipe,
+    rung: Rung,
+    facts: MachineFacts,
+    device: torch.device,
+) -> Path:
     """The file that times are kept in: one for each card, torch, backend version and `fp8` section."""
     library = facts.libraries.get(BACKENDS[rung.backend].library)
     own = library.version if library else harness_version()
@@ -383,6 +403,7 @@ def _time(
         "tokens": tokens,
         "device": str(device),
     }
+    # A process of its own: one that crashes or hangs costs the timing, and not the run.
     with tempfile.TemporaryDirectory(prefix="shape-times-") as folder:
         write_json(Path(folder) / "request.json", request)
         command = [sys.executable, "-m", "harness.precision.shape_probe", folder]

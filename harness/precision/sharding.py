@@ -55,13 +55,17 @@ class LoopShards:
     def __init__(
         self, call: str, model: nn.Module, device: torch.device, start: StartWeights | None
     ) -> None:
+        # A forward may have left weights gathered: only as rows do they show how they are sharded.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.reshard()
-        if problems := [*_unit_problems(call, units), *_parameter_problems(call, model, device)]:
+        problems = _unit_problems(call, units)
+        problems += _parameter_problems(call, model, device)
+        if problems:
             raise MisuseError(problems)
 
         self.gathered = _gathered(model, units)
+        # The model itself is gathered first on every rank; only its blocks can come in another order.
         blocks = [unit for unit in units if unit is not model]
         self.local = LocalRows(model, blocks)
         self.parameters = list(model.parameters())
@@ -73,6 +77,7 @@ class LoopShards:
         self._device = device
         self._hashes: dict[int, Tensor] = {}
 
+        # Different weights do no harm where a checkpoint was loaded over them since `prepare`.
         names = [] if start is None else start.differing(self.local)
         if names:
             what = f"the ranks gave prepare() different weights: {some(names, _NAMED)}"
@@ -95,11 +100,14 @@ class LoopShards:
                 "torch.optim.AdamW, SGD or another of torch's that work element by element; or DDP"
             )
             problems.append(Problem(f"{name} on a sharded model", call, why, fix))
+
+        # An optimizer that was made before fully_shard holds Parameters that the model no longer has.
         others = [p for p in parameters_of([optimizer]) if id(p) not in self._by_id]
         if others:
             what = f"{name} holds {len(others)} parameters that are not of the sharded model"
             why = "fully_shard has replaced the model's parameters, or nothing exchanges their gradients"
-            problems.append(Problem(what, call, why, f"in this order: {_ORDER}"))
+            fix = f"in this order: {_ORDER}"
+            problems.append(Problem(what, call, why, fix))
         return problems
 
     def check(self) -> None:
@@ -110,8 +118,11 @@ class LoopShards:
         problems: list[Problem] = []
         if moved := self.local.moved():
             what = f"weights have new memory since the model was sharded: {some(moved, _NAMED)}"
+            why = "norms would be those of the old memory"
             fix = "do not move or cast the model, or assign its .data, after fully_shard"
-            problems.append(Problem(what, "step()", "norms would be those of the old memory", fix))
+            problems.append(Problem(what, "step()", why, fix))
+
+        # Ranks that gather in different orders do not hang: each takes the bytes of another block.
         if not self.local.same_order.item():
             what = "the ranks called different blocks of the model, or in another order"
             why = "each gathered halves of other weights"
@@ -140,23 +151,28 @@ class LoopShards:
             return
         # Gradients that are gone are looked for elsewhere.
         now = self._hashed()
-        differs = [now[key] != before[key] for key in before.keys() & now.keys()]
-        changed = int(torch.stack(differs).sum()) if differs else 0
+        both = before.keys() & now.keys()
+        differs = [now[key] != before[key] for key in both]
+        if not differs:
+            return
+        changed = int(torch.stack(differs).sum())
         if changed:
             raise changed_gradients(call, changed)
 
     def _hashed(self) -> dict[int, Tensor]:
         """A hash of each gradient that the optimizer would see."""
-        keys = [number for number, param in enumerate(self.parameters) if param.grad is not None]
-        found: list[Tensor] = []
-        for number in keys:
-            grad = self.parameters[number].grad
-            assert grad is not None
-            found.append(local_of(grad))
-        return dict(zip(keys, Fingerprint(self._device).of(found), strict=True))
+        places: list[int] = []
+        gradients: list[Tensor] = []
+        for place, param in enumerate(self.parameters):
+            if param.grad is not None:
+                places.append(place)
+                gradients.append(local_of(param.grad))
+        hashes = Fingerprint(self._device).of(gradients)
+        return dict(zip(places, hashes, strict=True))
 
     def step_problems(self) -> list[Problem]:
         """What is wrong with a step now."""
+        # FSDP2 moves gradients to the DTensors when it exchanges them. Until then the gathered Parameters have them.
         waiting = sum(param.grad is not None for param in self.gathered)
         if not waiting:
             return []
@@ -190,6 +206,7 @@ def _unit_problems(call: str, units: Iterable[FSDPModule]) -> list[Problem]:
     """A problem for each kind of MixedPrecisionPolicy that changes what is computed."""
     found: set[str] = set()
     for unit in units:
+        # Torch has no public way to ask for the policy. cast_forward_inputs does nothing without a param_dtype.
         policy = unit._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None:
             found.add(f"param_dtype={policy.param_dtype}")
@@ -199,25 +216,34 @@ def _unit_problems(call: str, units: Iterable[FSDPModule]) -> list[Problem]:
             found.add(f"reduce_dtype={policy.reduce_dtype}")
     if not found:
         return []
-    what = f"fully_shard got a MixedPrecisionPolicy with {', '.join(sorted(found))}"
+    listed = ", ".join(sorted(found))
+    what = f"fully_shard got a MixedPrecisionPolicy with {listed}"
     why = "it casts weights, activations or gradients beside the plan: FP8 would quantise what was rounded before"
     fix = "fully_shard(module) without mp_policy: the recipe decides the precision"
     return [Problem(what, call, why, fix)]
 
 
-def _parameter_problems(call: str, model: nn.Module, device: torch.device) -> list[Problem]:
+def _parameter_problems(
+    call: str,
+    model: nn.Module,
+    device: torch.device,
+) -> list[Problem]:
     """What is wrong with how the parameters are sharded."""
     plain: list[str] = []
     otherwise: list[str] = []
     elsewhere: list[str] = []
     for name, param in model.named_parameters():
+        # A scalar has no rows. `LocalRows` averages its gradient over ranks.
         if not isinstance(param, DTensor):
             if param.requires_grad and param.ndim:
                 plain.append(name)
             continue
+
+        # Rows of the first dimension over one mesh of all ranks. HSDP has a second dimension, of copies.
         mesh = param.device_mesh
-        is_rows = mesh.ndim == 1 and mesh.size() == world_size()
-        if not is_rows or tuple(param.placements) != (Shard(0),):
+        over_all = mesh.ndim == 1 and mesh.size() == world_size()
+        in_rows = tuple(param.placements) == (Shard(0),)
+        if not over_all or not in_rows:
             otherwise.append(f"{name} {param.placements} on {mesh.ndim}-D mesh of {mesh.size()}")
         if param.to_local().device.type != device.type:
             elsewhere.append(name)
@@ -226,7 +252,8 @@ def _parameter_problems(call: str, model: nn.Module, device: torch.device) -> li
     if plain:
         what = f"{len(plain)} trainable parameters are not sharded: {some(plain, _NAMED)}"
         why = "nothing exchanges their gradients, and each rank would train its own"
-        problems.append(Problem(what, call, why, "fully_shard(model) after its blocks"))
+        fix = "fully_shard(model) after its blocks"
+        problems.append(Problem(what, call, why, fix))
     if otherwise:
         what = f"parameters are not cut into rows over all ranks: {some(otherwise, _NAMED)}"
         why = "norms and snapshots are made for rows of the first dimension"
@@ -235,7 +262,8 @@ def _parameter_problems(call: str, model: nn.Module, device: torch.device) -> li
     if elsewhere:
         what = f"the rows are not on the device that the model was prepared on: {some(elsewhere, _NAMED)}"
         why = "CPU offload was never tried with a prepared model"
-        problems.append(Problem(what, call, why, "fully_shard(module) without offload_policy"))
+        fix = "fully_shard(module) without offload_policy"
+        problems.append(Problem(what, call, why, fix))
     return problems
 
 
@@ -243,6 +271,7 @@ def _gathered(model: nn.Module, units: Iterable[FSDPModule]) -> list[nn.Paramete
     """The Parameters that forwards compute with. Gathers one unit at a time. Collective."""
     found: dict[int, nn.Parameter] = {}
     before = {id(param) for param in model.parameters()}
+    # One at a time: all weights together need not fit into one rank's memory.
     for unit in units:
         unit.unshard()
         for param in model.parameters():

@@ -267,8 +267,11 @@ class Standard:
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
 
         # A module without parameters computes the same in any context.
-        modules = ready.model.modules()
-        own = [module for module in modules if next(module.parameters(), None) is not None]
+        own: list[nn.Module] = []
+        for module in ready.model.modules():
+            first = next(module.parameters(), None)
+            if first is not None:
+                own.append(module)
         self._own = WeakSet(own)
         for module in own:
             _drop_hooks_of_originals(module)
@@ -280,8 +283,12 @@ class Standard:
         for other in _standards.now():
             if other._ready.model is self._ready.model:
                 other._retire()
+
+        # Under a loss scale the user's loop must see true gradients: it may clip or log them.
         scale = self._ready.loss_scale
-        self.gradients = None if scale is None else TrueGradients(scale, self._ready.device)
+        self.gradients = None
+        if scale is not None:
+            self.gradients = TrueGradients(scale, self._ready.device)
         self.begun = True
         _watch_backward()
         _standards.add(self)
@@ -353,7 +360,10 @@ class Standard:
         """Runs after the call, also after one that failed. Returns the outputs in float32."""
         if not torch.compiler.is_compiling():
             return self._leave(module, result)
-        return self._leave_compiled(module, result) if module is self._entrance else None
+        # A graph ends at the call below: only where a context has to be left.
+        if module is not self._entrance:
+            return None
+        return self._leave_compiled(module, result)
 
     @torch.compiler.disable(reason=_NO_FULL_GRAPH)
     def _leave_compiled(self, module: nn.Module, result: Any) -> Any:
@@ -526,7 +536,8 @@ def _watch_backward() -> None:
         nested = _in_autograd()
         standards = _standards.now()
         recomputed = nested and grad_tensors is not None
-        if not standards or (recomputed and all(each.in_backward for each in standards)):
+        all_inside = all(each.in_backward for each in standards)
+        if not standards or (recomputed and all_inside):
             return original(tensors, grad_tensors, *args, **kwargs)
 
         # Whose loss is it?
@@ -537,6 +548,7 @@ def _watch_backward() -> None:
             return original(losses, grad_tensors, *args, **kwargs)
         _check_backward(reached, within, recomputed)
 
+        # torch's other arguments may come by position; grad_variables is its old name of grad_tensors.
         names = ("retain_graph", "create_graph", "grad_variables", "inputs")
         options = dict(zip(names, args, strict=False)) | kwargs
         given = options.pop("grad_variables", None)

@@ -182,7 +182,12 @@ Measured = Mapping[str, tuple[float, float, int]]
 """`Origin.gradients`: by parameter the norm, the largest magnitude, and how many elements are not finite."""
 
 
-def growth(now: Measured, before: Measured, scale: float, scale_before: float) -> list[Gradient]:
+def growth(
+    now: Measured,
+    before: Measured,
+    scale: float,
+    scale_before: float,
+) -> list[Gradient]:
     """Gradients by parameter, the largest growth first.
 
     now, before: of the step and of the one before it.
@@ -200,6 +205,7 @@ def growth(now: Measured, before: Measured, scale: float, scale_before: float) -
                 ratio = norm / usual
         found.append(Gradient(name, norm, largest, bad, ratio))
 
+    # A parameter without a usual norm comes last, and among equals one that is not finite comes first.
     def order(each: Gradient) -> tuple[float, float]:
         ratio = -math.inf if math.isnan(each.growth) else each.growth
         norm = each.norm if math.isfinite(each.norm) else math.inf
@@ -341,12 +347,18 @@ def lines(answer: Answer) -> list[str]:
 
 def described(finding: Finding) -> str:
     """One finding as a sentence."""
-    place = f"module {finding.module or '(the model itself)'} ({finding.kind})"
+    # Where, in which tensor, and how much of it.
+    module = finding.module or "(the model itself)"
+    place = f"module {module} ({finding.kind})"
     if finding.module == LOSS:
         place = "what follows the model's output: the loss"
     shape = "x".join(map(str, finding.shape)) or "scalar"
-    counts = f"{finding.nan} NaN and {finding.inf} Inf of {finding.elements} elements ({shape}, {finding.dtype})"
-    text = f"{finding.direction}, {place}, {finding.tensor}: {counts}, micro-batch {finding.micro_batch}"
+    counts = f"{finding.nan} NaN and {finding.inf} Inf of {finding.elements} elements"
+    counts += f" ({shape}, {finding.dtype})"
+    text = f"{finding.direction}, {place}, {finding.tensor}: {counts}"
+    text += f", micro-batch {finding.micro_batch}"
+
+    # What else is known of it.
     if finding.call > 1:
         text += f", call {finding.call}"
     if finding.operation:

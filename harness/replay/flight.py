@@ -274,7 +274,8 @@ class Branches:
             if points:
                 self._last = max(self._last, int(points.steps[-1]))
 
-        self.changed = [event for event in history.events if event["code"] == "run.changed"]
+        events = history.events
+        self.changed = [event for event in events if event["code"] == "run.changed"]
         self.started_from: int | None = None
         for event in history.events:
             if event["code"] == "run.started_from":
@@ -320,9 +321,10 @@ class Branches:
                 returned_to.append(to_step)
 
         now = self.ledger
+        skipped = [window for window in now.skipped_windows if window not in later]
         return RunLedger(
             attempt=attempt,
-            skipped_windows=[window for window in now.skipped_windows if window not in later],
+            skipped_windows=skipped,
             returned_to=returned_to,
             hashes=list(now.hashes),
         )

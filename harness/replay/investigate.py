@@ -85,7 +85,11 @@ class Rerun:
     def shares(self, window: Window) -> list[Share]:
         """The share of a window that each rank of the run computed."""
         batches = self.run.data.micro_batches
-        return [Share(rank, batches(window, rank, self.ranks)) for rank in range(self.ranks)]
+        shares: list[Share] = []
+        for rank in range(self.ranks):
+            own = batches(window, rank, self.ranks)
+            shares.append(Share(rank, own))
+        return shares
 
     def samples(self, window: Window) -> list[int]:
         """Sample numbers in the order in which they are computed here: rank 0's, then rank 1's, and so on."""
@@ -356,11 +360,15 @@ class Investigation:
         found: list[Sample] = []
         for place, number in enumerate(order):
             batch, facts = self.rerun.alone(place, kept)
+            # A data set of the user's own has no tokens that could be counted from its beginning.
+            first_token = None
+            if not own_data:
+                first_token = number * data.tokens_per_sample
             sample = Sample(
                 number=number,
                 rank=place * self.world_size // len(order),
                 micro_batch=place // self.config.train.micro_batch + 1,
-                first_token=None if own_data else number * data.tokens_per_sample,
+                first_token=first_token,
                 text=_text(batch, data.unit),
                 loss=facts.loss,
                 grad_norm=facts.grad_norm,

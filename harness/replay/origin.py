@@ -244,7 +244,10 @@ def _number(node: Any) -> int:
 
 
 def _finite(gradient: Tensor) -> bool:
-    return gradient.layout != torch.strided or bool(torch.isfinite(gradient).all())
+    # isfinite takes strided tensors only.
+    if gradient.layout != torch.strided:
+        return True
+    return bool(torch.isfinite(gradient).all())
 
 
 class FirstBad(TorchFunctionMode):
@@ -264,7 +267,13 @@ class FirstBad(TorchFunctionMode):
         # The badness of the call that was found.
         self._found = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
         allocates = any(word in name for word in _ALLOCATE)
@@ -400,9 +409,9 @@ def watch(
     """
     watcher = _Watcher(model, None if known is None else frozenset(known))
     # Anomaly mode records the stack of every operation; its own search for NaN is off.
-    records_lines = (
-        torch.autograd.set_detect_anomaly(True, check_nan=False) if lines else nullcontext()
-    )
+    records_lines = nullcontext()
+    if lines:
+        records_lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
     try:
         with records_lines:
             yield watcher.origin
@@ -468,7 +477,8 @@ class _Watcher:
         self._known = known or frozenset[str]()
         self._compared = known is not None
         self._names = {module: name for name, module in model.named_modules()}
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = model.named_parameters()
+        self._parameters = {id(parameter): name for name, parameter in named}
         self._graph = GraphWatch(self._parameters, self._on_backward)
         # The forwards that have begun, the innermost last, and how often each module was called in this micro-batch.
         self._stack: list[_Call] = []
@@ -498,7 +508,12 @@ class _Watcher:
             self.origin.micro_batches.append(MicroBatch())
         return self.origin.micro_batches[-1]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """A forward begins. That of the whole model begins a micro-batch."""
         if module is self._model:
             self.origin.micro_batches.append(MicroBatch())
@@ -556,16 +571,19 @@ class _Watcher:
             if name is not None and any(count_bad(parameter)):
                 bad_parameters.append(name)
 
+        # In a module with children the value may have been made between two of them. `into` is the first that got it.
         has_children = next(module.children(), None) is not None
+        into = self._received if has_children else ""
+        doubtful = not self._compared and badness(tensor) < _WORST
         return self._finding(
             self._names[module],
             "forward",
             path,
             tensor,
             parameters=tuple(bad_parameters),
-            into=self._received if has_children else "",
+            into=into,
             call=call.number,
-            doubtful=not self._compared and badness(tensor) < _WORST,
+            doubtful=doubtful,
         )
 
     def _on_backward(self, spoiled: Spoiled) -> None:

@@ -137,18 +137,16 @@ def agree_on_job(data: Mapping[str, Any], plan: Plan, model: nn.Module) -> None:
 
     data: what the data say of themselves.
     """
-    layers = {row.module: f"{row.precision} by {row.backend}" for row in plan.layers}
-    params: dict[str, str] = {}
+    of_data = {key: data.get(key) for key in ("sha256", "train_samples", "val_samples")}
+    of_plan = {"rung": plan.resolved}
+    for row in plan.layers:
+        of_plan[row.module] = f"{row.precision} by {row.backend}"
+    # Ranks add up gradients by the order of parameters, whatever their names are.
+    of_model: dict[str, str] = {}
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"
-        params[name] = f"{list(param.shape)} {param.dtype}{frozen}"
-    agree(
-        {
-            "data": {key: data.get(key) for key in ("sha256", "train_samples", "val_samples")},
-            "plan": {"rung": plan.resolved, **layers},
-            "model": params,
-        }
-    )
+        of_model[name] = f"{list(param.shape)} {param.dtype}{frozen}"
+    agree({"data": of_data, "plan": of_plan, "model": of_model})
 
 
 def agree(facts: Facts, gather: Callable[[str], list[str]] = gather_texts) -> None:
@@ -156,15 +154,18 @@ def agree(facts: Facts, gather: Callable[[str], list[str]] = gather_texts) -> No
 
     gather: every rank's text, in rank order.
     """
+    # Hashes first: the texts are long, and nearly always equal.
     text = json.dumps(facts, sort_keys=True)
     hashes = gather(hashlib.sha256(text.encode()).hexdigest())
     if len(set(hashes)) == 1:
         return
-    problems = differences([json.loads(each) for each in gather(text)])
+    texts = gather(text)
+    problems = differences([json.loads(each) for each in texts])
 
     # Code 4 says that the machine is at fault. It is not, if the ranks differ in anything else.
     kinds = [_KINDS[kind].error for kind in problems]
-    error = next((each for each in kinds if each is not MachineError), MachineError)
+    others = [each for each in kinds if each is not MachineError]
+    error = others[0] if others else MachineError
     raise error(list(problems.values()))
 
 
@@ -177,7 +178,10 @@ def differences(ranks: Sequence[Facts]) -> dict[str, Problem]:
         found: list[str] = []
         odd: set[int] = set()
         for name in names:
-            values = [_text(facts[name]) if name in facts else MISSING for facts in each]
+            values: list[str] = []
+            for facts in each:
+                value = _text(facts[name]) if name in facts else MISSING
+                values.append(value)
             # A library that is not installed is the ladder's affair.
             if kind == "version":
                 installed = next((value for value in values if value), "")
@@ -201,8 +205,10 @@ def _text(value: Any) -> str:
 def _usual(values: Sequence[str]) -> str:
     """What most ranks have; what rank 0 has, where no value is more frequent than its."""
     counted = Counter(values)
-    most = max(counted.values())
-    return values[0] if counted[values[0]] == most else counted.most_common(1)[0][0]
+    (most_common, most), *_ = counted.most_common(1)
+    if counted[values[0]] == most:
+        return values[0]
+    return most_common
 
 
 def _who(odd: Sequence[int], ranks: int) -> str:

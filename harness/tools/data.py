@@ -64,20 +64,23 @@ def command(
 ) -> int:
     # What the source is. Every problem with it is found before anything is written.
     hub = None
+    place = source
     if source.startswith(PREFIX):
         part = HubConfig.model_construct(
             configuration=configuration, split=split, revision=revision
         )
         hub = fetch(source, part, cache)
-    path = Path(hub.folder if hub else source).expanduser()
+        place = hub.folder
+    path = Path(place).expanduser()
     if not path.exists():
         raise DataError(no_such(source, path))
+
+    # In which format, and whether there is anything to prepare.
+    kind = format
     if hub:
         kind = hub.kind
     elif format == "auto":
         kind = look(path)
-    else:
-        kind = format
     if kind not in FORMATS:
         fix = f"use it as it is: data.path={source}"
         raise ConfigError(Problem(f"has token ids already ({kind})", source, fix=fix))
@@ -89,7 +92,12 @@ def command(
     return int(ExitCode.DONE)
 
 
-def _prepare(wanted: Preparation, source: str, out: Path, processes: int) -> dict[str, Any]:
+def _prepare(
+    wanted: Preparation,
+    source: str,
+    out: Path,
+    processes: int,
+) -> dict[str, Any]:
     """Prepare, with a progress bar; returns dataset.json's content."""
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -110,6 +118,7 @@ def _prepare(wanted: Preparation, source: str, out: Path, processes: int) -> dic
                 bar.print(f"going on: {progress.kept} of {progress.tasks} shards are done already")
             begun = True
             now = f"{progress.done / 1e6:,.0f} of {progress.total / 1e6:,.0f} MB"
+            # Sizes of some formats are estimates: what is done may come to more than there was.
             done = min(progress.done, progress.total)
             bar.update(task, total=progress.total, completed=done, now=now)
 
@@ -118,21 +127,23 @@ def _prepare(wanted: Preparation, source: str, out: Path, processes: int) -> dic
 
 def _summarize(made: dict[str, Any], out: Path) -> None:
     """Print what was written, what was left out, and the command that trains on it."""
+    shards = made["shards"]
     tokens = dict.fromkeys(_SPLITS, 0)
-    for shard in made["shards"]:
+    for shard in shards:
         tokens[shard["split"]] += shard["tokens"]
-    files = len(made["shards"])
     split = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on"
-    print(f"{out}: {split}, in {files} files")
+    print(f"{out}: {split}, in {len(shards)} files")
     ids = made["vocabulary"]["ids"]
     text = f"{made['documents']:,} documents, {made['text_bytes']:,} bytes of text"
     print(f"{text}, {ids:,} token ids, {made['dtype']}")
 
     # A large source may have many bad files: the first of them on the screen, all in dataset.json.
-    for skip in made["skipped"][:_NAMED]:
+    skipped = made["skipped"]
+    for skip in skipped[:_NAMED]:
         print(f"left out: {skip['name']} ({skip['reason']})")
-    if len(made["skipped"]) > _NAMED:
-        print(f"left out: {len(made['skipped']) - _NAMED} more, in {out / 'dataset.json'}")
+    more = len(skipped) - _NAMED
+    if more > 0:
+        print(f"left out: {more} more, in {out / 'dataset.json'}")
     print(f"train on it: harness train data.path={out}")
 
 

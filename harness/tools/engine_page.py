@@ -69,13 +69,15 @@ def variants() -> list[Variant]:
 
 def rungs(device: str) -> list[Rung]:
     """Every rung that such a device can run with all libraries: on "cuda" all, on "cpu" what the backends declare."""
+    # A machine that has every library: the page must not depend on the one that makes it.
     installed = LibraryFacts(None, True, "for the page")
-    libraries = {each.library: installed for each in BACKENDS.values() if each.library}
-    facts = MachineFacts(libraries=libraries)
+    needed = [each.library for each in BACKENDS.values() if each.library]
+    facts = MachineFacts(libraries=dict.fromkeys(needed, installed))
     found: list[Rung] = []
     for backend, declared in BACKENDS.items():
         for precision, rule in declared.computes.items():
-            if device == "cuda" or rule(facts, Tier.CPU, "delayed")[0]:
+            on_cpu, _ = rule(facts, Tier.CPU, "delayed")
+            if device == "cuda" or on_cpu:
                 found.append(rung_of(backend, precision))
     return found
 
@@ -97,8 +99,14 @@ def works(variant: Variant, rung: Rung, device: str, optimizer: str = "adamw") -
     return not refusals(variant.engine, config, recipe_of(rung), rung, device)
 
 
-def nearest(variant: Variant, rung: Rung, device: str, optimizer: str = "adamw") -> Variant:
+def nearest(
+    variant: Variant,
+    rung: Rung,
+    device: str,
+    optimizer: str = "adamw",
+) -> Variant:
     """The variant to take where `variant` is refused: of the same engine with the nearest value, else ddp."""
+    # Values of a key are declared in order, such as ZeRO's stages: neighbours differ least.
     own = [each for each in variants() if each.engine == variant.engine]
     place = own.index(variant)
     for each in sorted(own, key=lambda other: abs(own.index(other) - place)):
@@ -174,9 +182,9 @@ def _optimizer_rows() -> Iterator[list[str]]:
         name = "a class of your own" if optimizer == _OWN_CLASS else f"`{optimizer}`"
         row = [name]
         for engine in ENGINES:
-            variant = next(
-                each for each in variants() if each.engine == engine and works(each, bf16, "cuda")
-            )
+            # The engine's first variant that works at all: what is refused now is refused for the optimizer.
+            own = [each for each in variants() if each.engine == engine]
+            variant = next(each for each in own if works(each, bf16, "cuda"))
             answer = "works"
             if not works(variant, bf16, "cuda", optimizer):
                 answer = _refused(variant, nearest(variant, bf16, "cuda", optimizer))

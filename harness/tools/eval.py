@@ -51,13 +51,16 @@ class Score:
 
     def as_json(self) -> dict[str, float | None]:
         """loss (nats per token), perplexity, accuracy; None in place of a value that is not finite."""
+        # exp of more than 709 is over the largest float, and raises OverflowError.
         perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
-        found = {
-            "loss": self.loss,
-            "perplexity": perplexity,
-            "accuracy": sum(self.hits) / sum(self.counts),
-        }
-        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+        found: dict[str, float | None] = {}
+        for name, value in (
+            ("loss", self.loss),
+            ("perplexity", perplexity),
+            ("accuracy", sum(self.hits) / sum(self.counts)),
+        ):
+            found[name] = value if math.isfinite(value) else None
+        return found
 
 
 def command(
@@ -122,7 +125,7 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
 
     from harness.core.facts import IGNORED
 
-    if any(not _of_tokens(batch) for batch in batches):
+    if not all(map(_of_tokens, batches)):
         why = "there is no perplexity, and no next token"
         fix = "see val/loss in its journal"
         raise ConfigError(Problem("the run's data are no tokens", "harness eval", why, fix))
@@ -130,11 +133,13 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     made = Score([], [], [])
     with restored.computing(fp32):
         for batch in _portions(batches, restored.vocab_size):
-            device_batch = {name: each.to(restored.device) for name, each in batch.items()}
-            targets = device_batch["targets"]
-            segments = device_batch.get("segments")
+            on_device: dict[str, torch.Tensor] = {}
+            for name, each in batch.items():
+                on_device[name] = each.to(restored.device)
+            targets = on_device["targets"]
+            segments = on_device.get("segments")
             # Losses in float32: bfloat16 would hide the small differences that are looked for.
-            logits = restored.logits(device_batch["inputs"], segments).float()
+            logits = restored.logits(on_device["inputs"], segments).float()
             if logits.shape[:2] != targets.shape:
                 raise _other_shape(restored, list(logits.shape), list(targets.shape))
 
@@ -156,7 +161,11 @@ def score(restored: Restored, batches: Sequence[Batch], fp32: bool) -> Score:
     return made
 
 
-def _other_shape(restored: Restored, logits: list[int], targets: list[int]) -> ConfigError:
+def _other_shape(
+    restored: Restored,
+    logits: list[int],
+    targets: list[int],
+) -> ConfigError:
     what = f"the model gives logits {logits} for targets {targets}"
     where = f"model.target {restored.config.model.target!r}"
     fix = "have forward(inputs) return logits [batch, time, vocab]"
@@ -186,15 +195,19 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     nats is a ratio estimate, losses over tokens, because samples may have different numbers of targets. Its variance is
     that of the residuals d[i] - nats * n[i] (Cochran, Sampling Techniques, chapter 6).
     """
-    n, total = len(ours.counts), sum(ours.counts)
+    n = len(ours.counts)
+    total = sum(ours.counts)
     apart = [a - b for a, b in zip(ours.sums, plain.sums, strict=True)]
     nats = sum(apart) / total
 
     # One sample has no spread, and so no interval.
     half = None
     if n > 1:
-        residuals = [d - nats * count for d, count in zip(apart, ours.counts, strict=True)]
+        residuals: list[float] = []
+        for d, count in zip(apart, ours.counts, strict=True):
+            residuals.append(d - nats * count)
         squares = sum(each * each for each in residuals)
+        # n / (n - 1): the mean was estimated from the same samples.
         half = _NORMAL * math.sqrt(n / (n - 1) * squares) / total
 
     # JSON has no NaN and no infinity.
@@ -205,7 +218,11 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
     return {"nats": nats, "share": share, "half_width": half, "clear": clear}
 
 
-def _batches(restored: Restored, data: Path | None, samples: int | None) -> tuple[str, list[Batch]]:
+def _batches(
+    restored: Restored,
+    data: Path | None,
+    samples: int | None,
+) -> tuple[str, list[Batch]]:
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
     from harness.build import build_data
 
@@ -242,7 +259,8 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
         config = _with_data(config, changed).model_copy(update=one)
         source = build_data(config, Path(scratch), worker)
         assert not isinstance(source, DatasetBatches)
-        if tokenizer is None and source.facts()["kind"] != "tokens" and not of_bytes(restored):
+        is_text = source.facts()["kind"] != "tokens"
+        if tokenizer is None and is_text and not of_bytes(restored):
             why = "nobody said what its token ids mean, and bytes would be taken for them"
             fix = "give data of the same ids, or train with data.tokenizer"
             what = "the run was not trained on bytes"
@@ -257,8 +275,9 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
         of_split = {"train": chosen[:cut], "val": chosen[cut:] - source.n_samples}
         batches: list[Batch] = []
         for split, numbers in of_split.items():
-            parts = [numbers[first : first + rows] for first in range(0, len(numbers), rows)]
-            batches += [source.batch(split, part) for part in parts]
+            for first in range(0, len(numbers), rows):
+                part = numbers[first : first + rows]
+                batches.append(source.batch(split, part))
         return source.name, batches
 
 
@@ -270,7 +289,8 @@ def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batc
     """`batches` in parts whose logits have at most `_LOGITS` bytes; a part has one sample at least."""
     for batch in batches:
         rows, time = batch["inputs"].shape
-        size = max(1, _LOGITS // (4 * time * (vocab_size or 1)))
+        row_bytes = 4 * time * (vocab_size or 1)
+        size = max(1, _LOGITS // row_bytes)
         for first in range(0, rows, size):
             yield {name: each[first : first + size] for name, each in batch.items()}
 

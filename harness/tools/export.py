@@ -107,7 +107,8 @@ def command(
     store = Store(folder / "checkpoints", readonly=True)
     at = choose(store, step)
     tensors, meta = store.load(at, parts=("model", "fp8"))
-    state, of_model = tensors["model"], meta["parts"]["model"]
+    state = tensors["model"]
+    of_model = meta["parts"]["model"]
     if format is Format.safetensors:
         ready = _plain(folder, target, state, of_model)
     elif target in BUILT_IN:
@@ -169,8 +170,10 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
         return [], "none: a token is a byte"
 
     # Where it was given: its folder has files that transformers reads beside it.
-    named = f"`{_TOKENIZER[0]}` of {corpus.get('ids', '?')} ids, SHA-256 `{wanted}`"
-    for place in (config.data.tokenizer, config.data.path, config.model.target.removeprefix(HF)):
+    ids = corpus.get("ids", "?")
+    named = f"`{_TOKENIZER[0]}` of {ids} ids, SHA-256 `{wanted}`"
+    of_model = config.model.target.removeprefix(HF)
+    for place in (config.data.tokenizer, config.data.path, of_model):
         path = Path(place or "").expanduser()
         beside = path if path.is_dir() else path.parent
         file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
@@ -186,7 +189,12 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
     return [], f"{named}, which is not here: it was gone or changed when this was exported"
 
 
-def _plain(folder: Path, target: str, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+def _plain(
+    folder: Path,
+    target: str,
+    state: TensorDict,
+    meta: Mapping[str, Any],
+) -> Ready:
     """Every key of the model's state_dict but frozen weights; a tied weight is under each of its names."""
     whole = dict(state)
     for alias, name in meta["tied"].items():
@@ -218,7 +226,9 @@ def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
     settings = model.settings
     weights = to_llama(state, settings)
     described = config_of(settings, config.data.context)
-    end = read_mapping(folder / "data" / "corpus.json", MAX_LARGE).get("separator")
+    # What separated the documents is what ends a generated text.
+    corpus = read_mapping(folder / "data" / "corpus.json", MAX_LARGE)
+    end = corpus.get("separator")
     described["eos_token_id"] = end if isinstance(end, int) else None
 
     def write(out: Path) -> None:
@@ -239,7 +249,11 @@ def _skeleton(config: RunConfig) -> GPT:
         return build(**config.model.args)
 
 
-def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any]) -> Ready:
+def _hugging_face(
+    config: RunConfig,
+    state: TensorDict,
+    meta: Mapping[str, Any],
+) -> Ready:
     """A model of transformers, written by its own save_pretrained; with LoRA, the adapters alone."""
     from harness.engines.parts import ModelPart
     from harness.models import build_model
@@ -250,7 +264,9 @@ def _hugging_face(config: RunConfig, state: TensorDict, meta: Mapping[str, Any])
         model.config.use_cache = True  # it is off only while training
     base = config.model.target.removeprefix(HF)
     if hasattr(model, "peft_config"):
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        # peft saves the adapters alone: the frozen base is where its users have it already.
+        weights = dict(model.named_parameters())
+        trained = {name: each for name, each in weights.items() if each.requires_grad}
         what = f"adapters of {_count(trained)} for {Path(base).name}"
         loads = f"peft.AutoPeftModelForCausalLM.{_FROM}"
     else:
@@ -284,7 +300,12 @@ def _save(tensors: TensorDict, out: Path) -> None:
     save_file(contiguous, out / _WEIGHTS, {"format": "pt"})
 
 
-def _write(out: Path, write: Callable[[Path], None], card: str, tokenizer: list[Path]) -> None:
+def _write(
+    out: Path,
+    write: Callable[[Path], None],
+    card: str,
+    tokenizer: list[Path],
+) -> None:
     """Write the whole folder or nothing: it is made beside `out` and renamed. Raises OSError."""
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -344,15 +365,16 @@ class Stamp:
         heard: set[str] = set()
         if self.seen:
             for slot, saw in zip(self.fp8["slots"], self.seen, strict=True):
-                (heard if saw else silent).add(bare(split_slot(slot)[0]))
+                layer, _ = split_slot(slot)
+                of = heard if saw else silent
+                of.add(bare(layer))
         silent -= heard
 
         found: dict[str, str] = {}
-        for layer in plan["layers"]:
-            name = bare(layer["module"])
-            found[layer["module"]] = as_it_ran(
-                layer["precision"], fell_to, name in demoted, name in silent
-            )
+        for row in plan["layers"]:
+            name = bare(row["module"])
+            ran = as_it_ran(row["precision"], fell_to, name in demoted, name in silent)
+            found[row["module"]] = ran
         return found
 
 
@@ -370,7 +392,12 @@ class Contents:
     tokenizer: str
 
 
-def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: Contents) -> str:
+def model_card(
+    history: RunHistory,
+    stamp: Stamp,
+    config: RunConfig,
+    contents: Contents,
+) -> str:
     """README.md, in Markdown."""
     # The front matter, from which the Hugging Face Hub takes a model's tags.
     lines = ["---", "tags:", "- hopper-harness"]
@@ -393,7 +420,11 @@ def model_card(history: RunHistory, stamp: Stamp, config: RunConfig, contents: C
     return "\n".join([*lines, ""])
 
 
-def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _training(
+    history: RunHistory,
+    stamp: Stamp,
+    config: RunConfig,
+) -> Iterator[tuple[str, str]]:
     """(what, text) of how the model was trained, up to the checkpoint's step."""
     step, train, data = stamp.step, config.train, history.run["data"]
 
@@ -422,8 +453,10 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
     sha256 = data.get("sha256", "not recorded")
     yield "data", f"`{source}`, SHA-256 `{sha256}`"
     # The samples of a data set of the user's own need not be tokens.
-    of_tokens = "" if config.data.target is not None else f" of {config.data.context} tokens"
-    yield "batch", f"{train.global_batch} samples{of_tokens} a step"
+    samples = f"{train.global_batch} samples"
+    if config.data.target is None:
+        samples += f" of {config.data.context} tokens"
+    yield "batch", f"{samples} a step"
     yield "seed", str(train.seed)
 
     args: dict[str, Any] = {}
@@ -433,8 +466,8 @@ def _training(history: RunHistory, stamp: Stamp, config: RunConfig) -> Iterator[
     yield "model", f"`{kind}:{_last(of)}`, args `{args}`"
 
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
-    versions = [f"{name} {version}" for name, version in sorted(stamp.versions.items())]
-    yield "versions", ", ".join(versions)
+    versions = sorted(stamp.versions.items())
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions)
 
 
 def _last(path: object) -> str:
@@ -448,8 +481,9 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     ran = stamp.ran(plan)
 
     # From what was asked for to what became of it.
-    counts = sorted(Counter(ran.values()).items())
-    effective = [f"{precision}: {count} modules" for precision, count in counts]
+    effective: list[str] = []
+    for precision, count in sorted(Counter(ran.values()).items()):
+        effective.append(f"{precision}: {count} modules")
     rows = [
         ("recipe", f"{plan['recipe']}, SHA-256 `{plan['recipe_sha256']}`"),
         ("requested", plan["requested"]),
@@ -509,7 +543,8 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
         is_last = place + 1 == len(found)
         last = step if is_last else min(found[place + 1].after, step)
         name = _last(each.recipe) if each.recipe else "a recipe that the journal does not name"
-        yield f"steps {each.after + 1} to {last}: {name}, SHA-256 `{each.sha256 or 'not recorded'}`"
+        sha256 = each.sha256 or "not recorded"
+        yield f"steps {each.after + 1} to {last}: {name}, SHA-256 `{sha256}`"
 
 
 def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
@@ -521,7 +556,11 @@ def _demoted_before(history: RunHistory, stamp: Stamp) -> list[str]:
     for event in history.switches:
         if event["step"] <= stamp.step:
             moved.update(map(bare, event["demote"]))
-    return sorted({layer for layer in stamp.fp8["demoted"] if bare(layer) not in moved})
+    unsaid: set[str] = set()
+    for layer in stamp.fp8["demoted"]:
+        if bare(layer) not in moved:
+            unsaid.add(layer)
+    return sorted(unsaid)
 
 
 def _not_taken(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -42,14 +42,9 @@ def check_first_rung(plan: Plan, recipe: str) -> None:
     first = plan.rungs[0]
     if first.taken:
         return
-    raise MachineError(
-        Problem(
-            f"--strict: the recipe's first rung, {first.rung}, cannot run here",
-            f"recipe {recipe}",
-            why=first.reason,
-            fix="run on another machine, or drop --strict to take the next rung",
-        )
-    )
+    what = f"--strict: the recipe's first rung, {first.rung}, cannot run here"
+    fix = "run on another machine, or drop --strict to take the next rung"
+    raise MachineError(Problem(what, f"recipe {recipe}", first.reason, fix))
 
 
 def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
@@ -69,7 +64,12 @@ def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:
         check_shared_folder(place, worker.group.rank, worker.group.broadcast, seconds)
 
 
-def check_room(folder: Path, model: nn.Module, config: RunConfig, worker: Worker) -> None:
+def check_room(
+    folder: Path,
+    model: nn.Module,
+    config: RunConfig,
+    worker: Worker,
+) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
     size = state_bytes(model, optimizer_bytes(model, config.train))
     ranks = worker.group.world_size if ENGINES[worker.engine].sharded else 1
@@ -130,7 +130,12 @@ class _Needs:
         return text + f"optimizer {self.optimizer / GIB:,.1f} GiB"
 
 
-def _needs(model: nn.Module, optimizer: int, ranks: int, whole_gradients: bool) -> _Needs:
+def _needs(
+    model: nn.Module,
+    optimizer: int,
+    ranks: int,
+    whole_gradients: bool,
+) -> _Needs:
     """What one of `ranks` ranks needs that share the state of `model`. optimizer: bytes of its whole state."""
     weights = gradients = here = 0
     for parameter in model.parameters():
@@ -185,13 +190,10 @@ def lacks_memory(
     if engine.sharded:
         why += f"; each of {sharers} ranks holds its part of the state"
         fix = "start more ranks, which share it, or train a smaller model (see harness estimate)"
+    needed = size_text(place.ranks * needs.total)
     have = f"{place.has} {size_text(place.bytes)}{place.unit}"
-    return Problem(
-        f"needs at least {size_text(place.ranks * needs.total)} to be trained, and {have}",
-        f"model of {parameters:,} parameters",
-        why,
-        fix,
-    )
+    what = f"needs at least {needed} to be trained, and {have}"
+    return Problem(what, f"model of {parameters:,} parameters", why, fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,12 @@ def command(
     return replay(run, step, anomaly)
 
 
-def replay(run_dir: Path, step: int, anomaly: bool, say: Callable[[str], None] = say) -> int:
+def replay(
+    run_dir: Path,
+    step: int,
+    anomaly: bool,
+    say: Callable[[str], None] = say,
+) -> int:
     """Print the answer, and write it into `<run>/flight/step-<step>/replay.json`; returns 0.
 
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
@@ -75,7 +80,8 @@ def _refuse_foreign_scale(branches: Branches, step: int) -> None:
 
     _, engine = branches.ranks_of(step)
     own = engine in ENGINES and ENGINES[engine].owns_loss_scale
-    if own and str(read_plan(branches.folder).get("resolved", "")).endswith(":fp16"):
+    resolved = str(read_plan(branches.folder).get("resolved", ""))
+    if own and resolved.endswith(":fp16"):
         what = "DeepSpeed's fp16 cannot be replayed"
         fix = "start the run with torchrun, or with a bf16 or FP8 recipe"
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
@@ -113,9 +119,8 @@ def rebuild(
     record = "corpus.json" if config.data.target is None else "target.json"
     if not (folder / "data" / record).is_file():
         fix = "restore the data folder from another copy of this run"
-        raise DataError(
-            Problem("the run's copy of its text is missing", str(folder / "data"), fix=fix)
-        )
+        what = "the run's copy of its text is missing"
+        raise DataError(Problem(what, str(folder / "data"), fix=fix))
     data = build_data(config, folder, worker)
 
     # No screen, no saves and no snapshots, and so no memory for copies of the state.

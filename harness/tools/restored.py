@@ -106,7 +106,9 @@ class Restored:
             raise self._no_logits(f"its forward does not take the inputs alone: {error}") from error
         # Common forms of an output: a tuple that begins with the logits, or an object that has them.
         found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
-        if not isinstance(found, torch.Tensor) or found.ndim != 3 or len(found) != len(inputs[0]):
+        samples = len(inputs[0])
+        is_tensor = isinstance(found, torch.Tensor)
+        if not is_tensor or found.ndim != 3 or len(found) != samples:
             raise self._no_logits("forward(inputs) returns something else")
         return found
 
@@ -210,6 +212,7 @@ def choose(store: Store, step: int | None) -> int:
         if newest is None:
             fix = "train longer, or save earlier with checkpoint.every"
             raise CheckpointError(Problem("the run has no checkpoint", str(store.root), fix=fix))
+        # The answer is of an older step than the user expects: say so, beside the output that a script reads.
         if store.damaged:
             damaged = some(sorted(store.damaged), _SHOWN)
             text = f"skipped checkpoints that do not verify: steps {damaged}; this is step {newest}"
@@ -218,8 +221,10 @@ def choose(store: Store, step: int | None) -> int:
 
     steps = store.steps()
     if step not in steps:
-        fix = f"there are steps {some(steps, _SHOWN)}" if steps else "the run has no checkpoint"
         what = f"there is no checkpoint of step {step}"
+        fix = "the run has no checkpoint"
+        if steps:
+            fix = f"there are steps {some(steps, _SHOWN)}"
         raise CheckpointError(Problem(what, str(store.root), fix=fix))
     return step
 

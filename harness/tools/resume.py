@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from harness.build import ENGINES, Worker, open_store
 from harness.checkpoint.policy import load_ledger
@@ -103,9 +103,9 @@ def agree_on_folder(request: Request, source: Path | None, worker: Worker) -> Pa
 
     Raises ConfigError on rank 0 as `choose_folder` does.
     """
-    return Path(
-        worker.group.broadcast(str(_find_folder(request, source)) if worker.is_lead else None)
-    )
+    # Only rank 0 looks: another rank could find the folder that rank 0 has just made, and take the next number.
+    found = str(_find_folder(request, source)) if worker.is_lead else None
+    return Path(worker.group.broadcast(found))
 
 
 def _find_folder(request: Request, source: Path | None) -> Path:
@@ -122,11 +122,13 @@ def _find_folder(request: Request, source: Path | None) -> Path:
     else:
         base = base_name(config_name, recipe)
         prefix = f"{base}-"
-        numbered = [each for each in RUNS.glob("*") if each.name.removeprefix(prefix).isdecimal()]
-        same_name = [RUNS / base, *sorted(numbered)]
+        folders = sorted(RUNS.glob("*"))
+        numbered = [each for each in folders if each.name.removeprefix(prefix).isdecimal()]
+        same_name = [RUNS / base, *numbered]
         candidates = [folder for folder in same_name if not is_finished(folder, steps)]
     for folder in candidates:
-        if read_source(folder) == source.resolve() and (folder / "config.yaml").exists():
+        began_there = read_source(folder) == source.resolve()
+        if began_there and (folder / "config.yaml").exists():
             return folder
 
     return choose_folder(config_name, recipe, request.name, "never", steps)
@@ -149,7 +151,8 @@ def find_start(
         config = adopt_vocab(origin, config)
     resumed = None
     if resuming:
-        resumed = check_resumable(folder, config, request.recipe.sha256(), request.accepted)
+        sha256 = request.recipe.sha256()
+        resumed = check_resumable(folder, config, sha256, request.accepted)
         # A ledger that cannot be read is refused here, before anything is written.
         load_ledger(folder)
     return StartingPoint(folder, config, source, origin, resumed)
@@ -186,7 +189,9 @@ def choose_state(start: StartingPoint, worker: Worker, store: Store) -> InitialS
     if ENGINES[worker.engine].sharded and worker.group.world_size > 1:
         newest = newest_valid_together(worker.group, store)
     else:
-        newest = worker.group.broadcast(store.newest_valid() if worker.is_lead else None)
+        # Rank 0 alone reads the checkpoints to verify them: once, not once for each rank.
+        found = store.newest_valid() if worker.is_lead else None
+        newest = worker.group.broadcast(found)
     if newest is not None:
         return InitialState(newest, None)
     _check_not_lost(worker, start.folder)
@@ -196,7 +201,8 @@ def choose_state(start: StartingPoint, worker: Worker, store: Store) -> InitialS
 
 def _check_not_lost(worker: Worker, folder: Path) -> None:
     """Refuse to start over a run that has saved checkpoints and has none left. Raises CheckpointError on every rank."""
-    if step := worker.group.broadcast(_lost_checkpoint(folder) if worker.is_lead else 0):
+    lost = _lost_checkpoint(folder) if worker.is_lead else 0
+    if step := worker.group.broadcast(lost):
         what = f"the journal says that the checkpoint of step {step} was saved, and none is there"
         fix = "put them back from a copy of this run, or begin anew: --resume never, with another --name or with none"
         raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
@@ -207,10 +213,12 @@ def _lost_checkpoint(folder: Path) -> int:
 
     Also 0 while any checkpoint is there, even one that was set aside as damaged.
     """
-    if any((folder / "checkpoints").glob("*step-*")) or not (folder / JOURNAL).is_file():
+    journal = folder / JOURNAL
+    checkpoints = (folder / "checkpoints").glob("*step-*")
+    if any(checkpoints) or not journal.is_file():
         return 0
     newest = 0
-    for row in read_rows(folder / JOURNAL, metrics=False):
+    for row in read_rows(journal, metrics=False):
         if row["kind"] == "checkpoint" and row["state"] == "saved":
             newest = max(newest, row["step"])
     return newest
@@ -312,19 +320,28 @@ def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
     """Log which keys this start changes, and a jump of the learning rate that follows, before the first update."""
     resumed = start.resumed
     if resumed is not None and resumed.changes:
+        text = "; ".join(map(str, resumed.changes))
+        changes: list[list[Any]] = []
+        accepted: list[str] = []
+        for change in resumed.changes:
+            changes.append([change.key, change.old, change.new])
+            if change.key in resumed.accepted:
+                accepted.append(change.key)
         run.telemetry.tell(
             run.state.step,
             "run.changed",
-            "; ".join(map(str, resumed.changes)),
-            changes=[[change.key, change.old, change.new] for change in resumed.changes],
-            accepted=[change.key for change in resumed.changes if change.key in resumed.accepted],
+            text,
+            changes=changes,
+            accepted=accepted,
             config=resumed.saved.model_dump(mode="json"),
         )
 
+    # Weights of another run may begin this one: its schedule is compared as well.
     before = resumed.saved if resumed is not None else _config_of(initial.source)
     if before is None or Schedule.of(before.train) == Schedule.of(run.config.train):
         return
-    applied, factor = _applied_updates(run), run.guard.judge.lr_factor
+    applied = _applied_updates(run)
+    factor = run.guard.judge.lr_factor
     if jump := lr_jump(before.train, run.config.train, applied, factor):
         step = run.state.step
         run.telemetry.tell(step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)

@@ -178,7 +178,12 @@ def generate(
     return sequence[len(ids) :]
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def choose(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    generator: torch.Generator,
+) -> int:
     """Draw a token by its logits, float32 [vocab], from softmax(logits / temperature).
 
     temperature: 0 takes the largest logit, the first of equals.

@@ -77,7 +77,8 @@ def command(
 
     # Complain about the input at once. The imports that load torch come after that.
     run_config, precision_recipe = read_policies(config, overrides, recipe)
-    accepted = tuple(key.strip() for key in accept_changed.split(",") if key.strip())
+    named = [key.strip() for key in accept_changed.split(",")]
+    accepted = tuple(key for key in named if key)
     if accepted:
         from harness.run_folder import check_accepted
 
@@ -86,9 +87,17 @@ def command(
 
     from harness.tools.train import train
 
-    return train(
-        Request(run_config, precision_recipe, config, name, resume, strict, launcher, accepted)
+    request = Request(
+        run_config,
+        precision_recipe,
+        config,
+        name,
+        resume,
+        strict,
+        launcher,
+        accepted,
     )
+    return train(request)
 
 
 def read_policies(

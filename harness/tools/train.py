@@ -219,7 +219,8 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     config = fit_vocab(start.config, data.ids, data.vocab)
     plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
     if config.guard.enabled and ENGINES[worker.engine].snapshots:
-        plan = replace(plan, notes=(*plan.notes, snapshot_plan(config.guard, config.train.steps)))
+        snapshots = snapshot_plan(config.guard, config.train.steps)
+        plan = replace(plan, notes=(*plan.notes, snapshots))
 
     # Ranks that made something else of the same config must not train together.
     agree_on_job(data.facts(), plan, model)

@@ -101,6 +101,7 @@ class Console:
 
     def _figures(self, facts: StepFacts, pace: float) -> dict[str, str]:
         """A step's figures as text; pace: average seconds of a step."""
+        # What was not measured leaves no gap in the line.
         ideal = facts.ideal_seconds if pace > 0 else math.nan
         memory = mfu = ""
         if not math.isnan(facts.peak_memory):
@@ -162,7 +163,13 @@ class Console:
         if progress is not None:
             progress.stop()
 
-    def _update(self, progress: Progress, done: int, figures: dict[str, str], due: bool) -> None:
+    def _update(
+        self,
+        progress: Progress,
+        done: int,
+        figures: dict[str, str],
+        due: bool,
+    ) -> None:
         now = time.monotonic()
         refresh = due or now - self._refreshed >= REFRESH_SECONDS
         progress.update(self._task, completed=done, refresh=refresh, now=figures)
@@ -228,8 +235,11 @@ def rate(per_second: float, counted: str = "tokens") -> str:
 
 def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
     """A live line. Refreshed by hand: rich's own thread would compete with the training threads for the interpreter."""
+    # Wide enough for the last step, such as 1000/1000, so that the line does not jump.
+    width = 2 * len(str(total)) + 1
+    steps = Column(no_wrap=True, min_width=width)
     progress = Progress(
-        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
+        MofNCompleteColumn(table_column=steps),
         BarColumn(bar_width=None),
         TextColumn("loss {task.fields[now][loss]}"),
         TextColumn("val {task.fields[now][val]}"),
@@ -241,6 +251,7 @@ def _live(console: Screen, total: int) -> tuple[TaskID, Progress]:
         auto_refresh=False,
         expand=True,
     )
+    # Until the first step has figures.
     blank = dict.fromkeys(("loss", "val", "rate", "fp8", "skipped", "eta"), "-")
     blank |= {"mfu": "", "memory": ""}
     task = progress.add_task("", total=total, now=blank)

@@ -194,7 +194,8 @@ def _are_figures(values: Collection[Any]) -> bool:
     # Nearly every row has floats alone, and this is the fastest way to see it.
     if set(map(type, values)) <= {float}:
         return True
-    return all(isinstance(value, float) or _is_count(value, -(1 << 63)) for value in values)
+    least = -(1 << 63)
+    return all(isinstance(value, float) or _is_count(value, least) for value in values)
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
@@ -438,9 +439,10 @@ class Journal:
 
         # O_NOFOLLOW: somebody else's link in the folder must not lead the rows elsewhere. The row that a kill tore is
         # cut off.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+            self._fd = os.open(path, flags, 0o644)
             finished = finished_size(path)
             if finished != os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, finished)
@@ -562,12 +564,15 @@ class Journal:
     def _report_trouble(self, step: int) -> None:
         """The disk works again: one event on what it cost. If that fails too, the next row tries again."""
         lost = self._lost - self._reported
+        code = "journal.late"
+        if lost or self._failed_syncs:
+            code = "journal.dropped"
         event = {
             "kind": "event",
             "step": step,
             "attempt": self.attempt,
             "time": self._now(),
-            "code": "journal.dropped" if lost or self._failed_syncs else "journal.late",
+            "code": code,
             "rows": lost,
             "total": self._lost,
             "late": self._late,

@@ -301,6 +301,7 @@ class Sink:
     def _note(self, row: Mapping[str, Any]) -> None:
         """Send a row that is neither metrics nor an event."""
         if row["kind"] == "run":
+            # A resume writes one too: MLflow then shows the run as running again.
             self._retry(self._client.update_run, self._run_id, status="RUNNING")
             self._tag(row.get("tags", {}))
             self._set_params(row.get("params", {}))

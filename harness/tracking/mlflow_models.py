@@ -80,7 +80,8 @@ class CheckpointModels:
         for name, value in row["metrics"].items():
             key = f"checkpoint/{name}"
             metrics.append(Metric(key, value, milliseconds, step, model_id=model))
-        self._retry(self._client.log_batch, self._run.run_id, metrics=metrics, synchronous=True)
+        run_id = self._run.run_id
+        self._retry(self._client.log_batch, run_id, metrics=metrics, synchronous=True)
         self._retry(self._link, model, step)
 
     def _create(self, step: int) -> str:

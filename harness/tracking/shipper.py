@@ -167,7 +167,11 @@ def sync(
     return code == 0 and delivered(run_dir)
 
 
-def _wait(process: subprocess.Popen[bytes], run_dir: Path, said: Callable[[str], None]) -> int:
+def _wait(
+    process: subprocess.Popen[bytes],
+    run_dir: Path,
+    said: Callable[[str], None],
+) -> int:
     """Wait for a delivery; its exit code. Reports on the way how far it is, and the time left at its rate so far."""
     first: int | None = None
     last: int | None = None
@@ -344,8 +348,12 @@ class _Follower:
         """Whether what is delivered ends with our trainer's end; another shipper may have come that far."""
         if offset <= self.born:
             return False
-        rows, *_ = rows_after(self.run_dir / JOURNAL, max(0, offset - CHUNK), offset)
-        return bool(rows) and rows[-1][0]["kind"] == "end"
+        before = max(0, offset - CHUNK)
+        rows, *_ = rows_after(self.run_dir / JOURNAL, before, offset)
+        if not rows:
+            return False
+        last, _ = rows[-1]
+        return last["kind"] == "end"
 
     def _connect(self, position: Position) -> Sink:
         from harness.tracking.mlflow import Sink
@@ -354,7 +362,9 @@ class _Follower:
         listen_to_answers()
         retry = Retry(self.patience if self.pid is None else None, self._failed)
         uri = tracking_uri()
-        return Sink(uri, self.run_dir, self.experiment, position, retry, Destination.of(uri).uri)
+        # The position remembers the store without passwords: it is a file that others may read.
+        store = Destination.of(uri).uri
+        return Sink(uri, self.run_dir, self.experiment, position, retry, store)
 
     def _failed(self, error: Exception, times: int) -> None:
         """Log a request that is tried again."""

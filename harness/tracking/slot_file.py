@@ -363,7 +363,9 @@ def write_parquet(run_dir: Path) -> Path | None:
     parquet = importlib.import_module("pyarrow.parquet")
     text = arrow.dictionary(arrow.int32(), arrow.string())
     kinds = {"step": arrow.int64(), "layer": text, "role": text}
-    schema = arrow.schema([(name, kinds.get(name, arrow.float32())) for name in COLUMNS])
+    # What is not named is a figure.
+    columns = [(name, kinds.get(name, arrow.float32())) for name in COLUMNS]
+    schema = arrow.schema(columns)
 
     # A slot keeps its scale for many steps, so a dictionary of scales is small. All else compresses better in planes.
     in_planes = {name: "BYTE_STREAM_SPLIT" for name in FIGURES if name != "scale"}

@@ -33,7 +33,9 @@ MAX_PICKED = 6
 """Most slots that are picked for each of the two reasons below. Patterns may add `tracking.fp8_series` more."""
 DEMOTED, NEAR = "its layer left FP8", "beyond a limit of the fallback"
 _NAMED = 8
-_SAMPLED = np.array([SLOT_ROWS[name].often == SAMPLED for name in FIGURES])[:, None]
+# Which figures are measured in sampled steps only, bool [figures, 1].
+_IS_SAMPLED = [SLOT_ROWS[name].often == SAMPLED for name in FIGURES]
+_SAMPLED = np.array(_IS_SAMPLED)[:, None]
 # Figures by which a slot is the worst of its role; True: the lowest is the worst.
 _WORST = (("saturation", False), ("underflow", False), ("sqnr_db", True))
 _RANKS = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
@@ -99,7 +101,12 @@ def slot_figures(slots: SlotStats, chosen: Collection[str] | None = None) -> dic
     return found
 
 
-def role_figures(names: Sequence[str], now: Floats, low: Floats, high: Floats) -> dict[str, float]:
+def role_figures(
+    names: Sequence[str],
+    now: Floats,
+    low: Floats,
+    high: Floats,
+) -> dict[str, float]:
     """`fp8/<role>/<figure>_<quantile>` over the layers.
 
     now: float32 [figures, slots] of this step, in the order of SLOT_ROWS; p10, p50 and p90 are of these.
@@ -254,8 +261,11 @@ class SlotSeries:
         self._names = names
         self._forget()
 
-        patterns = self.config.fp8_slots
-        asked = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
+        asked: list[str] = []
+        for name in names:
+            matched = any(fnmatchcase(name, each) for each in self.config.fp8_slots)
+            if matched:
+                asked.append(name)
         self._asked = dict.fromkeys(asked[: self.config.fp8_series])
         if first:
             yield from self._patterns(names, asked)
@@ -313,6 +323,7 @@ class SlotSeries:
         for why, wanted in self._wanted(facts, slots):
             with_series = {*self._picked, *self._asked}
             new = [name for name in wanted if name not in with_series]
+            # Each reason has room of its own, so that one fault cannot hide another.
             used = list(self._picked.values()).count(why)
             room = max(0, MAX_PICKED - used)
             taken, left_out = new[:room], new[room:]
@@ -329,7 +340,8 @@ class SlotSeries:
         """(reason, slots) to pick in this step, the worst first."""
         if facts.demoted:
             demoted = set(facts.demoted)
-            yield DEMOTED, [name for name in slots.names if name.rpartition(".")[0] in demoted]
+            left = [name for name in slots.names if name.rpartition(".")[0] in demoted]
+            yield DEMOTED, left
 
         # A step that was not applied, and the first ones, are not judged: their scales do not fit.
         limits = self.limits

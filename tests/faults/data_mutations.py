@@ -43,7 +43,7 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "control characters are refused",
-        "found = CONTROL.search(node.value) if isinstance(node, yaml.ScalarNode) else None",
+        "found = CONTROL.search(node.value)",
         "found = None",
         "tests/faults/test_hostile_files.py -k escape",
     ),
@@ -85,8 +85,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "names of runs cannot steer a terminal",
-        "plain = name.isprintable() and len(name.encode()) <= _MAX_NAME and not _MEANS_MORE & set(name)",
-        "plain = True and not _MEANS_MORE & set(name)",
+        "plain = name.isprintable() and not _MEANS_MORE & set(name)",
+        "plain = not _MEANS_MORE & set(name)",
         "tests/faults/test_hostile_files.py -k run_name",
     ),
     Mutation(
@@ -197,14 +197,14 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "a journal is not written through a link",
-        "os.O_APPEND | os.O_NOFOLLOW, 0o644",
-        "os.O_APPEND, 0o644",
+        "flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW\n",
+        "flags = os.O_RDWR | os.O_CREAT | os.O_APPEND\n",
         "tests/faults/test_planted_files.py -k journal",
     ),
     Mutation(
         24,
         "model.target is none of Python's own functions",
-        'if module_name.partition(".")[0] in sys.stdlib_module_names:',
+        "if package in sys.stdlib_module_names:",
         "if False:",
         "tests/faults/test_planted_files.py -k pythons_own",
     ),

@@ -134,8 +134,8 @@ FALLBACK = (
     Mutation(
         16,
         "that a tensor vanished is known without a sample",
-        "np.where(vanished, np.float32(1), values[_UNDERFLOW])",
-        "values[_UNDERFLOW]",
+        "np.where(vanished, np.float32(1), underflow)",
+        "underflow",
         "tests/unit/precision/test_sampled_faults.py -k vanishes",
     ),
     Mutation(

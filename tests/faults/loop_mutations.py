@@ -29,7 +29,7 @@ LOOP = (
     Mutation(
         8,
         "a model that is compiled whole leaves its precision",
-        "return self._leave_compiled(module, result) if module is self._entrance else None",
+        "return self._leave_compiled(module, result)",
         "return None",
         "tests/unit/precision/test_standard_compiled.py -k bits_of_eager",
     ),
@@ -190,8 +190,8 @@ LOOP = (
     Mutation(
         8,
         "parts that are called from outside run as planned",
-        "modules = ready.model.modules()",
-        "modules = [ready.model]",
+        "for module in ready.model.modules():",
+        "for module in [ready.model]:",
         "tests/unit/precision/test_standard_loop.py -k parts_that",
     ),
     Mutation(

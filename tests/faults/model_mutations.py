@@ -36,8 +36,8 @@ MODELS: tuple[Mutation, ...] = (
     Mutation(
         15,
         "layers that share a weight are not taken for ones that nobody calls",
-        "if owners[id(weight)] == 1}",
-        "if owners[id(weight)]}",
+        "if owners[id(weight)] == 1]",
+        "if owners[id(weight)]]",
         "tests/unit/precision/test_api_misuse.py -k idle_zero_or_tied",
     ),
     Mutation(

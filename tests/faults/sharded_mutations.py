@@ -185,15 +185,15 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "norms of rows are summed over ranks",
-        "total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]",
-        "total, orders = values, gathered[:, -1]",
+        "total = gathered[:, :-1].sum(dim=0)",
+        "total = values",
         f"{_ENGINE} -k every_bit",
     ),
     Mutation(
         22,
         "what every rank holds whole is counted once",
-        "if name in self.rows or world_rank() == 0]",
-        "]",
+        "is_ours = name in self.rows or world_rank() == 0",
+        "is_ours = True",
         f"{_ENGINE} -k every_bit",
     ),
     Mutation(

@@ -177,8 +177,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a layer goes by the context of its own model",
-        "as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)",
-        "as_it_is = True",
+        "if as_it_is:\n            return nullcontext()",
+        "if True:\n            return nullcontext()",
         "tests/te_cpu/test_te_several.py -k own_model_alone",
     ),
     Mutation(
@@ -324,12 +324,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a LayerNorm's bias is not in rows that are filled up",
-        (
-            "return whole and (\n"
-            "            te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple\n"
-            "        )"
-        ),
-        "return whole",
+        "return te_fused.is_rms(norm) or rows % self.shared.multiple == 0",
+        "return True",
         "tests/te_cpu/test_te_fused.py -k both_apart",
     ),
     Mutation(
@@ -342,8 +338,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "an MLP is fused only if it is SwiGLU of the first half",
-        '{step, getattr(other, "step", "")} == {"silu", "up"}',
-        "other is not None",
+        'if {step, second.step} == {"silu", "up"}:',
+        "if True:",
         "tests/te_cpu/test_te_fused_between.py -k no_swiglu",
     ),
     Mutation(
@@ -370,8 +366,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a backward hook takes a fused MLP apart",
-        "return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)",
-        "return wanted and whole",
+        "return not te_fused.hooked(self, second, *self.around, *second.around)",
+        "return True",
         "tests/te_cpu/test_te_fused_between.py -k backward_hook",
     ),
     Mutation(
@@ -391,8 +387,8 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "biases are not in rows that are filled up for a fused MLP",
-        "whole = not self.use_bias or not normed.numel() // self.in_features % self.shared.multiple",
-        "whole = True",
+        "if self.use_bias and rows % self.shared.multiple:",
+        "if False:",
         "tests/te_cpu/test_te_fused_mlp.py -k all_apart",
     ),
     Mutation(

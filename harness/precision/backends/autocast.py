@@ -68,7 +68,12 @@ class AutocastBackend:
         """float32 [0]."""
         return self._nothing
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """float32 [8, 0]: no slots, so no statistics."""
         return self._nothing.reshape(8, 0)
 
@@ -94,6 +99,7 @@ class AutocastBackend:
 
         Only an fp16 rung can be downgraded. A downgrade saved by another rung, such as FP8, does not apply here.
         """
+        # A state of an FP8 rung has slots, and one of this rung has none.
         saved_by_autocast = not meta["slots"]
         if self._planned == "fp16" and saved_by_autocast:
             self.fell_back_to = meta["lowered"]

@@ -357,8 +357,9 @@ def _linear(
     assert isinstance(left, Carrier)
     # An operator's outputs may not alias its inputs, and a demoted layer's operand may be the input itself.
     values = left.values.clone() if left.inverse is None else left.values
-    inverse = torch.tensor([layer.slot_buffers.inverses[layer.slot]], device=rows.device)
-    return out, values, inverse
+    # Backward may come after the scales have moved: it needs the one of this cast.
+    inverse = layer.slot_buffers.inverses[layer.slot]
+    return out, values, torch.tensor([inverse], device=rows.device)
 
 
 def _fake_linear(
@@ -385,14 +386,15 @@ def _linear_backward(
     """
     layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
+        x: Operand = Carrier(left)
         if layer.demoted:
-            operands = Carrier(left), plain_operand(weight)
+            w: Operand = plain_operand(weight)
         else:
             # The weight is forward's operand, or one under a newer scale if scales moved since. Both are right.
-            operands = Carrier(left, left_inverse.item()), layer.quantized_weight(weight, record)
-        rows, weights, bias = layer.gradients(
-            grad, *operands, record, (needs[0], needs[1], needs[2])
-        )
+            x = Carrier(left, left_inverse.item())
+            w = layer.quantized_weight(weight, record)
+        wanted = (needs[0], needs[1], needs[2])
+        rows, weights, bias = layer.gradients(grad, x, w, record, wanted)
 
     if rows is None:
         rows = grad.new_empty(0)
@@ -412,9 +414,11 @@ def _fake_linear_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = grad.new_empty(left.shape if needs[0] else (0,))
-    weights = grad.new_empty(weight.shape if needs[1] else (0,))
-    return rows, weights, grad.new_empty(grad.shape[1:] if needs[2] else (0,), dtype=torch.float32)
+    nothing = (0,)
+    rows = grad.new_empty(left.shape if needs[0] else nothing)
+    weights = grad.new_empty(weight.shape if needs[1] else nothing)
+    bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
+    return rows, weights, bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -479,8 +483,11 @@ class NativeBackend:
         # One state for all slots: input, weight and grad_output of each layer.
         backward = "e5m2" if recipe.fp8.format == "hybrid" else "e4m3"
         formats = ["e4m3", "e4m3", backward] * len(self.layers)
-        on_units = has_fp8_units(device) if fp8_units is None else fp8_units
-        self.slot_buffers = _buffers_of(on_units)(plan.slot_names(), formats, recipe.fp8, device)
+        on_units = fp8_units
+        if on_units is None:
+            on_units = has_fp8_units(device)
+        buffers = _buffers_of(on_units)
+        self.slot_buffers = buffers(plan.slot_names(), formats, recipe.fp8, device)
 
         # Each planned layer is replaced by one of ours with the same Parameters.
         def native(linear: nn.Linear) -> NativeLayer:
@@ -497,7 +504,8 @@ class NativeBackend:
     @property
     def demoted(self) -> tuple[str, ...]:
         """Layers that run in BF16 now, as named in slots (block numbers padded)."""
-        return tuple(pad_numbers(name) for name, module in self.modules.items() if module.demoted)
+        names = [name for name, module in self.modules.items() if module.demoted]
+        return tuple(map(pad_numbers, names))
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -543,7 +551,12 @@ class NativeBackend:
         self.slot_buffers.before_update()
         return self.slot_buffers.staged()
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Update scales unless the step was skipped; float32 [8, slots] statistics, rows as in `facts.SlotStats`."""
         self.slot_buffers.end_window(amax, skip)
         sums = self.slot_buffers.sums

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harness.precision import scaling
 from harness.precision.backends import native_triton
 from harness.precision.backends.native_gemm import (
     ALIGNMENT,
@@ -121,22 +122,18 @@ class _Linear(torch.autograd.Function):
             left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
         )
         bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
-        return (
-            rows.to(ctx.dtype) if needs[0] else None,
-            weights if needs[1] else None,
-            bias,
-            None,
-            None,
-            None,
-            None,
-        )
+        # Autograd wants None for the operators' empty tensors, and for what is no tensor of the model.
+        grad_rows = rows.to(ctx.dtype) if needs[0] else None
+        grad_weights = weights if needs[1] else None
+        return grad_rows, grad_weights, bias, None, None, None, None
 
 
 def _own_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_cast`, by our kernel, which also casts for the layer when it is not compiled."""
-    amax, rows, turned = _ops.fp8_cast(x.detach().to(torch.bfloat16), scale, handle, fmt, transpose)
+    given = x.detach().to(torch.bfloat16)
+    amax, rows, turned = _ops.fp8_cast(given, scale, handle, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
 
 
@@ -156,7 +153,9 @@ def _cast(
     if not transpose:
         return values, amax, rows, None
     turned = rows.view(torch.uint8).t()
-    columns = F.pad(turned, (0, padded(len(x)) - len(x))).contiguous().view(spec.dtype)
+    # The GEMM takes a number of tokens that is a multiple: zeros add nothing to a product.
+    missing = padded(len(x)) - len(x)
+    columns = F.pad(turned, (0, missing)).contiguous().view(spec.dtype)
     return values, amax, rows, columns
 
 
@@ -315,11 +314,12 @@ def _fake_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    rows = (grad.shape[0], weight.shape[1]) if needs[0] else (0,)
-    return (
-        grad.new_empty(rows, dtype=torch.bfloat16),
-        grad.new_empty(weight.shape if needs[1] else (0,), dtype=torch.bfloat16),
-    )
+    nothing = (0,)
+    of_rows = (grad.shape[0], weight.shape[1]) if needs[0] else nothing
+    of_weight = weight.shape if needs[1] else nothing
+    grad_rows = grad.new_empty(of_rows, dtype=torch.bfloat16)
+    grad_weight = grad.new_empty(of_weight, dtype=torch.bfloat16)
+    return grad_rows, grad_weight
 
 
 def _fp8_switching(
@@ -365,14 +365,14 @@ def _fp8_switching_backward(
             left: Operand = Carrier(rows)
             right: Operand = plain_operand(weight)
         else:
+            # The bytes of forward again: under its scale, not under one that has rolled since.
             buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
-            left = buffers.recast(
-                rows.contiguous(), _scale(then, _INPUT), _inverse(then, _INPUT), layer.slot
-            )
+            scale = _scale(then, _INPUT)
+            inverse = _inverse(then, _INPUT)
+            left = buffers.recast(rows.contiguous(), scale, inverse, layer.slot)
             right = layer.quantized_weight(weight, record)
-        grad_rows, grad_weight, grad_bias = layer.gradients(
-            grad, left, right, record, (needs[0], needs[1], needs[2])
-        )
+        wanted = (needs[0], needs[1], needs[2])
+        grad_rows, grad_weight, grad_bias = layer.gradients(grad, left, right, record, wanted)
 
     if grad_rows is None:
         grad_rows = grad.new_empty(0)
@@ -392,11 +392,11 @@ def _fake_switching_backward(
     record: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_empty(rows.shape if needs[0] else (0,)),
-        grad.new_empty(weight.shape if needs[1] else (0,)),
-        grad.new_empty(grad.shape[1:] if needs[2] else (0,), dtype=torch.float32),
-    )
+    nothing = (0,)
+    grad_rows = grad.new_empty(rows.shape if needs[0] else nothing)
+    grad_weight = grad.new_empty(weight.shape if needs[1] else nothing)
+    grad_bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
+    return grad_rows, grad_weight, grad_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -468,7 +468,13 @@ class Fp8SlotBuffers(SlotBuffers):
         self.sampled.sampling = sample
         self._backwards = 0
 
-    def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Fp8Pair:
+    def activation(
+        self,
+        rows: Tensor,
+        slot: int,
+        record: bool,
+        rights: bool = True,
+    ) -> Fp8Pair:
         """As `SlotBuffers.activation`. The cast itself rounds to bfloat16 first."""
         if rows.dtype not in native_triton.DTYPES:
             rows = rows.to(torch.bfloat16)
@@ -511,7 +517,7 @@ class Fp8SlotBuffers(SlotBuffers):
         """As `SlotBuffers.observe`."""
         if self.sampling:
             self.sampled.add(slot, x, self.scale[slot])
-        self._stage(x, slot)
+        self.stage(slot, scaling.amax(x))
 
     def may_release(self) -> bool:
         """Whether this is the window's last micro-batch, as far as is known."""

@@ -185,14 +185,18 @@ def _scaled_mm(
     assert left is not None
     assert right is not None
     # On a CPU `_scaled_mm` decomposes into operations that autocast would cast to bfloat16.
-    alone = torch.autocast("cpu", enabled=False) if left.device.type == "cpu" else nullcontext()
+    alone = nullcontext()
+    if left.device.type == "cpu":
+        alone = torch.autocast("cpu", enabled=False)
+    if bias is not None:
+        bias = bias.detach().to(torch.bfloat16)
     with alone:
         return torch._scaled_mm(
             left,
             right.t(),
             scale_a=left_inverse,
             scale_b=right_inverse,
-            bias=None if bias is None else bias.detach().to(torch.bfloat16),
+            bias=bias,
             out_dtype=torch.bfloat16,
             use_fast_accum=fast,
         )

@@ -96,6 +96,7 @@ def _te_fp8(facts: MachineFacts, tier: Tier, scaling: str) -> Answer:
         return False, lacking
 
     version = f" {library.version}" if library.version else ""
+    # Blackwell's units scale by blocks of 32: TE expresses blocks of 128 with those.
     emulated = ""
     if scaling == "block" and _weakest(facts).capability >= (10, 0):
         emulated = ", emulated with MXFP8"
@@ -182,7 +183,9 @@ def _has(device: Device) -> str:
 
 def _release(version: str | None) -> tuple[int, ...]:
     """(12, 9) for "12.9"; () if the version is unknown, which compares as less than any version."""
-    return tuple(int(part) for part in (version or "").split(".") if part.isdigit())
+    parts = (version or "").split(".")
+    # A part that is no number, such as "0a0", is left out.
+    return tuple(int(part) for part in parts if part.isdigit())
 
 
 BACKENDS: dict[str, Backend] = {

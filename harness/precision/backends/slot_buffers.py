@@ -160,7 +160,13 @@ class SlotBuffers(ScalingState):
         self._scratch = torch.zeros(1)
         self._scales_changed()
 
-    def activation(self, rows: Tensor, slot: int, record: bool, rights: bool = True) -> Operand:
+    def activation(
+        self,
+        rows: Tensor,
+        slot: int,
+        record: bool,
+        rights: bool = True,
+    ) -> Operand:
         """`rows` [m, n] of any float dtype, rounded to bfloat16 and then cast under the slot's scale.
 
         record: measure amax and statistics.
@@ -191,7 +197,7 @@ class SlotBuffers(ScalingState):
 
         quantized = scaling.quantize(x, self.scale[slot], fmt)
         if record:
-            self._stage(x, slot)
+            self.stage(slot, scaling.amax(x))
             if self.sampling:
                 rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
                 channels = scaling.channel_stats(x, quantized, self.scale[slot])
@@ -207,10 +213,7 @@ class SlotBuffers(ScalingState):
         if self.sampling:
             self.quantize(x.detach().contiguous(), slot, record=True)
         else:
-            self._stage(x, slot)
-
-    def _stage(self, x: Tensor, slot: int) -> None:
-        self.stage(slot, scaling.amax(x))
+            self.stage(slot, scaling.amax(x))
 
     def stage(self, slot: int, amax: Tensor) -> None:
         """Raise the slot's amax in the staging row to `amax`, float32 of one element."""

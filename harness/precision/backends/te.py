@@ -69,7 +69,13 @@ class TransformerEngineBackend:
     machine. Raises ConfigError naming layers that te.Linear cannot replace.
     """
 
-    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        model: nn.Module,
+        device: torch.device,
+    ) -> None:
         library = self._library = te_library.load()
         fp8 = recipe.fp8
         self._te = library.pytorch
@@ -214,7 +220,12 @@ class TransformerEngineBackend:
         return self._scales.staged()
 
     @torch.no_grad()
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """float32 [8, slots] as the protocol says. After a skipped step all FP8 state is what it was before."""
         first_rows = self._scales.finish(amax, skip)
         sampled = self._watch.sampled

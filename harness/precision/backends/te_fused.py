@@ -89,7 +89,13 @@ class Deferred(Tensor):
     whole: Hidden | None = None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Every PyTorch function that gets a Deferred comes here first."""
         kwargs = kwargs or {}
 
@@ -102,7 +108,8 @@ class Deferred(Tensor):
             return made
 
         # After a fused block has run, there is no tensor left whose gradient a hook could see.
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Deferred)]
+        leaves = tree_leaves((args, kwargs))
+        found = [each for each in leaves if isinstance(each, Deferred)]
         if func in _HOOKS:
             first = found[0]
             owner = first if first.whole is None else first.whole
@@ -296,8 +303,10 @@ def _swiglu(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     # The product of that with the second half of the same output, in either order.
     if func in _PRODUCTS and len(args) == 2 and not kwargs:
-        other = args[1] if isinstance(args[1], Part) and args[1].whole is whole else None
-        if {step, getattr(other, "step", "")} == {"silu", "up"}:
+        second = args[1]
+        if not isinstance(second, Part) or second.whole is not whole:
+            return None
+        if {step, second.step} == {"silu", "up"}:
             return _part(whole, "gated", func, args)
     return None
 
@@ -311,7 +320,12 @@ def _holds(leaf: Any, value: Tensor) -> bool:
     return not isinstance(leaf, _HARMLESS)
 
 
-def _stand_in(kind: type[Any], shape: Sequence[int], linear: Any, device: torch.device) -> Any:
+def _stand_in(
+    kind: type[Any],
+    shape: Sequence[int],
+    linear: Any,
+    device: torch.device,
+) -> Any:
     """A Deferred of class `kind` and this shape for `linear`."""
     with torch.no_grad():
         made = linear.nothing(device).expand(shape).as_subclass(kind)
@@ -447,12 +461,19 @@ def block(te: Any, linear: Any, norm: Any, first: Any = None) -> Any:
         sizes = (first.in_features, linear.in_features)
         made = te.LayerNormMLP(*sizes, **common, activation="swiglu")
         meta = _both_metas(first.fp8_meta, linear.fp8_meta)
+    # Its own Parameters are on the meta device: the Linears' and the norm's are given at each call.
     made._parameters.clear()
+    # With these flags TE does not make an FP8 state of its own.
     made.__dict__.update(fp8_meta=meta, fp8_initialized=True, fp8_meta_tensors_initialized=True)
     return made
 
 
-def apply(block: Any, linear: Any, norm: Any, first: Any = None) -> Callable[[Tensor], Tensor]:
+def apply(
+    block: Any,
+    linear: Any,
+    norm: Any,
+    first: Any = None,
+) -> Callable[[Tensor], Tensor]:
     """The function that runs `block` on BF16 [..., in_features].
 
     Parameters are looked up at every call, because FSDP replaces them.

@@ -74,7 +74,8 @@ def load() -> Library:
 
     Raises MachineError if it does not import, lacks something that is used here, or is overridden by the environment.
     """
-    overridden = [name for name in _OVERRIDES if os.environ.get(name, "0") not in ("", "0")]
+    values = {name: os.environ.get(name, "0") for name in _OVERRIDES}
+    overridden = [name for name, value in values.items() if value not in ("", "0")]
     if overridden:
         why = "it changes what Transformer Engine computes, against the recipe and the plan"
         problems: list[Problem] = []
@@ -143,10 +144,13 @@ def make_recipe(library: Library, fp8: Fp8Config) -> Any:
             "reduce_amax": True,
         }
     kind = _RECIPES[fp8.scaling]
-    recipe = getattr(library.recipes, kind)(**wanted)
+    make = getattr(library.recipes, kind)
+    recipe = make(**wanted)
+    # Read back what it was given: the object is the only one who knows.
     dropped = [name for name, value in wanted.items() if getattr(recipe, name, None) != value]
     if dropped:
-        raise unexpected(library.version, f"ignores {', '.join(dropped)} of {kind}")
+        names = ", ".join(dropped)
+        raise unexpected(library.version, f"ignores {names} of {kind}")
     return recipe
 
 

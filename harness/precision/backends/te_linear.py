@@ -78,7 +78,7 @@ class Watch:
 
     def nothing(self, device: torch.device) -> Tensor:
         """NaN, float32 0-d."""
-        return self._nothing if self._nothing.device == device else self._nothing.to(device)
+        return self._nothing.to(device)
 
 
 @torch.no_grad()
@@ -126,7 +126,8 @@ def convert(linear: nn.Linear, linear_class: type[Any]) -> Any:
         made.bias = linear.bias
     # The same containers, not copies: a hook's handle removes the hook from the dict that it was put in.
     own = {"_parameters", "in_features", "out_features"}
-    made.__dict__.update({name: value for name, value in vars(linear).items() if name not in own})
+    others = {name: value for name, value in vars(linear).items() if name not in own}
+    made.__dict__.update(others)
     return made
 
 
@@ -226,26 +227,27 @@ class PlannedLinear(nn.Module):
         autocast_on = torch.is_autocast_enabled(input.device.type)
         before: Sequence[Any] = ()
         if isinstance(input, te_fused.Deferred):
-            left_to_this = (
-                autocast_on
-                and input.linear is self
-                and input.gradients == torch.is_grad_enabled()
-                and self._fuses()
-            )
-            if left_to_this:
+            as_then = input.gradients == torch.is_grad_enabled()
+            is_left_to_this = input.linear is self and as_then
+            if is_left_to_this and autocast_on and self._fuses():
                 before, input = input.hand_over()
             else:
                 input = input.value()
 
         # TE would quantise a float32 input as it is: every Linear's input is BF16 in the precision context.
-        own_dtype = torch.get_autocast_dtype(input.device.type) if autocast_on else input.dtype
+        own_dtype = input.dtype
+        if autocast_on:
+            own_dtype = torch.get_autocast_dtype(input.device.type)
         if input.is_floating_point():
             input = input.to(torch.bfloat16 if watch.active else own_dtype)
 
+        # TE computes in the dtype of torch's autocast: it is entered where the model has switched it off.
         in_fp8 = watch.active and not self.demoted
-        with self._autocast(in_fp8), _in_bf16(input.device.type, watch.active and not autocast_on):
+        needs_autocast = watch.active and not autocast_on
+        with self._autocast(in_fp8), _in_bf16(input.device.type, needs_autocast):
             out = self._product(input, before, in_fp8)
 
+        # TE cannot give gradients of gradients, nor go backward twice: that is refused by name.
         if out.grad_fn is not None:
             out.grad_fn.register_prehook(_Once(self.name_in_model))
             # TE returns a view out of its own autograd Function. PyTorch forbids in-place work on such a view.
@@ -303,8 +305,12 @@ class PlannedLinear(nn.Module):
         """
         library, recipe = self.shared.library, self.shared.recipe
         state = library.manager.quantization_state
-        as_it_is = state.fp8_enabled == in_fp8 and (not in_fp8 or state.fp8_recipe is recipe)
-        return nullcontext() if as_it_is else library.pytorch.autocast(in_fp8, recipe=recipe)
+        as_it_is = state.fp8_enabled == in_fp8
+        if in_fp8:
+            as_it_is = as_it_is and state.fp8_recipe is recipe
+        if as_it_is:
+            return nullcontext()
+        return library.pytorch.autocast(in_fp8, recipe=recipe)
 
     def takes_over(self, norm: nn.Module, x: Tensor) -> bool:
         """Whether this layer will compute `norm`, which feeds it, of `x` in one block with itself.
@@ -312,21 +318,17 @@ class PlannedLinear(nn.Module):
         It does in FP8, on inputs that TE takes.
         """
         # A subclass of Tensor may do anything, and an inference tensor has no version to check.
-        if (
-            type(x) is not Tensor
-            or not x.is_floating_point()
-            or x.is_inference()
-            or not self._fuses()
-        ):
+        is_plain = type(x) is Tensor and x.is_floating_point() and not x.is_inference()
+        if not is_plain or not self._fuses():
             return False
         if not _in_bf16_autocast(x.device.type) or te_fused.hooked(self, *self.around):
             return False
+        if x.shape[-1:] != (self.in_features,) or not x.numel():
+            return False
 
         # Rows of zeros may pad an RMSNorm's input: its output there is zero. A LayerNorm's would be its bias.
-        whole = x.shape[-1:] == (self.in_features,) and x.numel() > 0
-        return whole and (
-            te_fused.is_rms(norm) or not x.numel() // x.shape[-1] % self.shared.multiple
-        )
+        rows = x.numel() // x.shape[-1]
+        return te_fused.is_rms(norm) or rows % self.shared.multiple == 0
 
     def nothing(self, device: torch.device) -> Tensor:
         """What a norm that is computed here returns instead of values: NaN, float32 0-d."""
@@ -335,13 +337,11 @@ class PlannedLinear(nn.Module):
     def _leaves_to_second(self, normed: te_fused.Normed) -> bool:
         """Whether the second layer of an MLP computes this one and its norm, if only SwiGLU comes between."""
         watch = self.shared.watch
-        second, grads = self.second, torch.is_grad_enabled()
-        if (
-            second is None
-            or normed.linear is not self
-            or normed.settled is not None
-            or normed.gradients != grads
-        ):
+        second = self.second
+        grads = torch.is_grad_enabled()
+        # The norm must still wait, for this layer, and for a forward of the same kind.
+        waits = normed.linear is self and normed.settled is None
+        if second is None or not waits or normed.gradients != grads:
             return False
         if not _in_bf16_autocast(normed.device.type):
             return False
@@ -351,10 +351,14 @@ class PlannedLinear(nn.Module):
             return False
 
         # If neither input nor weight wants a gradient, TE's backward asks the norm's bias, which an RMSNorm lacks.
-        wanted = not grads or normed.source.requires_grad or normed.normaliser.weight.requires_grad
+        wanted = normed.source.requires_grad or normed.normaliser.weight.requires_grad
+        if grads and not wanted:
+            return False
         # Rows of zeros may pad a first layer without a bias only: else they would not stay zero.
-        whole = not self.use_bias or not normed.numel() // self.in_features % self.shared.multiple
-        return wanted and whole and not te_fused.hooked(self, second, *self.around, *second.around)
+        rows = normed.numel() // self.in_features
+        if self.use_bias and rows % self.shared.multiple:
+            return False
+        return not te_fused.hooked(self, second, *self.around, *second.around)
 
     def _fuses(self) -> bool:
         """Whether it may run in a fused block now: in FP8, under delayed scaling."""
@@ -475,17 +479,18 @@ class _Once:
             what = "Transformer Engine has no gradients of gradients (create_graph=True)"
             raise MisuseError(Problem(what, where, why, fix))
         if self._passed:
-            why = "it frees what the layer saved in the first one"
             what = "Transformer Engine has one backward for each forward (retain_graph=True)"
-            raise MisuseError(
-                Problem(what, where, why, f"run the forward again, or add up the losses; or {fix}")
-            )
+            why = "it frees what the layer saved in the first one"
+            fix = f"run the forward again, or add up the losses; or {fix}"
+            raise MisuseError(Problem(what, where, why, fix))
         self._passed = True
 
 
 def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
     """bf16 autocast if `wanted`. Without autocast TE refuses inputs whose dtype is not that of its Parameters."""
-    return torch.autocast(device_type, dtype=torch.bfloat16) if wanted else nullcontext()
+    if not wanted:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=torch.bfloat16)
 
 
 def _in_bf16_autocast(device_type: str) -> bool:

@@ -117,7 +117,9 @@ class WatchedLinear(Float8Linear):
             return F.linear(input, weight, bias)
 
         # torchao casts under CUDA's autocast only. Cast here, the input is the same on every device.
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(input.device.type) else input.dtype
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.bfloat16
         x = input.to(torch.bfloat16)
 
         record = torch.is_grad_enabled() and not self.follows
@@ -143,7 +145,13 @@ class WatchedLinear(Float8Linear):
             return super().__reduce_ex__(protocol)
         return pickled_as_linear(self, {*_OF_TORCHAO, *_OF_THE_LAYER})
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        record: bool,
+    ) -> Tensor:
         """y = x W^T + b, bfloat16 [..., n], in FP8, or in BF16 while demoted. x: bfloat16 [..., k]."""
         if record:
             self.watch.observe(self.slot, x)
@@ -174,8 +182,11 @@ class WatchedLinear(Float8Linear):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = rows.sum(0) if bias else None
         if self.demoted:
-            grad_weight = None if frozen else rows.t() @ x.reshape(-1, x.shape[-1])
-            return grad @ weight.to(grad.dtype), grad_weight, grad_bias
+            grad_x = grad @ weight.to(grad.dtype)
+            grad_weight = None
+            if not frozen:
+                grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            return grad_x, grad_weight, grad_bias
         if frozen:
             grad_x = _input_gradient(grad, weight, self.linear_mm_config, self.config)
             return grad_x, None, grad_bias
@@ -224,7 +235,8 @@ def _input_gradient(grad: Tensor, weight: Tensor, gemms: Any, config: Any) -> Te
     rows = grad.reshape(-1, grad.shape[-1])
     left = cast(rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
     right = cast(weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT)
-    return torch.mm(left, right.t()).reshape(*grad.shape[:-1], weight.shape[1])
+    product = torch.mm(left, right.t())
+    return product.reshape(*grad.shape[:-1], weight.shape[1])
 
 
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -290,7 +302,9 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
         if record:
-            _ops.torchao_note(out, torch.stack([scaling.amax(x), scaling.amax(weight)]), handle, 0)
+            # Slots 0 and 1 of the layer: input and weight.
+            amaxes = torch.stack([scaling.amax(x), scaling.amax(weight)])
+            _ops.torchao_note(out, amaxes, handle, 0)
         return _with_bias(out, bias)
 
     @staticmethod
@@ -298,12 +312,16 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, handle = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
+        bias = None
+        if needs[2]:
+            bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         found = *_gradients(grad, x, weight, ctx.gemms, ctx.config), bias
         if ctx.record:
             # The compiler drops a gradient that nobody needs, and every operator that writes to it. So the operator
             # claims to write to one that is needed.
-            _ops.torchao_note(found[needs.index(True)], scaling.amax(grad).reshape(1), handle, 2)
+            needed = found[needs.index(True)]
+            amax = scaling.amax(grad).reshape(1)
+            _ops.torchao_note(needed, amax, handle, 2)
         return *found, None, None, None, None
 
 
@@ -366,11 +384,10 @@ def _switching_backward(
 def _fake_switching_backward(
     grad: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_empty(x.shape),
-        grad.new_empty(weight.shape),
-        grad.new_empty(grad.shape[-1] if bias else 0),
-    )
+    grad_x = grad.new_empty(x.shape)
+    grad_weight = grad.new_empty(weight.shape)
+    grad_bias = grad.new_empty(grad.shape[-1] if bias else 0)
+    return grad_x, grad_weight, grad_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -383,7 +400,10 @@ def _switching_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, grad_weight, grad_bias = _ops.torchao_switching_backward(
         grad, *ctx.saved_tensors, ctx.record, wants_bias
     )
-    return grad_x, grad_weight, grad_bias if wants_bias else None, None, None
+    # Autograd wants None for the operator's empty tensor, and for handle and record.
+    if not wants_bias:
+        grad_bias = None
+    return grad_x, grad_weight, grad_bias, None, None
 
 
 define("torchao_note", _note, _fake_note, mutates=("after",))
@@ -400,7 +420,13 @@ class TorchaoBackend:
     GPU it gains speed only under torch.compile.
     """
 
-    def __init__(self, plan: Plan, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        model: nn.Module,
+        device: torch.device,
+    ) -> None:
         self.layers = plan.fp8_layers()
         self.device = device
         self.slot_names = plan.slot_names()
@@ -424,7 +450,8 @@ class TorchaoBackend:
         formats = ["e4m3", "e4m3", gradient] * len(self.layers)
         largest = [scaling.FORMATS[fmt].max for fmt in formats]
         self._fp8_max = torch.tensor(largest, device=device)
-        sampled = SampledStats(formats, device, by_row=not tensorwise, measure=load_stats(device))
+        measure = load_stats(device)
+        sampled = SampledStats(formats, device, by_row=not tensorwise, measure=measure)
         self._watch = Watch(sampled, device)
         for module in self.modules.values():
             module.__class__ = WatchedLinear
@@ -469,7 +496,12 @@ class TorchaoBackend:
         """float32 [slots]; a copy."""
         return self._watch.amax.clone()
 
-    def end_window(self, amax: Tensor, skip: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    def end_window(
+        self,
+        amax: Tensor,
+        skip: Tensor,
+        mean: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """float32 [8, slots] as the protocol says. The scale is that of the tensor with the largest amax.
 
         Clipped share, underflow and SQNR are those of casts whose scales lie along the last dimension.
