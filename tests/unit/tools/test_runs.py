@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -172,24 +172,24 @@ def test_what_cannot_be_listed_is_refused(
     assert "Traceback" not in done.output
 
 
-def test_looking_never_refuses_a_run_that_starts(tmp_path: Path) -> None:
+def test_looking_never_refuses_a_run_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A look at a lock holds it for an instant; a start in that instant tries again."""
     run = make(tmp_path / "r")
-    ended = threading.Event()
-    looks: list[bool] = []
+    with RunLock(run):
+        assert is_locked(run)
+    assert not is_locked(run)
 
-    def look() -> None:
-        while not ended.is_set():
-            looks.append(is_locked(run))
-            time.sleep(0.0005)
+    looks = os.open(run / "lock", os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    waits: list[float] = []
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        for _ in range(200):
-            with RunLock(run):
-                pass
-    finally:
-        ended.set()
-        thread.join()
-    assert looks
+    def look_away(seconds: float) -> None:
+        waits.append(seconds)
+        fcntl.flock(looks, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(time, "sleep", look_away)
+    with RunLock(run):
+        assert len(waits) == 1
+    os.close(looks)
