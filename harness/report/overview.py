@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,38 +23,59 @@ from typing import Any
 from harness.core.errors import clipped, shown
 from harness.core.facts import as_it_ran, jsonable
 from harness.core.files import read_mapping
-from harness.report.explain import HALTED, catalogue
+from harness.report.explain import catalogue
 from harness.tracking.existing import LOSS
 from harness.tracking.history import SWITCHED, read_plan
 from harness.tracking.journal import JOURNAL, MAX_ROW, METRICS_LINE, decode
 
-RUNNING, DONE, STOPPED, CRASHED = "running", "done", "stopped", "crashed"
-BROKEN, FOREIGN, EMPTY = "broken", "foreign", "empty"
-STATES = (RUNNING, DONE, HALTED, STOPPED, CRASHED, BROKEN, FOREIGN, EMPTY)
-"""How a folder stands.
 
-running: a process holds its lock.
-done, halted: as planned; by the guard.
-stopped: asked to stop after a save; the same command resumes it.
-crashed: ended by an error, or killed.
-broken: a run without a readable journal.
-foreign: files, and none of a run's.
-empty: no files.
-"""
-_BY_STATUS = {"done": DONE, "halted": HALTED, "stopped": STOPPED, "failed": CRASHED}
+class State(StrEnum):
+    """How a folder stands.
+
+    running: a process holds its lock.
+    done, halted: as planned; by the guard.
+    stopped: asked to stop after a save; the same command resumes it.
+    crashed: ended by an error, or killed.
+    broken: a run without a readable journal.
+    foreign: files, and none of a run's.
+    empty: no files.
+    """
+
+    RUNNING = "running"
+    DONE = "done"
+    HALTED = "halted"
+    STOPPED = "stopped"
+    CRASHED = "crashed"
+    BROKEN = "broken"
+    FOREIGN = "foreign"
+    EMPTY = "empty"
+
+
+class Severity(StrEnum):
+    """Of an event.
+
+    error: its step does not count as healthy, or the run was rolled back, halted or failed.
+    warning: any other code that says that something may be wrong.
+    info: the rest, such as a resume.
+    """
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+_BY_STATUS = {
+    "done": State.DONE,
+    "halted": State.HALTED,
+    "stopped": State.STOPPED,
+    "failed": State.CRASHED,
+}
+_ENDED = (State.DONE, State.HALTED, State.STOPPED)
 # Any of these makes a folder one of a run.
 _OF_A_RUN = (JOURNAL, "config.yaml", "plan.json", "checkpoints", "outcome.json")
 VAL_LOSS = "val/loss"
 _DEMOTED = "guard/demoted_layers"
 
-ERROR, WARNING, INFO = "error", "warning", "info"
-SEVERITIES = (ERROR, WARNING, INFO)
-"""Of an event.
-
-error: its step does not count as healthy, or the run was rolled back, halted or failed.
-warning: any other code that says that something may be wrong.
-info: the rest, such as a resume.
-"""
 _ENDS = ("run.failed", "guard.halt", "guard.rollback")
 _MAX_REASON = 300
 _CANDIDATES = 4
@@ -66,20 +88,19 @@ class Overview:
     """One folder of a folder of runs. None: not known.
 
     path: of the folder.
-    state: one of STATES.
-    reason: why it is in that state, where there is more to say.
+        reason: why it is in that state, where there is more to say.
     step, steps: the last step with figures, and how many there will be.
     recipe: as the config names it.
     train_loss, val_loss: the last ones, in the unit of the run's data.
     layers: number of modules that run in each precision now.
-    events: number of events of each of SEVERITIES.
+    events: number of events of each Severity.
     worst: the code that matters most; empty if there is none.
-    age: seconds since the last row, or since the folder changed.
+    latest: time of the last row, or of the folder's last change, in seconds since 1970.
     size: bytes on disk.
     """
 
     path: Path
-    state: str
+    state: State
     reason: str = ""
     step: int | None = None
     steps: int | None = None
@@ -89,13 +110,18 @@ class Overview:
     layers: Mapping[str, int] = field(default_factory=dict)
     events: Mapping[str, int] = field(default_factory=dict)
     worst: str = ""
-    age: float = 0.0
+    latest: float = 0.0
     size: int = 0
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return self.path.name
+
+    @property
+    def age(self) -> float:
+        """Seconds since `latest`."""
+        return max(0.0, time.time() - self.latest)
 
     @property
     def share(self) -> dict[str, float]:
@@ -157,11 +183,11 @@ def overview(folder: Path, locked: bool) -> Overview:
         there = [name for name in _OF_A_RUN if os.path.lexists(folder / name)]
         is_empty = not any(folder.iterdir())
     except OSError as error:
-        return Overview(folder, BROKEN, f"cannot be read: {error.strerror}")
+        return Overview(folder, State.BROKEN, f"cannot be read: {error.strerror}")
     size = _size_on_disk(folder)
     if not there and not locked:
-        state = EMPTY if is_empty else FOREIGN
-        return Overview(folder, state, age=_age(changed), size=size)
+        state = State.EMPTY if is_empty else State.FOREIGN
+        return Overview(folder, state, latest=changed, size=size)
 
     # A journal that cannot be read still leaves what the other files say.
     outcome = read_mapping(folder / "outcome.json")
@@ -183,31 +209,31 @@ def overview(folder: Path, locked: bool) -> Overview:
         recipe=shown(str(journal.params.get("recipe") or plan.get("recipe", ""))),
         train_loss=journal.metrics.get(LOSS),
         val_loss=journal.val_loss,
-        layers=_layers(plan, journal, ended=state in (DONE, HALTED, STOPPED)),
+        layers=_layers(plan, journal, ended=state in _ENDED),
         events=_by_severity(journal.codes),
         worst=_worst(journal.codes),
-        age=_age(journal.latest or changed),
+        latest=journal.latest or changed,
         size=size,
     )
 
 
 def _state(
     outcome: Mapping[str, Any], journal: _Journal, trouble: str, locked: bool
-) -> tuple[str, str]:
+) -> tuple[State, str]:
     """(state, why) of a folder that has files of a run. trouble: why its journal cannot be read."""
     if locked:
-        return RUNNING, trouble
+        return State.RUNNING, trouble
     if trouble:
-        return BROKEN, trouble
+        return State.BROKEN, trouble
     # A full disk may have refused outcome.json: the journal's last row has the status as well.
     status = outcome.get("status") or journal.status
     if not status:
-        return CRASHED, "killed: it wrote no outcome"
+        return State.CRASHED, "killed: it wrote no outcome"
     if status not in _BY_STATUS:
-        return BROKEN, f"outcome.json: no such status: {status}"
+        return State.BROKEN, f"outcome.json: no such status: {status}"
     state = _BY_STATUS[status]
     reason = str(outcome.get("reason") or "")
-    if state == STOPPED:
+    if state == State.STOPPED:
         reason = f"{reason}; the same command resumes it".removeprefix("; ")
     return state, reason
 
@@ -286,19 +312,19 @@ def _layers(plan: Mapping[str, Any], journal: _Journal, ended: bool) -> dict[str
 
 
 @cache
-def severities() -> dict[str, str]:
+def severities() -> dict[str, Severity]:
     """Code -> its severity, for every code that is more than information."""
-    found: dict[str, str] = {}
+    found: dict[str, Severity] = {}
     for code, healthy, _ in catalogue().ranking:
-        found[code] = ERROR if healthy == "no" else WARNING
-    return found | dict.fromkeys(_ENDS, ERROR)
+        found[code] = Severity.ERROR if healthy == "no" else Severity.WARNING
+    return found | dict.fromkeys(_ENDS, Severity.ERROR)
 
 
 def _by_severity(codes: Mapping[str, int]) -> dict[str, int]:
     known = severities()
-    counts = dict.fromkeys(SEVERITIES, 0)
+    counts = {str(severity): 0 for severity in Severity}
     for code, count in codes.items():
-        counts[known.get(code, INFO)] += count
+        counts[known.get(code, Severity.INFO)] += count
     return counts
 
 
@@ -307,15 +333,11 @@ def _worst(codes: Iterable[str]) -> str:
     given = list(codes)
     ranked = [*catalogue().ranked(given), *(code for code in _ENDS if code in given)]
     known = severities()
-    return min(ranked, key=lambda code: SEVERITIES.index(known[code]), default="")
+    return min(ranked, key=lambda code: list(Severity).index(known[code]), default="")
 
 
 def _count(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
-
-
-def _age(moment: float) -> float:
-    return max(0.0, time.time() - moment)
 
 
 def _size_on_disk(folder: Path) -> int:

@@ -15,12 +15,11 @@ import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem, shown
 from harness.core.screen import say
-from harness.report import short
-from harness.report.overview import DONE, ERROR, RUNNING, STATES, WARNING, Overview, overview
+from harness.report import aligned, short
+from harness.report.overview import Overview, Severity, State, overview
 from harness.run_folder import RUNS, is_locked
 from harness.tracking.journal import JOURNAL
 
-State = StrEnum("State", {name: name for name in STATES})
 _NAMED_PRECISIONS = 3
 _HEADINGS = (
     *("run", "state", "step", "train loss", "val loss"),
@@ -79,14 +78,17 @@ def list_runs(folder: Path) -> list[Overview]:
 def in_order(runs: Sequence[Overview], sort: Sort) -> list[Overview]:
     """`runs` sorted; runs without the figure come last."""
     keys: dict[Sort, Callable[[Overview], Any]] = {
-        Sort.NEWEST: lambda run: run.age,
-        Sort.OLDEST: lambda run: -run.age,
+        Sort.NEWEST: lambda run: -run.latest,
+        Sort.OLDEST: lambda run: run.latest,
         Sort.NAME: lambda run: run.name,
-        Sort.STATE: lambda run: STATES.index(run.state),
+        Sort.STATE: lambda run: list(State).index(run.state),
         Sort.STEP: lambda run: -1.0 * _known(run.step, -math.inf),
         Sort.TRAIN_LOSS: lambda run: _known(run.train_loss, math.inf),
         Sort.VAL_LOSS: lambda run: _known(run.val_loss, math.inf),
-        Sort.EVENTS: lambda run: (-run.events.get(ERROR, 0), -run.events.get(WARNING, 0)),
+        Sort.EVENTS: lambda run: (
+            -run.events.get(Severity.ERROR, 0),
+            -run.events.get(Severity.WARNING, 0),
+        ),
         Sort.SIZE: lambda run: -run.size,
     }
     return sorted(runs, key=keys[sort])
@@ -103,7 +105,7 @@ def _show(folder: Path, runs: Sequence[Overview]) -> None:
     if not runs:
         say(f"no runs in {folder}")
         return
-    rows = [_HEADINGS]
+    rows: list[Sequence[str]] = [_HEADINGS]
     for run in runs:
         cells = (
             run.name,
@@ -120,18 +122,16 @@ def _show(folder: Path, runs: Sequence[Overview]) -> None:
         rows.append(tuple(shown(cell) for cell in cells))
 
     # One line a run, however narrow the terminal is.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        say("  ".join(padded).rstrip())
+    for line in aligned(rows):
+        say(line)
     say("")
 
     # Why a run is not as it should be, below the table: the reasons are long.
     for run in runs:
-        if run.reason and run.state not in (DONE, RUNNING):
+        if run.reason and run.state not in (State.DONE, State.RUNNING):
             say(f"{run.name}: {run.state}: {run.reason}")
     counts = Counter(run.state for run in runs)
-    say(", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]))
+    say(", ".join(f"{counts[state]} {state}" for state in State if counts[state]))
 
 
 def _step(run: Overview) -> str:
@@ -152,7 +152,9 @@ def _precisions(run: Overview) -> str:
 
 def _events(run: Overview) -> str:
     """`2 errors (loss.spike)`: how many of each severity, and the worst code."""
-    counted = [(run.events.get(severity, 0), severity) for severity in (ERROR, WARNING)]
+    counted = [
+        (run.events.get(severity, 0), severity) for severity in (Severity.ERROR, Severity.WARNING)
+    ]
     texts = [
         f"{count} {severity}{'s' if count > 1 else ''}" for count, severity in counted if count
     ]

@@ -83,7 +83,7 @@ class RunHistory:
 
     rows: the journal's metrics rows, in order.
     events: the journal's events, in order.
-    run: tags, params and data of its "run" rows; later rows replace earlier ones.
+    run: tags, params, data and where (host, folder) of its "run" rows; later rows replace earlier ones.
     plan: plan.json; empty if there is none.
     outcome: outcome.json; empty if there is none.
     begun: the step after which each start, resume or rollback went on, with its recipe, in order.
@@ -105,7 +105,7 @@ class RunHistory:
         # One pass over the journal. Its rows are in the order of time: a "run" row describes the rows after it.
         rows = Figures()
         events: list[Mapping[str, Any]] = []
-        run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
+        run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
         end: dict[str, Any] = {}
         begun: list[Stretch] = []
         started = False
