@@ -44,9 +44,9 @@ def command(
         list[str],
         typer.Argument(help="two runs, or several seeds of two configs: name in runs/, or folder"),
     ],
-    picture: Annotated[
-        bool, typer.Option(help="draw compare-A-B.png in the working folder")
-    ] = True,
+    no_picture: Annotated[
+        bool, typer.Option("--no-picture", help="do not draw compare-A-B.png in the working folder")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Print the comparison; the exit code is 0 whether the runs differ or not.
@@ -54,7 +54,7 @@ def command(
     Raises ConfigError for runs that cannot be compared.
     """
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
-    path = _draw(made) if picture else None
+    path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}
         print(json.dumps(content, indent=1, allow_nan=False))

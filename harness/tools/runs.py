@@ -44,9 +44,17 @@ class Sort(StrEnum):
 def command(
     folder: Annotated[Path, typer.Argument(help="folder of runs")] = RUNS,
     sort: Annotated[
-        Sort, typer.Option(help="losses: lowest first; step, events and size: most first")
+        Sort,
+        typer.Option(
+            help="newest, oldest, name, state, step, train_loss, val_loss, events or size"
+        ),
     ] = Sort.NEWEST,
-    state: Annotated[State | None, typer.Option(help="list only these [default: all]")] = None,
+    state: Annotated[
+        State | None,
+        typer.Option(
+            help="list only: running, done, halted, stopped, crashed, broken, foreign or empty"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Print the runs; the exit code is 0 whatever their states are. Raises ConfigError if there is no such folder."""
