@@ -234,7 +234,7 @@ def _read(compared: Compared) -> _Reading:
     first = compared.splits[0]
     if first.kind == "scale":
         return _Reading(
-            "the scale differs while earlier amaxes agree", _OF_NUMERICS, _NUMERICS, True
+            "the scale differs while earlier amaxes agree", _OF_NUMERICS, (START, *_NUMERICS), True
         )
     if first.kind == "loss_scale":
         return _Reading("the loss scale differs", _OF_NUMERICS, _NUMERICS, True)

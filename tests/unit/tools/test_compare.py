@@ -281,6 +281,19 @@ def test_the_picture_is_drawn_where_the_command_is_started(
     assert "picture" not in done.output
 
 
+def test_no_text_of_a_run_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07\x9b31m\x85\u202egnp.exe"
+    one = make(tmp_path / "a", params={"train.lr": evil, evil: 1}, torch=evil, data=evil)
+    other = make(tmp_path / f"b{evil}", of_slots(7, 1), params={"train.lr": 1}, torch="1")
+    monkeypatch.chdir(tmp_path)
+    for words in (["compare", str(one), str(other)], ["runs", str(tmp_path)]):
+        for option in ([], ["--json"]):
+            done = CliRunner().invoke(app, [*words, *option])
+            assert done.exit_code == 0, done.output
+            assert not {*"\x1b\x07\x9b\x85\u202e"} & set(done.output)
+            assert "gnp.exe" in done.output
+
+
 def test_what_differs_is_listed(tmp_path: Path) -> None:
     def plan(precision: str) -> str:
         layer = {"module": "l.0", "precision": precision, "backend": "b", "reason": "x"}
