@@ -198,12 +198,13 @@ def overview(folder: Path, locked: bool) -> Overview:
             trouble = f"{JOURNAL} has no row that can be read"
     except (OSError, ValueError) as error:
         trouble = f"{JOURNAL}: {getattr(error, 'strerror', None) or error}"
-    state, reason = _state(outcome, journal, trouble, locked)
+    state, reason = _state(outcome, "outcome.json" in there, journal, trouble, locked)
     plan = read_plan(folder / "plan.json")
     return Overview(
         path=folder,
         state=state,
-        reason=shown(clipped(reason, _MAX_REASON)),
+        # One line: an error's text may have several.
+        reason=shown(clipped(" ".join(reason.split()), _MAX_REASON)),
         step=journal.step,
         steps=_count(journal.params.get("train.steps", journal.params.get("steps"))),
         recipe=shown(str(journal.params.get("recipe") or plan.get("recipe", ""))),
@@ -218,18 +219,24 @@ def overview(folder: Path, locked: bool) -> Overview:
 
 
 def _state(
-    outcome: Mapping[str, Any], journal: _Journal, trouble: str, locked: bool
+    outcome: Mapping[str, Any], has_outcome: bool, journal: _Journal, trouble: str, locked: bool
 ) -> tuple[State, str]:
-    """(state, why) of a folder that has files of a run. trouble: why its journal cannot be read."""
+    """(state, why) of a folder that has files of a run.
+
+    outcome: empty if outcome.json cannot be read; has_outcome: whether it is there.
+    trouble: why the journal cannot be read.
+    """
     if locked:
         return State.RUNNING, trouble
     if trouble:
         return State.BROKEN, trouble
     # A full disk may have refused outcome.json: the journal's last row has the status as well.
     status = outcome.get("status") or journal.status
+    if not status and has_outcome:
+        return State.BROKEN, "outcome.json cannot be read"
     if not status:
         return State.CRASHED, "killed: it wrote no outcome"
-    if status not in _BY_STATUS:
+    if not isinstance(status, str) or status not in _BY_STATUS:
         return State.BROKEN, f"outcome.json: no such status: {status}"
     state = _BY_STATUS[status]
     reason = str(outcome.get("reason") or "")

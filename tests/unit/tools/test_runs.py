@@ -89,6 +89,8 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe" / "journal.jsonl")
     os.mkfifo(tmp_path / "pipe" / "lock")
     make(tmp_path / "odd", status="levitated")
+    for name, content in (("list", '{"status": ["done"]}'), ("torn", '{"status": "do')):
+        (make(tmp_path / name) / "outcome.json").write_text(content)
     (tmp_path / "a file").write_text("no run")
     (tmp_path / "loop").symlink_to("loop")
     with RunLock(locked):
@@ -106,6 +108,8 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
         "rubbish": "broken",
         "pipe": "broken",
         "odd": "broken",
+        "list": "broken",
+        "torn": "broken",
     }
     assert {each["name"] for each in listed(tmp_path, "--state", "stopped")} == {"stopped"}
 
