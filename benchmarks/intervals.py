@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-CONFIDENCE = 0.95
+from harness.report.intervals import CONFIDENCE, t_quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +29,6 @@ def t_interval(values: Sequence[float]) -> Interval:
     middle, sd = mean(values), stdev(values)
     half = t_quantile(n - 1) * sd / math.sqrt(n)
     return Interval(n, middle, sd, middle - half, middle + half)
-
-
-def t_quantile(degrees: int) -> float:
-    """The t that |T| stays under with probability 0.95, to 1e-9."""
-    return _solve(lambda t: t_coverage(t, degrees) - CONFIDENCE, 0.0, 1000.0)
-
-
-def t_coverage(t: float, degrees: int) -> float:
-    """P(|T| < t) for Student's t with whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, degrees - 1, 2):
-        total += term
-        term *= cosine * cosine * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def samples_needed(sd: float, half_width: float) -> int:

@@ -36,6 +36,14 @@ COMMANDS = {
         "tools.start",
         "Train a model. Started alone: one process; by torchrun: DDP; by deepspeed: DeepSpeed.",
     ),
+    "runs": (
+        "tools.runs",
+        "List the runs of a folder, one line each. State, steps, losses, precisions, events, age and size.",
+    ),
+    "compare": (
+        "tools.compare",
+        "Compare runs: what differs, the gap in loss, and where they part. First step and tensor that differ, and why.",
+    ),
     "inspect": (
         "report.inspect",
         "Show a run's FP8 slots and its account. Of a slot: amax, scale, saturation, underflow, SQNR, amax history.",

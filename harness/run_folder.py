@@ -483,6 +483,8 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 _FILE = "lock"
 _NO_OWNER = "owner not known"
+# Tries to take a lock, and seconds between them: `is_locked` holds it for an instant.
+_TRIES, _BETWEEN = 10, 0.02
 
 
 class RunLock:
@@ -502,7 +504,7 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Not through a link, whose target would be emptied.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, dump_json(_self()), 0)
         except OSError as error:
@@ -536,6 +538,36 @@ class RunLock:
         return Problem(
             "the run folder cannot be locked", where, why=error.strerror or str(error), fix=fix
         )
+
+
+def _lock(descriptor: int) -> None:
+    """Take the exclusive lock. Raises BlockingIOError if another process has it and keeps it."""
+    for _ in range(_TRIES - 1):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_BETWEEN)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process is writing this run. Nothing is changed. False if the lock cannot be read."""
+    try:
+        # Non-blocking open: somebody else may have put a pipe there.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(run_dir / _FILE, flags)
+    except OSError:
+        return False
+    try:
+        # A shared lock: several readers may look at the same time.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _self() -> dict[str, int | str]:

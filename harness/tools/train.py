@@ -67,7 +67,7 @@ from harness.run_folder import (
     write_source,
 )
 from harness.telemetry import Telemetry
-from harness.tools.agreement import agree_on_job, agree_on_start
+from harness.tools.agreement import agree_on_job, agree_on_start, versions
 from harness.tools.preflight import (
     check_delivery,
     check_first_rung,
@@ -330,7 +330,13 @@ def _announce(
 
 
 def _tags(plan: Plan, worker: Worker) -> dict[str, str]:
+    """Tags of the run. Versions and card are for `harness compare`: they can change a run's bits, and its speed."""
+    installed = {f"version.{name}": text for name, text in versions(worker.facts).items() if text}
+    devices = worker.facts.devices
+    card = {"card": devices[0].name} if devices and plan.tier != "CPU" else {}
     return {
+        **installed,
+        **card,
         "precision.requested": plan.requested,
         "precision.resolved": plan.resolved,
         "tier": plan.tier,

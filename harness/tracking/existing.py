@@ -32,6 +32,11 @@ _OF_THE_PROCESS = ("run.", "checkpoint.", "flight.", "report.", "journal.")
 _SPEEDS = ("train/tokens_per_second", "train/mfu", "train/peak_memory_gib")
 
 
+def is_speed(name: str) -> bool:
+    """Whether a metric says how fast or large the process was: it differs even between runs of the same bits."""
+    return name.startswith("time/") or name in _SPEEDS
+
+
 def first_step(folder: Path) -> int:
     """The first step of the run in `folder`; a run may begin from a checkpoint of another.
 
@@ -161,7 +166,7 @@ class ExistingRows:
 def _first_difference(old: Metrics, new: Metrics) -> str | None:
     """The first metric by name whose value differs; None if the rows are equal."""
     for name in sorted(new):
-        if name.startswith("time/") or name in _SPEEDS:
+        if is_speed(name):
             continue
         # repr is another for every two different floats, 0.0 and -0.0 too, and the same for every NaN.
         if repr(old[name]) != repr(new[name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -160,21 +161,38 @@ class Figures:
 
     def points(self, name: str, first: First, replaced: bool) -> Points:
         """One figure at the steps that count, or with `replaced` at those that a later attempt did again."""
+        steps, values, was_replaced = self._in_order(name, first)
+        wanted = was_replaced == replaced
+        return Points(steps[wanted], values[wanted])
+
+    def executed(self, name: str) -> Points:
+        """One figure of each step as it was when the step was executed for the first time."""
+        steps, values, _ = self._in_order(name, lambda _: math.inf)
+        # Points keeps the last row of a step.
+        return Points(steps[::-1], values[::-1])
+
+    def _in_order(
+        self, name: str, first: First
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """(steps, values, whether a later attempt did the step again) of a figure, in the order of the journal."""
         # Each list begins with an empty array: there may be no group, and nothing cannot be concatenated.
         numbers = [np.zeros(0, np.int64)]
         steps = [np.zeros(0, np.int64)]
         values = [np.zeros(0)]
+        replaced = [np.zeros(0, np.bool_)]
         for group in self._with.get(name, ()):
-            wanted = group.replaced(first) == replaced
-            numbers.append(np.array(group.number)[wanted])
-            steps.append(np.array(group.steps)[wanted])
-            values.append(np.array(group.columns[name])[wanted])
+            numbers.append(np.array(group.number))
+            steps.append(np.array(group.steps))
+            values.append(np.array(group.columns[name]))
+            replaced.append(group.replaced(first))
 
-        # Groups are apart in memory; the order of the journal decides which row of a step is the last.
+        # Groups are apart in memory.
         order = np.argsort(np.concatenate(numbers))
-        all_steps = np.concatenate(steps)[order]
-        all_values = np.concatenate(values)[order]
-        return Points(all_steps, all_values)
+        return (
+            np.concatenate(steps)[order],
+            np.concatenate(values)[order],
+            np.concatenate(replaced)[order],
+        )
 
 
 class SeriesOf(Mapping[str, Points]):

@@ -83,7 +83,7 @@ class RunHistory:
 
     rows: the journal's metrics rows, in order.
     events: the journal's events, in order.
-    run: tags, params and data of its "run" rows; later rows replace earlier ones.
+    run: tags, params, data and where (host, folder) of its "run" rows; later rows replace earlier ones.
     plan: plan.json; empty if there is none.
     outcome: outcome.json; empty if there is none.
     begun: the step after which each start, resume or rollback went on, with its recipe, in order.
@@ -105,7 +105,7 @@ class RunHistory:
         # One pass over the journal. Its rows are in the order of time: a "run" row describes the rows after it.
         rows = Figures()
         events: list[Mapping[str, Any]] = []
-        run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}}
+        run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
         end: dict[str, Any] = {}
         begun: list[Stretch] = []
         started = False
@@ -134,7 +134,7 @@ class RunHistory:
         # The other files. outcome.json says more than the "end" row, which counts where a full disk refused that file.
         run["tags"] = {name: str(value) for name, value in run["tags"].items()}
         outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
-        plan = _read_plan(run_dir / "plan.json")
+        plan = read_plan(run_dir / "plan.json")
         return cls(run_dir, rows, events, run, plan, outcome, begun)
 
     @cached_property
@@ -448,8 +448,8 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
     return event
 
 
-def _read_plan(path: Path) -> dict[str, Any]:
-    """plan.json, with those layers and rungs that have what readers rely on; empty if it is no plan."""
+def read_plan(path: Path) -> dict[str, Any]:
+    """A run's plan.json, with those layers and rungs that have what readers rely on; empty if it is no plan."""
     plan = _fit(read_mapping(path, MAX_LARGE))
     layers = plan.get("layers", [])
     rungs = plan.get("rungs", [])

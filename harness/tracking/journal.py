@@ -86,7 +86,7 @@ _MAPPINGS = ("tags", "params", "data", "where")
 # The year 9999, in seconds since 1970. A later time cannot become a date.
 _LAST_TIME = 253_370_764_800
 # `kind` is every row's first key.
-_METRICS_LINE = b'{"kind": "metrics"'
+METRICS_LINE = b'{"kind": "metrics"'
 _HEAD = re.compile(
     rb'\{"kind": "metrics", "step": (\d{1,18}), "attempt": (\d{1,18}), "time": (\d{1,12}(?:\.\d{1,20})?), "metrics": \{'
 )
@@ -139,7 +139,7 @@ def read_rows(
             if not line:
                 return
             row = None
-            if line.startswith(_METRICS_LINE):
+            if line.startswith(METRICS_LINE):
                 if not metrics:
                     continue
                 # A resume reads a long journal for its last few steps: parsing all figures would take minutes.

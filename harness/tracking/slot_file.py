@@ -155,9 +155,12 @@ class SlotSteps:
     names: every slot that ever was, in the order of appearance.
     steps: numbers of the steps that count, ascending.
     before: (attempt, step) of a run that goes on; it sees only what is before that.
+    as_executed: take each step as it was executed for the first time instead, whatever a rollback discarded.
     """
 
-    def __init__(self, path: Path, before: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, path: Path, before: tuple[int, int] | None = None, as_executed: bool = False
+    ) -> None:
         self._path = path
         self._named: list[tuple[str, ...]] = []
         self._lists: dict[bytes, tuple[str, ...]] = {}
@@ -177,8 +180,11 @@ class SlotSteps:
                     begins[frame.attempt] = min(frame.step, begins.get(frame.attempt, frame.step))
 
         # Of each step one frame counts; the others stay in the file, unread.
-        end = None if before is None else before[1]
-        kept = _kept(np.array(attempts), np.array(steps), begins, end)
+        if as_executed:
+            kept = np.unique(np.array(steps, np.int64), return_index=True)[1]
+        else:
+            end = None if before is None else before[1]
+            kept = _kept(np.array(attempts), np.array(steps), begins, end)
         self.steps: npt.NDArray[np.int64] = np.array(steps)[kept]
         self._at = np.array(at)[kept]
         self._sizes = np.array(sizes)[kept]

@@ -137,9 +137,16 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         7,
         "one writer of a run",
-        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "            _lock(descriptor)\n",
         "",
         "tests/faults/test_two_runs.py -k same_moment",
+    ),
+    Mutation(
+        7,
+        "a start that meets a look at its lock tries again",
+        "_TRIES, _BETWEEN = 10, 0.02",
+        "_TRIES, _BETWEEN = 1, 0.02",
+        "tests/unit/tools/test_runs.py -k looking",
     ),
     Mutation(
         7,

@@ -82,6 +82,15 @@ def test_a_resume_repeats_steps_and_a_rollback_replaces_them(tmp_path: Path) -> 
     assert found[6].tobytes() == stats(6, attempt=2).stacked().tobytes()
 
 
+def test_steps_are_read_as_they_were_executed_first(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 13))
+    write(tmp_path, range(5, 8), attempt=2)
+    steps = SlotSteps(tmp_path / SLOT_FILE, as_executed=True)
+    found = {step: values for step, _, values in steps.read()}
+    assert list(found) == list(range(1, 13)), "what the rollback discarded, too"
+    assert found[6].tobytes() == stats(6).stacked().tobytes()
+
+
 def test_a_damaged_frame_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6))
     path = tmp_path / SLOT_FILE

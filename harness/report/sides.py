@@ -1,0 +1,259 @@
+"""The two sides of a comparison, and how far they are apart in loss, speed and memory. Torch-free.
+
+A side is one run, or several that differ in their seed alone. With several seeds on both sides a gap has an interval:
+of paired differences where both sides have the same seeds, else of two independent means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from harness.core.errors import ConfigError, Problem, some
+from harness.core.facts import jsonable
+from harness.report import short
+from harness.report.differences import SEEDS
+from harness.report.intervals import of_independent, of_paired
+from harness.tracking.existing import LOSS
+from harness.tracking.figures import Points
+from harness.tracking.history import RunHistory
+
+VAL_LOSS = "val/loss"
+WARM_UP = 5
+"""First steps that medians of speed leave out: compilation, caches. Of a run of fewer than twice as many, half."""
+WINDOW = 10
+"""The last steps whose mean loss is compared: a tenth of the run, and at least so many."""
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side. letter: A or B. runs: one, or several that differ in their seed alone."""
+
+    letter: str
+    runs: Sequence[RunHistory]
+
+    @property
+    def name(self) -> str:
+        """The first run's name, and how many others there are."""
+        first = self.runs[0].run_dir.name
+        others = len(self.runs) - 1
+        return f"{first} and {others} more" if others else first
+
+    @cached_property
+    def seeds(self) -> list[Any]:
+        """The seed of each run; None where it is not recorded."""
+        return [seed_of(run) for run in self.runs]
+
+    def as_json(self) -> dict[str, Any]:
+        """name, runs (paths), seeds."""
+        paths = [short(run.run_dir) for run in self.runs]
+        return {"name": self.name, "runs": paths, "seeds": self.seeds}
+
+
+def seed_of(run: RunHistory) -> Any:
+    """The run's seed; None if it is not recorded."""
+    for key in SEEDS:
+        if key in run.run["params"]:
+            return run.run["params"][key]
+    return None
+
+
+def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
+    """Divide runs into two sides, in the order in which they were given.
+
+    Two runs are a side each. Of more, those that differ in their seed alone are a side. Raises ConfigError if that
+    makes not exactly two.
+    """
+    if len(runs) == 2:
+        return Side("A", runs[:1]), Side("B", runs[1:])
+    groups: dict[str, list[RunHistory]] = {}
+    for run in runs:
+        groups.setdefault(_apart_from_seed(run), []).append(run)
+    if len(groups) == 2:
+        first, second = groups.values()
+        return Side("A", first), Side("B", second)
+
+    named: list[str] = []
+    for group in groups.values():
+        names = [run.run_dir.name for run in group]
+        named.append(f"[{some(names, _MOST_NAMED)}]")
+    what = f"these runs make {len(groups)} side{'s' if len(groups) > 1 else ''}, not two: {', '.join(named)}"
+    why = "runs that differ in nothing but train.seed (and have the same recipe and data) are one side"
+    fix = (
+        "give runs of two configs, several seeds of each; or two runs, which are always a side each"
+    )
+    raise ConfigError(Problem(what, "harness compare", why, fix))
+
+
+def _apart_from_seed(run: RunHistory) -> str:
+    """The same text for runs that differ in their seed alone."""
+    params = {key: value for key, value in run.run["params"].items() if key not in SEEDS}
+    parts = [params, run.run["tags"].get("recipe.sha256"), run.run["data"].get("sha256")]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def pair(a: Side, b: Side) -> tuple[RunHistory, RunHistory]:
+    """One run of each side: with the same seed if there are such, else the first of each."""
+    for one, seed in zip(a.runs, a.seeds, strict=True):
+        for other, other_seed in zip(b.runs, b.seeds, strict=True):
+            if seed is not None and seed == other_seed:
+                return one, other
+    return a.runs[0], b.runs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far two sides are apart in a loss.
+
+    what: last, window or validation.
+    first, last: the steps that it is of.
+    a, b: mean over the runs of each side, in the unit of the losses.
+    interval: 95% interval of b - a; None without several seeds on both sides.
+    """
+
+    what: str
+    first: int
+    last: int
+    a: float
+    b: float
+    interval: tuple[float, float] | None
+
+    @property
+    def gap(self) -> float:
+        """b - a."""
+        return self.b - self.a
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, and gap. Values that are not finite are texts."""
+        interval = self.interval
+        return {
+            "first_step": self.first,
+            "last_step": self.last,
+            "a": jsonable(self.a),
+            "b": jsonable(self.b),
+            "gap": jsonable(self.gap),
+            "interval_95": None if interval is None else [jsonable(each) for each in interval],
+        }
+
+
+def loss_gaps(a: Side, b: Side) -> list[Gap]:
+    """The gaps at the last step that all runs have, over the last window, and in validation; those that there are."""
+    found: list[Gap] = []
+    steps = _shared_steps(a, b, LOSS)
+    if steps:
+        found.append(_gap("last", a, b, LOSS, steps[-1:]))
+        count = max(WINDOW, len(steps) // 10)
+        found.append(_gap("window", a, b, LOSS, steps[-count:]))
+    validated = _shared_steps(a, b, VAL_LOSS)
+    if validated:
+        found.append(_gap("validation", a, b, VAL_LOSS, validated[-1:]))
+    return found
+
+
+def _shared_steps(a: Side, b: Side, metric: str) -> list[int]:
+    """Steps in which every run has the metric, ascending."""
+    shared: set[int] | None = None
+    for run in (*a.runs, *b.runs):
+        steps = set(run.points(metric).steps.tolist())
+        shared = steps if shared is None else shared & steps
+    return sorted(shared or ())
+
+
+def _gap(what: str, a: Side, b: Side, metric: str, steps: Sequence[int]) -> Gap:
+    of_a = [_mean(run.points(metric), steps) for run in a.runs]
+    of_b = [_mean(run.points(metric), steps) for run in b.runs]
+    interval = None
+    if len(of_a) > 1 and len(of_b) > 1 and all(map(math.isfinite, [*of_a, *of_b])):
+        interval = _interval(a, b, of_a, of_b)
+    return Gap(what, steps[0], steps[-1], mean(of_a), mean(of_b), interval)
+
+
+def _mean(points: Points, steps: Sequence[int]) -> float:
+    places = np.searchsorted(points.steps, steps)
+    return float(np.mean(points.figures[places]))
+
+
+def _interval(
+    a: Side, b: Side, of_a: Sequence[float], of_b: Sequence[float]
+) -> tuple[float, float]:
+    """Paired by seed if both sides have the same seeds, each once."""
+    by_seed_a = dict(zip(map(str, a.seeds), of_a, strict=True))
+    by_seed_b = dict(zip(map(str, b.seeds), of_b, strict=True))
+    once = len(by_seed_a) == len(of_a) and len(by_seed_b) == len(of_b)
+    if once and by_seed_a.keys() == by_seed_b.keys():
+        seeds = list(by_seed_a)
+        return of_paired([by_seed_a[seed] for seed in seeds], [by_seed_b[seed] for seed in seeds])
+    return of_independent(of_a, of_b)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A figure of speed or memory of both sides, and b / a. unit: of the figures."""
+
+    unit: str
+    a: float
+    b: float
+
+    def as_json(self) -> dict[str, Any]:
+        """a, b, ratio, unit."""
+        return {"a": self.a, "b": self.b, "ratio": self.b / self.a, "unit": self.unit}
+
+
+def speed(a: Side, b: Side) -> Ratio | None:
+    """Median throughput of the steps after the first ones; None if it was not measured, or counts other things."""
+    counted = {str(run.run["data"].get("counted", "tokens")) for run in (*a.runs, *b.runs)}
+    if len(counted) > 1:
+        return None
+    medians = _per_side(a, b, "train/tokens_per_second", _late_median)
+    return None if medians is None else Ratio(f"{counted.pop()}/s", *medians)
+
+
+def memory(a: Side, b: Side) -> Ratio | None:
+    """Peak memory; None if it was not measured."""
+    peaks = _per_side(a, b, "train/peak_memory_gib", lambda points: float(points.figures.max()))
+    return None if peaks is None else Ratio("GiB", *peaks)
+
+
+def _late_median(points: Points) -> float:
+    left_out = min(WARM_UP, len(points) // 2)
+    return float(np.median(points.figures[left_out:]))
+
+
+def _per_side(a: Side, b: Side, metric: str, reduce: Any) -> tuple[float, float] | None:
+    """The median over each side's runs; None if a run does not have the metric."""
+    sides: list[float] = []
+    for side in (a, b):
+        values: list[float] = []
+        for run in side.runs:
+            points = run.points(metric)
+            usable = np.isfinite(points.figures) & (points.figures > 0)
+            if not usable.any():
+                return None
+            values.append(reduce(Points(points.steps[usable], points.figures[usable])))
+        sides.append(median(values))
+    return sides[0], sides[1]
+
+
+def notes(a: Side, b: Side, given: Mapping[str, Any]) -> list[str]:
+    """What makes figures of the two sides hard to compare. given: machine of each side, by its letter."""
+    found: list[str] = []
+    one, other = a.runs[0], b.runs[0]
+    if one.unit != other.unit:
+        found.append(f"losses have other units: {one.unit} in A, {other.unit} in B")
+    hashes = [run.run["data"].get("sha256") for run in (one, other)]
+    if hashes[0] != hashes[1]:
+        found.append("the data differ, so losses are of other texts")
+    if given["A"] != given["B"]:
+        texts = {
+            letter: ", ".join(f"{k} {v}" for k, v in each.items()) for letter, each in given.items()
+        }
+        found.append(f"speed and memory are of other machines: A {texts['A']}; B {texts['B']}")
+    return found

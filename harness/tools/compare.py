@@ -1,0 +1,296 @@
+"""`harness compare`: what two runs differ in, how far they are apart, and where they part.
+
+A comparison answers three questions from the run folders alone: what were the runs given that differs, how large is the
+gap in loss, speed and memory, and at which step, in which tensor, do they first differ, with the likely cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.core.errors import ConfigError, ExitCode, HarnessError, Problem, clipped, some
+from harness.core.screen import say
+from harness.report import aligned, short
+from harness.report.differences import (
+    CONFIG,
+    PLAN,
+    SEEDS,
+    Causes,
+    Difference,
+    differences,
+    likely_causes,
+    machine,
+)
+from harness.report.divergence import Compared, Split, compare
+from harness.report.sides import Gap, Ratio, Side, loss_gaps, memory, notes, pair, speed, two_sides
+from harness.run_folder import RUNS
+from harness.tracking.existing import LOSS
+from harness.tracking.history import RunHistory
+from harness.tracking.journal import JOURNAL, require_run
+
+_MOST_NAMED = 8
+_MOST_KEYS = 60
+_LONGEST_VALUE = 60
+
+
+def command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="two runs, or several seeds of two configs: name in runs/, or folder"),
+    ],
+    no_picture: Annotated[
+        bool, typer.Option("--no-picture", help="do not draw compare-A-B.png in the working folder")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
+    """Print the comparison; the exit code is 0 whether the runs differ or not.
+
+    Raises ConfigError for runs that cannot be compared.
+    """
+    made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
+    path = None if no_picture else _draw(made)
+    if as_json:
+        content = made.as_json() | {"picture": None if path is None else str(path)}
+        print(json.dumps(content, indent=1, allow_nan=False))
+        return int(ExitCode.DONE)
+    for line in lines_of(made):
+        say(line)
+    if path is not None:
+        say(f"\npicture  {short(path)}")
+    return int(ExitCode.DONE)
+
+
+def find_runs(given: Sequence[str]) -> list[Path]:
+    """The folders that are meant, by path or by name in runs/. Raises ConfigError with everything that is wrong."""
+    problems: list[Problem] = []
+    if len(given) < 2:
+        fix = f"name the run to compare it with: harness compare {given[0]} OTHER"
+        raise ConfigError(Problem("one run is no comparison", "harness compare", fix=fix))
+    found: dict[Path, str] = {}
+    for text in given:
+        path = Path(text)
+        if "/" not in text and not (path / JOURNAL).is_file():
+            path = RUNS / text
+        try:
+            folder = require_run(path)
+        except HarnessError as error:
+            problems += error.problems
+            continue
+        if folder in found:
+            what = "is given twice: a run equals itself"
+            fix = "name another run to compare it with; harness runs lists them"
+            problems.append(Problem(what, text, fix=fix))
+        found[folder] = text
+    if problems:
+        raise ConfigError(problems)
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that is said of two sides.
+
+    given: what the runs of `pair` were given differently.
+    pair: the two runs whose steps were compared, one of each side.
+    compared: their steps. causes: why they part; None if they do not.
+    gaps: of the losses. notes: what makes figures hard to compare.
+    """
+
+    a: Side
+    b: Side
+    given: Sequence[Difference]
+    pair: tuple[RunHistory, RunHistory]
+    compared: Compared
+    causes: Causes | None
+    gaps: Sequence[Gap]
+    speed: Ratio | None
+    memory: Ratio | None
+    notes: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `harness compare --json` prints, without the picture."""
+        first = self.compared.splits[0] if self.compared.splits else None
+        causes = self.causes or Causes("")
+        return {
+            "a": self.a.as_json(),
+            "b": self.b.as_json(),
+            "differences": [each.as_json() for each in self.given],
+            "loss": {gap.what: gap.as_json() for gap in self.gaps},
+            "speed": None if self.speed is None else self.speed.as_json(),
+            "memory": None if self.memory is None else self.memory.as_json(),
+            "compared": {
+                "a": short(self.pair[0].run_dir),
+                "b": short(self.pair[1].run_dir),
+                "steps": self.compared.steps,
+                "first_step": self.compared.first,
+                "last_step": self.compared.last,
+                "every_slot": self.compared.slots,
+                "only_repeated_steps_differ": self.compared.again,
+            },
+            "first_divergence": None if first is None else first.as_json(),
+            "differ_in_that_step": [each.as_json() for each in self.compared.splits],
+            "evidence": causes.evidence,
+            "likely_causes": [each.as_json() for each in causes.likely],
+            "notes": list(self.notes),
+        }
+
+
+def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
+    """Compare the runs. Raises ConfigError for runs without figures, or without a step that both have."""
+    problems: list[Problem] = []
+    for run in runs:
+        if not run.points(LOSS) and not run.rows.executed(LOSS):
+            what = "has no step with a loss: it ended before its first step, or its journal lost its rows"
+            fix = "name a run that trained; harness runs lists them with their steps"
+            problems.append(Problem(what, short(run.run_dir), fix=fix))
+    if problems:
+        raise ConfigError(problems)
+
+    a, b = two_sides(runs)
+    one, other = pair(a, b)
+    compared = compare(one, other)
+    if not compared.steps:
+        spans = [_span(run) for run in (one, other)]
+        what = f"no step is in both runs: {one.run_dir.name} has {spans[0]}, {other.run_dir.name} {spans[1]}"
+        fix = "compare runs that trained over the same steps"
+        raise ConfigError(Problem(what, "harness compare", fix=fix))
+    given = differences(one, other)
+    machines = {side.letter: machine(run) for side, run in ((a, one), (b, other))}
+    return Comparison(
+        a=a,
+        b=b,
+        given=given,
+        pair=(one, other),
+        compared=compared,
+        causes=likely_causes(compared, given, one, other),
+        gaps=loss_gaps(a, b),
+        speed=speed(a, b),
+        memory=memory(a, b),
+        notes=notes(a, b, machines),
+    )
+
+
+def _span(run: RunHistory) -> str:
+    steps = run.rows.executed(LOSS).steps
+    return f"steps {steps[0]}-{steps[-1]}"
+
+
+def _draw(made: Comparison) -> Path:
+    """The picture's path. Raises ConfigError if it cannot be written."""
+    from harness.report.compare_picture import draw, picture_path
+
+    first = made.compared.splits[0].step if made.compared.splits else None
+    path = picture_path(made.a, made.b, Path.cwd())
+    try:
+        return draw(made.a, made.b, path, first)
+    except OSError as error:
+        what = f"the picture cannot be written: {error.strerror}"
+        fix = "start in a folder that can be written, or leave it out: --no-picture"
+        raise ConfigError(Problem(what, str(path), fix=fix)) from error
+
+
+def lines_of(made: Comparison) -> list[str]:
+    """The comparison as text."""
+    lines: list[str] = []
+    for side in (made.a, made.b):
+        paths = some([short(run.run_dir) for run in side.runs], _MOST_NAMED)
+        seeds = ", ".join(str(seed) for seed in side.seeds)
+        lines.append(f"{side.letter}  {paths} (seed {seeds})")
+    lines += ["", *_given_lines(made)]
+    lines += ["", *_gap_lines(made)]
+    return [*lines, "", *_divergence_lines(made)]
+
+
+def _given_lines(made: Comparison) -> list[str]:
+    """What differs, one line each; layers of the plan by how their precision differs."""
+    listed = [each for each in made.given if each.kind != PLAN or each.key in _PLAN_KEYS]
+    if len(made.a.runs) > 1 or len(made.b.runs) > 1:
+        listed = [each for each in listed if each.kind != CONFIG or each.key not in SEEDS]
+    rows = [("differs", "A", "B")]
+    rows += [(_named(each), _value(each.a), _value(each.b)) for each in listed[:_MOST_KEYS]]
+    layers: dict[tuple[Any, Any], list[str]] = {}
+    for each in made.given:
+        if each.kind == PLAN and each.key not in _PLAN_KEYS:
+            layers.setdefault((each.a, each.b), []).append(each.key)
+    for (a, b), names in layers.items():
+        rows.append((f"plan: {some(names, 3)}", _value(a), _value(b)))
+    if len(rows) == 1:
+        return ["nothing that is recorded differs: config, recipe, plan, data, libraries, machine"]
+    lines = aligned(rows)
+    if len(listed) > _MOST_KEYS:
+        lines.append(f"and {len(listed) - _MOST_KEYS} more: --json lists them")
+    return lines
+
+
+_PLAN_KEYS = ("requested", "resolved", "effective")
+
+
+def _named(each: Difference) -> str:
+    return each.key if each.kind == CONFIG else f"{each.kind}: {each.key}"
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else clipped(str(value), _LONGEST_VALUE)
+
+
+def _gap_lines(made: Comparison) -> list[str]:
+    """Loss, speed and memory of both sides."""
+    rows = [("", "A", "B", "B - A", "95% interval")]
+    for gap in made.gaps:
+        name = f"{_GAP_NAMES[gap.what]}, step {gap.last}"
+        if gap.first != gap.last:
+            name = f"{_GAP_NAMES[gap.what]}, steps {gap.first}-{gap.last}"
+        interval = "-"
+        if gap.interval is not None:
+            interval = f"{gap.interval[0]:+.4f} to {gap.interval[1]:+.4f}"
+        rows.append((name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
+    lines = aligned(rows)
+    rows = [("", "A", "B", "B / A")]
+    for name, ratio in (("speed, median", made.speed), ("peak memory", made.memory)):
+        if ratio is not None:
+            unit = f"{name}, {ratio.unit}"
+            rows.append((unit, f"{ratio.a:,.4g}", f"{ratio.b:,.4g}", f"{ratio.b / ratio.a:.3f}"))
+    if len(rows) > 1:
+        lines += ["", *aligned(rows)]
+    return [*lines, *(f"note: {text}" for text in made.notes)]
+
+
+_GAP_NAMES = {"last": "loss", "window": "mean loss", "validation": "validation loss"}
+
+
+def _divergence_lines(made: Comparison) -> list[str]:
+    """Where the runs part, and why."""
+    compared = made.compared
+    names = [run.run_dir.name for run in made.pair]
+    span = f"steps {compared.first}-{compared.last} of {names[0]} and {names[1]}"
+    if not compared.splits:
+        return [f"no divergence: all recorded figures of {span} agree, to the last bit"]
+    first = compared.splits[0]
+    lines = [f"first divergence, of {span}: step {first.step}, {_split_text(first)}"]
+    if compared.again:
+        lines.append("  steps agree as they ran at first; they differ where they ran again")
+    others = [f"{each.tensor} {each.kind}" for each in compared.splits[1:]]
+    if others:
+        lines.append(f"  also in that step: {some(others, _MOST_NAMED)}")
+    if not compared.slots:
+        lines.append(
+            "  FP8 figures of every step are not in both runs: an earlier tensor may differ"
+        )
+    if made.causes is not None:
+        lines.append(f"  {made.causes.evidence}")
+        lines += map(_cause_text, made.causes.likely[:_MOST_NAMED])
+    return lines
+
+
+def _cause_text(each: Difference) -> str:
+    return f"  likely cause: {_named(each)}: A {_value(each.a)}, B {_value(each.b)}"
+
+
+def _split_text(split: Split) -> str:
+    return f"{split.tensor} {split.kind}: A {split.a!r}, B {split.b!r}"
