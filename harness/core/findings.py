@@ -43,10 +43,13 @@ class Finding:
 
 def refused(code: str, problems: Iterable[Problem]) -> list[Finding]:
     """An error for each problem that a start of the run would raise."""
-    return [
-        Finding(code, "error", problem.where, problem.what, problem.why, problem.fix)
-        for problem in problems
-    ]
+    found: list[Finding] = []
+    for problem in problems:
+        # A problem that says all in `what` has no reason besides.
+        why = problem.why or "harness train refuses to start"
+        fix = problem.fix or "correct it"
+        found += [Finding(code, "error", problem.where, problem.what, why, fix)]
+    return found
 
 
 def exit_code(findings: Sequence[Finding]) -> ExitCode:

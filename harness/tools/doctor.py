@@ -22,7 +22,7 @@ from harness.capability.probe import MachineFacts, probe
 from harness.capability.versions import Setup, bad_pairs, installed_versions
 from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.core.files import shipped
-from harness.core.findings import Finding, exit_code
+from harness.core.findings import Finding, exit_code, refused
 from harness.core.memory import size_text
 from harness.tools.start import Overrides, RecipeName, read_policies
 from harness.tracking.journal import tracking_uri
@@ -48,24 +48,35 @@ def command(
 ) -> int:
     from rich.console import Console
 
-    if overrides and config is None:
-        what = f"{overrides[0]} belongs to a config"
-        raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
-    wanted = None
-    if config is not None:
-        wanted = read_policies(config, overrides, recipe)
-        policy = wanted[1]
-    else:
-        from harness.precision.recipe import load_recipe
+    try:
+        run, policy = _policies(config, overrides, recipe)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        findings = [asdict(finding) for finding in refused("config.refused", error.problems)]
+        print(json.dumps({"exit_code": int(error.exit_code), "findings": findings}, indent=2))
+        return int(error.exit_code)
 
-        policy = load_recipe(recipe or _DEFAULT_RECIPE)
-
-    diagnosis = diagnose(policy, wanted[0] if wanted else None)
+    diagnosis = diagnose(policy, run)
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2, allow_nan=False))
     else:
         show(diagnosis, Console())
     return int(diagnosis.exit_code)
+
+
+def _policies(
+    config: str | None, overrides: list[str] | None, recipe: str | None
+) -> tuple[RunConfig | None, Recipe]:
+    """The config, if one is named, and the recipe whose tree is shown. Raises ConfigError."""
+    from harness.precision.recipe import load_recipe
+
+    if config is not None:
+        return read_policies(config, overrides, recipe)
+    if overrides:
+        what = f"{overrides[0]} belongs to a config"
+        raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
+    return None, load_recipe(recipe or _DEFAULT_RECIPE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,13 @@ from harness.capability.probe import MachineFacts
 from harness.capability.versions import Setup, bad_pairs, installed_versions
 from harness.checkpoint.store import lacks_room
 from harness.core.config import RunConfig
-from harness.core.deferred import CannotDeferError
 from harness.core.errors import CheckpointError, HarnessError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.findings import Finding, refused
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything, state_bytes
 from harness.data.lints import lint_data
-from harness.models import Task, build_deferred, build_model, check_vocab
+from harness.models import Task, build_model, check_vocab
 from harness.optim.lints import epsilon_finding
 from harness.optim.optimizers import optimizer_bytes
 from harness.precision.lints.graph import Graph
@@ -122,7 +121,7 @@ def _model(
     found = examined.findings
     model: nn.Module | None = None
     with _reported(found, "model.refused"):
-        model = _built(config, worker)
+        model = _without_memory(config) or _built(config)
     if model is None:
         return
     found += _room(config, model, worker)
@@ -142,20 +141,35 @@ def _model(
     if batch is not None:
         with _reported(found, "model.refused"):
             lints, graph = lint_model(model, task.loss, batch, recipe, rung, plan)
+            # Such a model may be traced if it has values.
+            if graph.error and _is_meta(model):
+                model = _built(config)
+                task = Task(model, config.model.target, task.unit)
+                lints, graph = lint_model(model, task.loss, batch, recipe, rung, plan)
             found += lints
     if data is not None:
         with _reported(found, "data.refused"):
             found += _data(data, task, graph, config)
 
 
-def _built(config: RunConfig, worker: Worker) -> nn.Module:
-    """The model, without memory where it can be built so."""
-    seed_everything(config.train.seed)
+def _without_memory(config: RunConfig) -> nn.Module | None:
+    """The model on the meta device: no memory, no random numbers. None if it cannot be built there."""
     try:
-        return build_deferred(config.model, worker.device)
-    except CannotDeferError:
-        seed_everything(config.train.seed)
-        return build_model(config.model)
+        with torch.device("meta"):
+            return build_model(config.model)
+    except Exception:
+        # An error of the model's own comes again when it is built whole.
+        return None
+
+
+def _built(config: RunConfig) -> nn.Module:
+    """The model with its initial weights, on the CPU."""
+    seed_everything(config.train.seed)
+    return build_model(config.model)
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _planned(recipe: Recipe, worker: Worker, model: nn.Module) -> Plan:
