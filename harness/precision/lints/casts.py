@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ class Casts:
         if node.op == "_to_copy":
             return self._other_half(node)
         if node.op in PRODUCTS:
-            return self._wide_product(node) or _useless(node)
+            return self._wide_product(node)
         return None
 
     def _other_half(self, node: Node) -> Fault | None:
@@ -67,32 +67,54 @@ def _double(node: Node) -> Fault | None:
     return Fault("casts.float64", "activations become float64", why, fix)
 
 
-def _useless(node: Node) -> Fault | None:
-    """A cast up whose result is cast down again for a product."""
-    for operand in node.inputs:
-        down = _cast_of(operand)
-        if down is None or down.dtype not in HALF or down.inputs[0].dtype != torch.float32:
+def useless(nodes: Sequence[Node]) -> list[Fault]:
+    """Casts to float32 of which everything is cast back for a product. Asked when the forward has ended."""
+    users: dict[int, list[Node]] = {}
+    for node in nodes:
+        # Autograd detaches what it keeps for backward.
+        if node.op == "detach":
             continue
-        up = _cast_of(down.inputs[0])
-        if up is None or up.blamed or up.dtype != torch.float32 or up.inputs[0].dtype not in HALF:
+        for each in node.inputs:
+            users.setdefault(id(each), []).append(node)
+
+    found: list[Fault] = []
+    for node in nodes:
+        if node.op != "_to_copy" or node.dtype != torch.float32 or not node.learns:
             continue
-        to = _name(up.inputs[0].dtype)
-        why = f"the layer that it feeds casts back to {to}: two more passes over memory, and backward keeps float32"
+        before = node.inputs[0].dtype
+        if before not in HALF or not _is_undone(node, users):
+            continue
+        why = f"the layer that it feeds casts back to {_name(before)}: two more passes over memory, kept for backward"
         fix = "drop the cast; what must be float32 is named in the recipe: layers.keep_fp32"
         what = "a cast to float32 that the next layer undoes"
-        return Fault("casts.useless", what, why, fix, at=up)
-    return None
+        found.append(Fault("casts.useless", what, why, fix, at=node))
+    return found
+
+
+def _is_undone(node: Node, users: Mapping[int, list[Node]]) -> bool:
+    """Whether all that is made of `node` is cast to 16 bits for a product, and needs no float32 before that."""
+    made = [each for each in users.get(id(node), []) if each.dtype.is_floating_point]
+    for each in made:
+        if each.op == "_to_copy":
+            if each.dtype not in HALF or not _feeds_products(each, users):
+                return False
+        elif each.op not in _PLAIN or not _is_undone(each, users):
+            return False
+    return bool(made)
+
+
+def _feeds_products(node: Node, users: Mapping[int, list[Node]]) -> bool:
+    made = users.get(id(node), [])
+    for each in made:
+        if each.op in VIEWS and _feeds_products(each, users):
+            continue
+        if each.op not in PRODUCTS:
+            return False
+    return bool(made)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cast_of(node: Node) -> Node | None:
-    """The cast that `node` is, behind operations that need no float32; None if it is none."""
-    while node.op in _PLAIN and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node if node.op == "_to_copy" and node.inputs else None
 
 
 def matrices_of(node: Node) -> list[Node]:

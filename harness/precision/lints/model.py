@@ -14,7 +14,7 @@ from harness.precision.backends.registry import BACKENDS
 from harness.precision.convert import autocast_dtype
 from harness.precision.layers import LayerFilter, features, is_linear
 from harness.precision.lints import numerics
-from harness.precision.lints.casts import Casts
+from harness.precision.lints.casts import Casts, useless
 from harness.precision.lints.graph import Fault, Graph, Place, Rule, record
 from harness.precision.lints.sizes import OutsideLinears, Sizes, padded
 from harness.precision.plan import Plan
@@ -48,7 +48,10 @@ def lint_model(
         return made
 
     graph = record(model, loss, batch, half, rules)
-    for fault in numerics.exponentials(graph.nodes):
+    late = numerics.exponentials(graph.nodes)
+    if half is not None:
+        late += useless(graph.nodes)
+    for fault in late:
         place = fault.at.place if fault.at and fault.at.place else Place("", "")
         graph.faults.append((fault, place))
 
