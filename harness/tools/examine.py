@@ -29,6 +29,7 @@ from harness.data.lints import lint_data
 from harness.models import Task, build_model, check_vocab
 from harness.optim.lints import epsilon_finding
 from harness.optim.optimizers import optimizer_bytes
+from harness.precision.compiling import check_compile
 from harness.precision.lints.graph import Graph
 from harness.precision.lints.model import lint_model
 from harness.precision.plan import Plan, make_plan, resolve, take_rung
@@ -124,7 +125,8 @@ def _model(
         model = _without_memory(config) or _built(config)
     if model is None:
         return
-    found += _room(config, model, worker)
+    with _reported(found, "config.optimizer"):
+        found += _room(config, model, worker)
     if data is not None:
         with _reported(found, "model.vocabulary"):
             check_vocab(model, data.ids, config.model.target)
@@ -135,6 +137,8 @@ def _model(
     if plan is None:
         return
     examined.resolved = plan.resolved
+    if config.engine.compile == "blocks":
+        found += refused("config.engine", check_compile(plan.rung, model, worker.device))
     task = Task(model, config.model.target, data.unit if data else "loss")
     batch = _first_batch(config, data)
     graph = Graph()
