@@ -284,12 +284,8 @@ def _norm_epsilon(node: Node) -> Fault | None:
         return Fault(
             "numerics.norm_eps", "a norm without epsilon", why, "give it one, such as 1e-5"
         )
-    source = node.args[0].behind()
-    return (
-        _overflowing(value)
-        if source.dtype == torch.float16 or node.dtype == torch.float16
-        else None
-    )
+    in_fp16 = torch.float16 in (node.dtype, node.args[0].behind().dtype)
+    return _overflowing(value) if in_fp16 else None
 
 
 def _overflowing(value: float) -> Fault | None:
