@@ -61,7 +61,10 @@ COMMANDS = {
         "tools.eval",
         "Compute a run's loss, perplexity and accuracy. In the run's precision, and in fp32 beside it.",
     ),
-    "doctor": ("tools.doctor", "Report what this machine can run, and why not more."),
+    "doctor": (
+        "tools.doctor",
+        "Report what this machine can run, and what in a config is unsafe. Findings say what, why and fix.",
+    ),
     "estimate": (
         "tools.estimate",
         "Predict a run's memory and speed on another card. Nothing runs on a GPU.",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,6 +124,7 @@ class MachineFacts:
     torch_cuda: CUDA version that torch was built for; None for a CPU build.
     torch_hip: the same for ROCm.
     torch_error: torch's own complaint about CUDA, or about its import.
+    nccl: version of the NCCL that torch was built with; None without one.
     arch_list: `torch.cuda.get_arch_list()`.
     nvidia_on_pci: a card is plugged in, whatever the driver says.
     cpu_bf16_isa: bf16 instructions of the CPU.
@@ -137,6 +139,7 @@ class MachineFacts:
     torch_cuda: str | None = None
     torch_hip: str | None = None
     torch_error: str = ""
+    nccl: str | None = None
     cuda_available: bool = False
     cuda_visible_devices: str | None = None
     devices: tuple[Device, ...] = ()
@@ -289,10 +292,20 @@ def _torch_facts() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "torch_hip": torch.version.hip,
         "torch_error": complaint,
+        "nccl": _nccl(),
         "cuda_available": available,
         "devices": tuple(devices),
         "arch_list": tuple(torch.cuda.get_arch_list()) if available else (),
     }
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    numbers: Any = import_module("torch.cuda.nccl").version()
+    return ".".join(map(str, numbers)) if isinstance(numbers, tuple) else str(numbers)
 
 
 def _read(path: Path) -> str:

@@ -64,17 +64,9 @@ class LayerFilter:
 
     def kept_out(self, linear: nn.Linear) -> str:
         """Why `linear`, a Linear of the model, stays out of FP8; empty if it does not."""
-        # What the recipe says.
-        layers = self._layers
         names = self._names[linear]
-        patterns = [*layers.exclude, *layers.exclude_if_present]
-        if excluded := _first_match(patterns, names):
-            return f"excluded by name ({excluded})"
-        if not _first_match(layers.include, names):
-            return "not in layers.include"
-        for block, reason in self._skipped.items():
-            if any(f"{name}.".startswith(f"{block}.") for name in names):
-                return reason
+        if reason := self._by_recipe(names):
+            return reason
 
         # Kinds of Linear that a converted layer could not stand for.
         if linear._parameters.get("weight") is None:
@@ -96,10 +88,35 @@ class LayerFilter:
         size = features(linear)
         if any(value % self._multiple for value in size):
             return f"sizes {size[0]}x{size[1]} are not multiples of {self._multiple}"
-        if min(size) < layers.min_features:
-            return f"too small to gain (min_features {layers.min_features})"
+        smallest = self._layers.min_features
+        if min(size) < smallest:
+            return f"too small to gain (min_features {smallest})"
         owner = self._owners.get(linear.weight)
         return f"weight shared with {owner}, which is no Linear" if owner else ""
+
+    def unfit(self, linear: nn.Linear) -> str:
+        """As `kept_out`, for what the Linear is; empty if the recipe keeps it out, or if it is too small to gain."""
+        names = self._names[linear]
+        parts = ".".join(names).split(".")
+        if self._by_recipe(names) or not _ADAPTERS.isdisjoint(parts):
+            return ""
+        sized = linear._parameters.get("weight") is not None and not is_lazy(linear.weight)
+        if sized and min(features(linear)) < self._layers.min_features:
+            return ""
+        return self.kept_out(linear)
+
+    def _by_recipe(self, names: list[str]) -> str:
+        """Why the recipe keeps the Linear of these names out; empty if it does not."""
+        layers = self._layers
+        excluded = _first_match([*layers.exclude, *layers.exclude_if_present], names)
+        if excluded:
+            return f"excluded by name ({excluded})"
+        if not _first_match(layers.include, names):
+            return "not in layers.include"
+        for block, reason in self._skipped.items():
+            if any(f"{name}.".startswith(f"{block}.") for name in names):
+                return reason
+        return ""
 
     def _unmatched(self, where: str) -> list[Problem]:
         """A problem for each pattern that must match something and matches no Linear."""

@@ -1,50 +1,246 @@
-"""`harness doctor`: what this machine can do, and why not more."""
+"""`harness doctor`: what this machine can do, and why not more; with a config, what in it costs speed or ends in NaN.
+
+Findings come from the lints of each room: `capability/checks.py` and `versions.py` look at the machine,
+`precision/lints` at the model, `data/lints.py` at samples, `optim/lints.py` at the optimizer. Here they are printed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from harness.capability.cards import GIB, Tier, check_usable, tier_of
+from harness.capability.checks import LOW_DISK_GIB, machine_findings, read_clocks
 from harness.capability.probe import MachineFacts, probe
-from harness.core.errors import ExitCode
+from harness.capability.versions import Setup, bad_pairs, installed_versions
+from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.core.files import shipped
+from harness.core.findings import Finding, exit_code, refused
 from harness.core.memory import size_text
+from harness.tools.start import Overrides, RecipeName, read_policies
+from harness.tracking.journal import tracking_uri
+from harness.tracking.reach import unanswered
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LOW_DISK_GIB = 5
+    from harness.core.config import RunConfig
+    from harness.precision.decision import Question
+    from harness.precision.recipe import Recipe
+
+_DEFAULT_RECIPE = "fp8_hybrid"
 
 
-def command() -> int:
+def command(
+    overrides: Overrides = None,
+    config: Annotated[
+        str | None, typer.Option(help="also look at a run's data and model: a config, name or path")
+    ] = None,
+    recipe: RecipeName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
     from rich.console import Console
 
-    return doctor(Console())
+    try:
+        run, policy = _policies(config, overrides, recipe)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        findings = [asdict(finding) for finding in refused("config.refused", error.problems)]
+        print(json.dumps({"exit_code": int(error.exit_code), "findings": findings}, indent=2))
+        return int(error.exit_code)
+
+    diagnosis = diagnose(policy, run)
+    if as_json:
+        print(json.dumps(diagnosis.as_dict(), indent=2, allow_nan=False))
+    else:
+        show(diagnosis, Console())
+    return int(diagnosis.exit_code)
+
+
+def _policies(
+    config: str | None, overrides: list[str] | None, recipe: str | None
+) -> tuple[RunConfig | None, Recipe]:
+    """The config, if one is named, and the recipe whose tree is shown. Raises ConfigError."""
+    from harness.precision.recipe import load_recipe
+
+    if config is not None:
+        return read_policies(config, overrides, recipe)
+    if overrides:
+        what = f"{overrides[0]} belongs to a config"
+        raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
+    return None, load_recipe(recipe or _DEFAULT_RECIPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What doctor found.
+
+    facts: of the machine.
+    recipe: whose tree is shown.
+    rungs: by shipped recipe, the rung that this machine takes; None if it takes none.
+    questions: the decision tree with this machine's answers; empty if it is not usable.
+    findings: of machine, versions and, with a config, of the run.
+    config: whether a config was examined.
+    resolved: the precision that the config's model takes; empty without one.
+    """
+
+    facts: MachineFacts
+    recipe: Recipe
+    rungs: dict[str, str | None]
+    questions: list[Question]
+    findings: list[Finding]
+    config: bool = False
+    resolved: str = ""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if nothing is worse than a warning, 2 for the config, model or data, 4 for the machine."""
+        return exit_code(self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What --json prints."""
+        tier, why = tier_of(self.facts)
+        return {
+            "exit_code": int(self.exit_code),
+            "findings": [asdict(finding) for finding in self.findings],
+            "tier": tier.name,
+            "tier_why": why,
+            "recipe": self.recipe.name,
+            "resolved": self.resolved,
+            "decision": [question._asdict() for question in self.questions],
+            "recipes": self.rungs,
+            "machine": {**asdict(self.facts), "libraries": _libraries(self.facts)},
+        }
+
+
+def _libraries(facts: MachineFacts) -> dict[str, Any]:
+    return {name: library._asdict() for name, library in facts.libraries.items()}
+
+
+def diagnose(
+    recipe: Recipe, config: RunConfig | None = None, facts: MachineFacts | None = None
+) -> Diagnosis:
+    """Look at this machine (or at `facts` of another one), and at the run of `config` and `recipe`, if there is one."""
+    from harness.precision.decision import decide
+    from harness.precision.plan import resolve
+    from harness.precision.recipe import load_recipe
+
+    facts = probe() if facts is None else facts
+    findings = machine_findings(facts, read_clocks(Path.cwd()))
+    if (config is None or config.tracking.mlflow) and (silent := unanswered(tracking_uri())):
+        findings.append(silent)
+    if config is None:
+        findings += bad_pairs(Setup(installed_versions(), facts.torch_cuda))
+    if check_usable(facts):
+        return Diagnosis(facts, recipe, {}, [], findings, config is not None)
+
+    rungs: dict[str, str | None] = {}
+    for name in shipped("recipes"):
+        rung, _ = resolve(load_recipe(name), facts)
+        rungs[name] = rung.name if rung else None
+    findings += _without_a_rung(rungs, recipe, facts, config is not None)
+    questions = decide(recipe, facts)
+    if config is None:
+        return Diagnosis(facts, recipe, rungs, questions, findings)
+
+    from harness.tools.examine import examine
+
+    # What the model prints as it is built and run is not part of the answer.
+    with redirect_stdout(sys.stderr):
+        examined = examine(config, recipe, facts)
+    findings += examined.findings
+    return Diagnosis(facts, recipe, rungs, questions, findings, True, examined.resolved)
+
+
+def _without_a_rung(
+    rungs: dict[str, str | None], recipe: Recipe, facts: MachineFacts, needed: bool
+) -> list[Finding]:
+    """An error if no shipped recipe runs here, or if `recipe` does not and is `needed`."""
+    from harness.precision.plan import resolve
+
+    taken, verdicts = resolve(recipe, facts)
+    if any(rungs.values()) and (taken is not None or not needed):
+        return []
+    where = f"recipe {recipe.name}" if any(rungs.values()) else "recipes"
+    what = (
+        "no rung of it runs here"
+        if any(rungs.values())
+        else "No shipped recipe has a rung that runs here."
+    )
+    why = "; ".join(f"{verdict.rung}: {verdict.reason}" for verdict in verdicts)
+    return [
+        Finding(
+            "machine.no_rung", "error", where, what, why, "take the recipe auto, or another machine"
+        )
+    ]
 
 
 def doctor(console: Console, facts: MachineFacts | None = None) -> int:
-    """Print the report for this machine (or for `facts`).
+    """Print the report for this machine (or for `facts`), without a config. Returns the exit code."""
+    from harness.precision.recipe import load_recipe
 
-    Returns 0, or 4 if there is a GPU that torch cannot use or no shipped recipe has a rung that runs here.
-    """
-    facts = probe() if facts is None else facts
+    diagnosis = diagnose(load_recipe(_DEFAULT_RECIPE), facts=facts)
+    show(diagnosis, console)
+    return int(diagnosis.exit_code)
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the report: machine, tier, recipes, tree, findings and the command to start with."""
+    facts = diagnosis.facts
     _machine(console, facts)
 
     # A GPU that torch cannot use is an error, and not a machine without one.
-    if problems := check_usable(facts):
+    if not diagnosis.questions:
         console.print("\n[bold red]Not usable as it is[/]")
-        for problem in problems:
-            console.print(str(problem), markup=False, highlight=False)
-        return int(ExitCode.MACHINE)
-
+        _findings(console, diagnosis.findings)
+        return
     tier, why = tier_of(facts)
     console.print(f"\n[bold]Tier {tier.name}[/]: {why}", highlight=False)
-    if not _recipes(console, facts):
-        console.print("\n[bold red]No shipped recipe has a rung that runs here.[/]")
-        return int(ExitCode.MACHINE)
-    console.print("\n[bold]Next[/]")
-    console.print(_next_command(facts, tier), markup=False, highlight=False, soft_wrap=True)
-    return int(ExitCode.DONE)
+    if not diagnosis.config:
+        _recipes(console, facts)
+    _tree(console, diagnosis)
+    title = "Findings" if diagnosis.findings else "No findings"
+    console.print(f"\n[bold]{title}[/]")
+    _findings(console, diagnosis.findings)
+    if diagnosis.exit_code is ExitCode.DONE and not diagnosis.config:
+        console.print("\n[bold]Next[/]")
+        console.print(_next_command(facts, tier), markup=False, highlight=False, soft_wrap=True)
+
+
+def _findings(console: Console, findings: Sequence[Finding]) -> None:
+    # Errors first: they end the start.
+    for finding in sorted(findings, key=lambda each: each.severity != "error"):
+        text = f"{finding.severity} {finding}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+_MARKS = {"taken": ">", "no": " ", "not asked": " "}
+
+
+def _tree(console: Console, diagnosis: Diagnosis) -> None:
+    """The decision tree; the answer that this machine gives is marked."""
+    from harness.precision.decision import FORMATS
+
+    console.print(f"\n[bold]Range, mantissa and card, by recipe {diagnosis.recipe.name}[/]")
+    for depth, question in enumerate(diagnosis.questions):
+        form = FORMATS[question.precision]
+        indent = "  " * depth
+        line = f"{_MARKS[question.answer]} {indent}{question.precision}? {question.answer}"
+        about = (
+            f"mantissa {form.bits} bits, largest {form.largest}: {form.means}; needs {form.needs}"
+        )
+        for text in (line, f"      {indent}{about}", f"      {indent}{question.why}"):
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if diagnosis.resolved:
+        console.print(f"the model runs on {diagnosis.resolved}", markup=False, highlight=False)
 
 
 def _machine(console: Console, facts: MachineFacts) -> None:
@@ -62,6 +258,10 @@ def _machine(console: Console, facts: MachineFacts) -> None:
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [("python", facts.python), ("torch", _torch_text(facts))]
 
+    if facts.nvidia_smi.driver:
+        rows.append(("driver", facts.nvidia_smi.driver))
+    if facts.devices:
+        rows.append(("nccl", facts.nccl or "none"))
     for index, device in enumerate(facts.devices):
         major, minor = device.capability
         text = f"{device.name}, sm_{major}{minor}, {size_text(device.memory_bytes)}"
@@ -73,7 +273,7 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
     rows.append(("memory", size_text(facts.memory_bytes)))
     disk = size_text(facts.disk_free_bytes) + " free here"
-    if facts.disk_free_bytes < _LOW_DISK_GIB * GIB:
+    if facts.disk_free_bytes < LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
     rows.append(("disk", disk))
 
@@ -118,8 +318,8 @@ def _deepspeed_needs(facts: MachineFacts) -> list[str]:
     return missing
 
 
-def _recipes(console: Console, facts: MachineFacts) -> bool:
-    """Print the rung that every shipped recipe takes; True if any takes one."""
+def _recipes(console: Console, facts: MachineFacts) -> None:
+    """Print the rung that every shipped recipe takes."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -131,10 +331,8 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
     table.add_column("rung", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("why", overflow="fold")
-    anything = False
     for name in shipped("recipes"):
-        taken, verdicts = resolve(load_recipe(name), facts)
-        anything = anything or taken is not None
+        _, verdicts = resolve(load_recipe(name), facts)
         # The recipe's name stands in its first row only.
         for index, verdict in enumerate(verdicts):
             heading = "" if index else name
@@ -144,7 +342,6 @@ def _recipes(console: Console, facts: MachineFacts) -> bool:
             table.add_row(heading, verdict.rung, mark, reason, end_section=last)
     console.print()
     console.print(table)
-    return anything
 
 
 def _next_command(facts: MachineFacts, tier: Tier) -> str:
