@@ -271,14 +271,15 @@ def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]
     notes: list[str] = []
     if ENGINES[worker.engine].sharded:
         seed_everything(config.train.seed)
-        why = ""
+        model, why = None, ""
         with _refused_together(config):
             try:
                 model = build_deferred(config.model, worker.device)
             except CannotDeferError as error:
                 why = str(error)
+        # A rank that has it whole would have nothing to compare with the others' rows.
         reasons = [each for each in gather_texts(why) if each]
-        if not reasons:
+        if model is not None and not reasons:
             return model, notes
         notes.append(f"every rank builds the whole model before it is sharded: {reasons[0]}")
 
