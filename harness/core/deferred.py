@@ -221,6 +221,8 @@ class Recording:
         flat, layout = tree_flatten((args, kwargs))
         tensors = [each for each in flat if isinstance(each, Tensor)]
         if not any(map(self.holds, tensors)):
+            if _moves_from_meta(function, tensors, kwargs):
+                return self._make_like(tensors[0], kwargs.get("dtype"))
             if tensors or not _makes_on_cpu(function, kwargs):
                 return function(*args, **kwargs)
             return self._make(function, args, kwargs)
@@ -276,6 +278,12 @@ class Recording:
         kwargs = {**kwargs, "device": _CPU, "dtype": made.dtype}
         flat, layout = tree_flatten((args, kwargs))
         return self._note(function, flat, layout, [], made)
+
+    def _make_like(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        """A new tensor on the CPU in the form of one of the meta device. Both have no values."""
+        form = (tuple(tensor.shape), tuple(tensor.stride()))
+        kwargs = {"dtype": dtype or tensor.dtype, "device": _CPU}
+        return self._make(torch.ops.aten.empty_strided.default, form, kwargs)
 
     def _at_once(self, function: Any, flat: list[Any], layout: Any) -> Any:
         """What the operation gives on real values."""
@@ -749,6 +757,15 @@ def _makes_on_cpu(function: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
     takes_device = any(each.name == "device" for each in function._schema.arguments)
     return takes_device and (device is None or torch.device(device).type == "cpu")
+
+
+def _moves_from_meta(function: Any, tensors: list[Tensor], kwargs: Any) -> bool:
+    """Whether the operator makes a tensor without values, on the CPU, in the form of one of the meta device."""
+    if _name(function) != "aten::empty_like" or tensors[0].device != _META:
+        return False
+    same_form = kwargs.get("memory_format") in (None, torch.preserve_format)
+    # Without a device the new tensor is on the meta device, too.
+    return same_form and kwargs.get("device") is not None and _makes_on_cpu(function, kwargs)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -67,8 +67,8 @@ HUGGING_FACE = (
     Mutation(
         23,
         "every shard is opened before a model is built",
-        "with safe_open(file, framework=",
-        'with memoryview(b"") if file.is_file() else safe_open(file, framework=',
+        'with safe_open(file, framework="pt"',
+        'with memoryview(b"") if file.is_file() else safe_open(file, framework="pt"',
         f"{_MODELS} -k wrong_with_the_weights",
     ),
     Mutation(

@@ -150,8 +150,8 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "ranks that were built with different weights are refused",
-        "        _require_same_weights(hashes)\n",
-        "",
+        "        self._require_same(self._differing() + self._differing_copies(parts, copies))\n",
+        "        self._differing_copies(parts, copies)\n",
         f"{_ENGINE} -k other_weights",
     ),
     Mutation(

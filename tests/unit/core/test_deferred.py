@@ -195,6 +195,26 @@ def test_a_constructor_may_convert_its_model() -> None:
     assert assert_same(whole, later) == 1
 
 
+def test_a_model_of_the_meta_device_may_get_its_memory_in_the_constructor() -> None:
+    """As transformers does for weights that a folder lacks."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 3))
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.normal_(param)
+        return model
+
+    seed_everything(3)
+    whole = make()
+    after = torch.get_rng_state()
+    seed_everything(3)
+    later = deferred.build(make, CPU)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert assert_same(whole, later) == 1
+
+
 def test_errors_that_are_final_are_raised_as_they_are() -> None:
     def make() -> nn.Module:
         raise KeyError("weights")
