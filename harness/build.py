@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -263,17 +264,53 @@ def build_plan(
 def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]:
     """The model with its initial weights, on the worker's device; for an engine that shards it, without memory.
 
-    Also returns a note for the plan if such an engine gets it whole all the same.
+    Also returns a note for the plan if such an engine gets it whole all the same. Collective.
+
+    Raises ConfigError on every rank if some rank cannot build it.
     """
     notes: list[str] = []
     if ENGINES[worker.engine].sharded:
         seed_everything(config.train.seed)
-        try:
-            return build_deferred(config.model, worker.device), notes
-        except CannotDeferError as error:
-            notes.append(f"every rank builds the whole model before it is sharded: {error}")
+        model, why = None, ""
+        with _refused_together(config):
+            try:
+                model = build_deferred(config.model, worker.device)
+            except CannotDeferError as error:
+                why = str(error)
+        # A rank that has it whole would have nothing to compare with the others' rows.
+        reasons = [each for each in gather_texts(why) if each]
+        if model is not None and not reasons:
+            return model, notes
+        notes.append(f"every rank builds the whole model before it is sharded: {reasons[0]}")
+
     seed_everything(config.train.seed)
-    return build_model(config.model).to(worker.device), notes
+    with _refused_together(config):
+        model = build_model(config.model).to(worker.device)
+    return model, notes
+
+
+@contextmanager
+def _refused_together(config: RunConfig) -> Iterator[None]:
+    """Context around building the model: if it raises ConfigError on some ranks, it does so on all. Collective.
+
+    Without it the others would wait for those ranks, and report them as lost.
+    """
+    refused: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as error:
+        refused = error
+    texts = gather_texts("" if refused is None else str(refused))
+    if refused is not None:
+        raise refused
+    problems: list[Problem] = []
+    for rank, text in enumerate(texts):
+        if text:
+            what = f"rank {rank} cannot build the model: {' '.join(text.split())}"
+            fix = "give every machine the same files"
+            problems.append(Problem(what, f"model.target {config.model.target!r}", fix=fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def build_data(

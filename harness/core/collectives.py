@@ -9,6 +9,7 @@ that differ (`differing`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from harness.core.config import GuardConfig
+from harness.core.shards import Rows
 
 
 def world_size() -> int:
@@ -112,25 +114,80 @@ class Fingerprint:
         return torch.stack(hashes) if hashes else self._within[:0]
 
     def _hash(self, tensor: Tensor) -> Tensor:
+        data = _bytes_of(tensor)
+        return self._part(data, 0, data.numel(), data.numel())
+
+    @torch.no_grad()
+    def of_rows(self, data: Tensor, rows: Rows) -> Tensor:
+        """What `rows` add to the hash of their tensor: int64 0-d, on the device.
+
+        The parts of all rows of a tensor add up to its hash, modulo 2^64.
+
+        data: contiguous, from row `rows.begin` to at least row `rows_to_hash`.
+        """
+        width = _row_bytes(rows, data.dtype)
+        begin, end, size = (count * width for count in (rows.begin, rows.end, rows.shape[0]))
+        return self._part(_bytes_of(data), begin, end, size)
+
+    def _part(self, data: Tensor, begin: int, end: int, size: int) -> Tensor:
+        """The sum over the words that begin in the bytes [begin, end) of a tensor of `size` bytes.
+
+        data: uint8, the tensor's bytes from `begin` on.
+        """
         # Whole 64-bit words, and up to seven bytes that are left over, each as a word of its own.
-        data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        whole = data.numel() // 8 * 8
-        words, rest = data[:whole], data[whole:]
+        whole = size // 8 * 8
+        first, last = _next_word(begin), min(_next_word(end), whole)
+        words = data[first - begin : max(first, last) - begin]
+        rest = data[max(begin, whole) - begin : max(end, whole) - begin]
         # A view into a larger buffer may begin between two words, where int64 cannot be read.
         if words.storage_offset() % 8:
             words = words.clone()
-        pieces = [*words.view(torch.int64).split(self._chunk), rest.to(torch.int64)]
-        sums = torch.stack([self._sum(piece) for piece in pieces])
-        return (sums * self._between[: len(pieces)]).sum()
 
-    def _sum(self, words: Tensor) -> Tensor:
+        # The first piece may begin within a chunk. The bytes that are left over have the chunk after the last one.
+        chunk, skipped = divmod(first // 8, self._chunk)
+        head, others = words.view(torch.int64).tensor_split([self._chunk - skipped])
+        sums = [self._sum(head, skipped)]
+        if len(others):
+            sums += [self._sum(piece, 0) for piece in others.split(self._chunk)]
+        total = (torch.stack(sums) * self._between[chunk : chunk + len(sums)]).sum()
+        after = max(1, -(-whole // (8 * self._chunk)))
+        left_over = self._sum(rest.to(torch.int64), max(begin, whole) - whole)
+        return total + left_over * self._between[after]
+
+    def _sum(self, words: Tensor, place: int) -> Tensor:
+        """place: of the first word within its chunk."""
         # Multiply, fold, multiply, see the class. In place: no second copy of a chunk.
-        factors = self._within[: len(words)]
+        factors = self._within[place : place + len(words)]
         mixed = words * factors
         # The shift copies the sign, and the mask removes the copies.
         mixed ^= (mixed >> 32) & _LOWER_HALF
         mixed *= factors
         return mixed.sum()
+
+
+def rows_to_hash(rows: Rows, dtype: torch.dtype) -> int:
+    """The row before which the bytes end that `Fingerprint.of_rows` needs: `rows.end`, or a little more.
+
+    The last word that begins in `rows` may end in the rows after them.
+    """
+    width = _row_bytes(rows, dtype)
+    if rows.begin >= rows.end or not width:
+        return rows.end
+    needed = min(_next_word(rows.end * width), rows.shape[0] * width)
+    return -(-needed // width)
+
+
+def _row_bytes(rows: Rows, dtype: torch.dtype) -> int:
+    return math.prod(rows.shape[1:]) * dtype.itemsize
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _next_word(place: int) -> int:
+    """The first byte, from `place` on, at which a 64-bit word begins."""
+    return -(-place // 8) * 8
 
 
 def differing(hashes: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ For models that no device holds whole. Building such a model takes three steps:
 3. `Recording.value` repeats what was recorded of one tensor. The values are those of a model that is built whole, bit
    for bit. `computing` does this within a forward, for each operation that reads a weight.
 
+Values may also come from a file (`Source`). `Recording.rows` then reads some rows of a tensor without the others, also
+where the constructor has converted them, or merged several tensors of the file.
+
 A constructor may read a value (`while mask.any()`): it is computed then. Whatever cannot be recorded raises
 `CannotDeferError`, and the caller builds the model whole. During construction tensors without memory look like
 those of a CPU, because some of torch's initialisers (truncated normal) do nothing on the meta device.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +65,23 @@ class CannotDeferError(Exception):
     """The constructor does what cannot be recorded, or the model holds what cannot be computed later."""
 
 
+class Source(ABC):
+    """A tensor whose values can be had at any time, such as one of a file; see `later`.
+
+    place: names the bytes that are read. Ranks whose sources have the same place read the same values.
+    """
+
+    place: str
+
+    @abstractmethod
+    def __call__(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+
+    @abstractmethod
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Its rows [begin, end), on the CPU."""
+
+
 @dataclass(slots=True, eq=False)
 class _Memory:
     """The memory that a tensor would have: its size in bytes, and every operation that writes it, in order."""
@@ -86,6 +107,16 @@ class _View:
         for size in self.shape:
             elements *= size
         return 0 not in self.stride and elements * self.dtype.itemsize == self.memory.size
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are in memory from its begin, row after row."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if stride != step and size > 1:
+                return False
+            step *= size
+        return self.offset == 0
 
     def over(self, base: Tensor) -> Tensor:
         """The tensor, over the real memory of `base`."""
@@ -142,10 +173,13 @@ class Recording:
 
     device: where `computing` computes.
     small: tensors that are made with at most this many elements have memory from the start.
+
+    places: those of all sources that values are read from.
     """
 
     def __init__(self, device: torch.device, small: int = SMALL) -> None:
         self.device = device
+        self.places: set[str] = set()
         self._small = small
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._count = 0
@@ -187,6 +221,8 @@ class Recording:
         flat, layout = tree_flatten((args, kwargs))
         tensors = [each for each in flat if isinstance(each, Tensor)]
         if not any(map(self.holds, tensors)):
+            if _moves_from_meta(function, tensors, kwargs):
+                return self._make_like(tensors[0], kwargs.get("dtype"))
             if tensors or not _makes_on_cpu(function, kwargs):
                 return function(*args, **kwargs)
             return self._make(function, args, kwargs)
@@ -209,14 +245,13 @@ class Recording:
             made = function(*args, **kwargs)
         return self._note(function, flat, layout, written, made)
 
-    def later(
-        self, get: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """A tensor whose values are what `get` returns when they are needed."""
+    def later(self, source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are read from `source` when they are needed."""
         with self._fakes:
             made = torch.empty(shape, dtype=dtype, device=_CPU)
+        self.places.add(source.place)
         flat, layout = tree_flatten(((), {}))
-        return self._note(get, flat, layout, [], made)
+        return self._note(source, flat, layout, [], made)
 
     def refusal(self, why: str) -> CannotDeferError:
         """The error for what cannot be recorded. A constructor that catches it does not go unnoticed."""
@@ -243,6 +278,12 @@ class Recording:
         kwargs = {**kwargs, "device": _CPU, "dtype": made.dtype}
         flat, layout = tree_flatten((args, kwargs))
         return self._note(function, flat, layout, [], made)
+
+    def _make_like(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        """A new tensor on the CPU in the form of one of the meta device. Both have no values."""
+        form = (tuple(tensor.shape), tuple(tensor.stride()))
+        kwargs = {"dtype": dtype or tensor.dtype, "device": _CPU}
+        return self._make(torch.ops.aten.empty_strided.default, form, kwargs)
 
     def _at_once(self, function: Any, flat: list[Any], layout: Any) -> Any:
         """What the operation gives on real values."""
@@ -379,6 +420,21 @@ class Recording:
             view.over(base).copy_(result)
         return base
 
+    # ---- Rows
+
+    def has_rows(self, view: _View) -> bool:
+        """Whether `rows` can read some rows of a tensor without the others."""
+        return _row_reader(view) is not None
+
+    @torch.no_grad()
+    def rows(self, view: _View, begin: int, end: int) -> Tensor:
+        """The rows [begin, end) of a tensor that `has_rows`, on the CPU. Nothing else of it is read."""
+        if begin >= end:
+            return torch.empty((0, *view.shape[1:]), dtype=view.dtype, device=_CPU)
+        read = _row_reader(view)
+        assert read is not None, "has_rows was not asked"
+        return read(begin, end)
+
     # ---- The finished model
 
     def finish(self, model: nn.Module) -> None:
@@ -455,6 +511,70 @@ class Recording:
                 table[key] = tensor
 
 
+_RowReader = Callable[[int, int], Tensor]
+"""Returns the rows [begin, end) of one tensor, where begin < end."""
+
+# These compute each element from the one in its place.
+_ELEMENTWISE = ("aten::_to_copy", "aten::clone")
+_MERGING = ("aten::cat", "aten::stack")
+
+
+def _row_reader(view: _View) -> _RowReader | None:
+    """What reads some rows of a tensor from its sources; None if it can only be computed whole."""
+    # One operation made the tensor as it is, and nothing was written into it afterwards.
+    log = view.memory.log
+    if len(log) != 1 or log[0].random is not None or log[0].results != [view]:
+        return None
+    operation = log[0]
+    if not view.shape or not view.is_contiguous:
+        return None
+    if isinstance(operation.function, Source):
+        return operation.function.rows
+
+    args, kwargs = tree_unflatten(operation.arguments, operation.layout)
+    if _name(operation.function) in _ELEMENTWISE:
+        read = _row_reader(args[0])
+        if read is not None:
+            return lambda begin, end: operation.function(read(begin, end), **kwargs)
+    if _name(operation.function) in _MERGING:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        # With other dtypes, the dtype of the result would depend on which rows are read.
+        if all(isinstance(each, _View) and each.dtype == view.dtype for each in args[0]):
+            return _merged_rows(operation.function, args[0], dim % len(view.shape))
+    return None
+
+
+def _merged_rows(function: Any, views: list[_View], dim: int) -> _RowReader | None:
+    """What reads rows of torch.cat or torch.stack along `dim`; None if it has to be computed whole."""
+    readers: list[_RowReader] = []
+    for view in views:
+        read = _row_reader(view)
+        if read is None:
+            return None
+        readers.append(read)
+
+    # Along another dimension, a row of the result is made of the same row of each tensor.
+    if dim > 0:
+        return lambda begin, end: function([read(begin, end) for read in readers], dim)
+    stacked = _name(function) == "aten::stack"
+
+    def rows(begin: int, end: int) -> Tensor:
+        pieces: list[Tensor] = []
+        first = 0
+        for read, view in zip(readers, views, strict=True):
+            # In a stack each tensor is one row. In a concatenation its rows follow those before it.
+            count = 1 if stacked else view.shape[0]
+            low, high = max(begin, first), min(end, first + count)
+            if low < high and stacked:
+                pieces.append(read(0, view.shape[0])[None])
+            elif low < high:
+                pieces.append(read(low - first, high - first))
+            first += count
+        return torch.cat(pieces)
+
+    return rows
+
+
 def _tables(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Each parameter and buffer of `model`: its name, and the mapping and key under which a module has it."""
     for path, module in model.named_modules():
@@ -463,6 +583,28 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
             for key in list(table):
                 if table[key] is not None:
                     yield prefix + key, table, key
+
+
+@contextmanager
+def _converting() -> Iterator[None]:
+    """Context in which `Module.to` and its kind convert tensors without memory.
+
+    They put the new tensor in the place of the old one by `swap_tensors`, which refuses tensors with weak references.
+    Every fake tensor has some.
+    """
+    real = torch.utils.swap_tensors
+
+    def swap(first: Tensor, second: Tensor) -> None:
+        if not isinstance(first, FakeTensor):
+            return real(first, second)
+        first.data = second
+        return None
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = real
 
 
 class _Record(TorchDispatchMode):
@@ -502,21 +644,27 @@ _active: list[Recording] = []
 
 
 def build(
-    make: Callable[[], nn.Module], device: torch.device, small: int | None = None
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    small: int | None = None,
+    final: type[Exception] | tuple[()] = (),
 ) -> nn.Module:
     """The model that `make` returns, with its large tensors on the meta device. See this file's docstring.
 
     device: where `computing` is to compute.
+    final: errors of `make` that would come again if the model were built whole. They are raised as they are.
 
     Raises CannotDeferError if it has to be built whole, or if `make` fails. The random generators are elsewhere then.
     """
     recording = Recording(device, SMALL if small is None else small)
     _active.append(recording)
     try:
-        with _Record(recording), warnings.catch_warnings():
+        with _Record(recording), _converting(), warnings.catch_warnings():
             # torch copies such a tensor as it should, and warns of how it looks at it.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             model = make()
+    except final:
+        raise
     except Exception as error:
         # It may be an error of the model. Then it comes again when the model is built whole.
         text = " ".join(str(error).split())[:200]
@@ -564,12 +712,9 @@ def computing(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def later(get: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of values that can be had at any time, such as one of a file.
-
-    Within `build` it has no memory, and `get` is called when values are needed; elsewhere at once.
-    """
-    return _active[-1].later(get, shape, dtype) if _active else get()
+def later(source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of `source`. Within `build` it has no memory, and is read when needed; elsewhere it is read now."""
+    return _active[-1].later(source, shape, dtype) if _active else source()
 
 
 def refuse(why: str) -> None:
@@ -612,6 +757,15 @@ def _makes_on_cpu(function: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
     takes_device = any(each.name == "device" for each in function._schema.arguments)
     return takes_device and (device is None or torch.device(device).type == "cpu")
+
+
+def _moves_from_meta(function: Any, tensors: list[Tensor], kwargs: Any) -> bool:
+    """Whether the operator makes a tensor without values, on the CPU, in the form of one of the meta device."""
+    if _name(function) != "aten::empty_like" or tensors[0].device != _META:
+        return False
+    same_form = kwargs.get("memory_format") in (None, torch.preserve_format)
+    # Without a device the new tensor is on the meta device, too.
+    return same_form and kwargs.get("device") is not None and _makes_on_cpu(function, kwargs)
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:

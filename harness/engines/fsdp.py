@@ -18,7 +18,7 @@ Traps that this file takes care of, beside those of core/sharded.py:
 - Values that are loaded into the rows after a validation would not be seen by the next forward, as the root of the
   model stays gathered. So a load reshards every module (`Shards.loaded`).
 - Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
-  rank 0's weights; here the ranks' weights are compared before they are cut.
+  rank 0's weights; here the ranks' weights are compared (engines/initial_weights.py).
 - Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
 - Ranks that call blocks in another order end the run with an error in the first step; later the gate skips the update.
   A rank that calls fewer blocks than another hangs before that, until `timeout_seconds`. Calls without gradients are
@@ -28,27 +28,25 @@ Traps that this file takes care of, beside those of core/sharded.py:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from harness.core.blocks import blocks_of
-from harness.core.collectives import Fingerprint, differing, max_over_ranks
+from harness.core.collectives import max_over_ranks
 from harness.core.config import RunConfig
-from harness.core.deferred import forget, recording_of
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.protocols import Stateful
-from harness.core.sharded import LocalRows, rows_of
+from harness.core.sharded import LocalRows
 from harness.core.update import DynamicLossScale, TorchGradients
 from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.first_use import FirstUse
+from harness.engines.initial_weights import InitialWeights
 from harness.engines.own_update import OwnUpdate, without_gradient
 from harness.engines.parts import ModelPart, OptimizerPart, Shards, kept_state
 from harness.engines.process_group import join, leave, lost_rank_named, read_launch
@@ -117,16 +115,14 @@ class FsdpEngine(OwnUpdate):
         timeout_seconds: float = 600.0,
     ) -> None:
         join(read_launch(), device, timeout_seconds)
-        later = _without_memory(model)
-        hashes = _hashes(model, later, device)
-        frozen = kept_state(model)[1].get("frozen")
+        initial = InitialWeights(model, device, _WHERE)
         scalars = {param for param in model.parameters() if param.ndim == 0}
         blocks = _shard(model, device, scalars)
         self._first_use = FirstUse(model, blocks)
 
         # A model that was built without memory gets that of this rank's rows now.
-        hashes |= _give_memory(model, later, device)
-        _require_same_weights(hashes)
+        initial.give()
+        frozen = kept_state(model, hashes=initial.hashes)[1].get("frozen")
         self._local = LocalRows(model, blocks)
         self._every_micro_batch = every_micro_batch
         self._checked = False
@@ -232,79 +228,6 @@ class FsdpEngine(OwnUpdate):
     def close(self) -> None:
         """Leave the process group; safe to call twice."""
         leave()
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _without_memory(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """By name, what computes the values of each tensor that has no memory yet (`core.deferred`)."""
-    recording = recording_of(model)
-    later: dict[str, Callable[[], Tensor]] = {}
-    if recording is not None:
-        for name, tensor in _tensors(model).items():
-            if recording.holds(tensor):
-                later[name] = partial(recording.value, recording.view(tensor))
-    return later
-
-
-def _hashes(
-    model: nn.Module, later: Mapping[str, object], device: torch.device
-) -> dict[str, Tensor]:
-    """The hash of every tensor that has memory, int64 0-d, by name."""
-    here = {name: tensor for name, tensor in _tensors(model).items() if name not in later}
-    return dict(zip(here, Fingerprint(device).of(here.values()).unbind(), strict=True))
-
-
-@torch.no_grad()
-def _give_memory(
-    model: nn.Module, later: Mapping[str, Callable[[], Tensor]], device: torch.device
-) -> dict[str, Tensor]:
-    """Give the sharded `model` memory for this rank's rows, and their values; returns the hashes of the whole tensors.
-
-    One tensor at a time is whole here.
-    """
-    if not later:
-        return {}
-    model._apply(
-        lambda tensor: (
-            torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor
-        )
-    )
-    fingerprint = Fingerprint(device)
-    hashes: dict[str, Tensor] = {}
-    for name, tensor in _tensors(model).items():
-        if name not in later:
-            continue
-        whole = later[name]().to(device)
-        hashes[name] = fingerprint.of([whole])[0]
-        if isinstance(tensor, DTensor):
-            rows = rows_of(tensor)
-            tensor.to_local().copy_(whole[rows.begin : rows.end])
-        else:
-            tensor.copy_(whole)
-    forget(model)
-    return hashes
-
-
-def _require_same_weights(hashes: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError naming parameters and buffers that are not the same on every rank. Collective.
-
-    hashes: of the whole tensors as this rank built them, int64 0-d, by name.
-    """
-    # In one order, whichever of them had memory first.
-    order = sorted(hashes)
-    if not order:
-        return
-    flags = differing(torch.stack([hashes[name] for name in order])).tolist()
-    names = [name for name, differs in zip(order, flags, strict=True) if differs]
-    if names:
-        what = f"the ranks built the model with different weights: {some(names, _NAMED)}"
-        why = "each rank would keep its own rows of them, and the run would train a patchwork"
-        fix = "let model.target depend on train.seed alone, or load the same weights on every rank"
-        raise ConfigError(Problem(what, _WHERE, why, fix))
 
 
 def _shard(model: nn.Module, device: torch.device, ignored: set[nn.Parameter]) -> list[nn.Module]:

@@ -47,6 +47,7 @@ def kept_state(
     model: nn.Module,
     frozen_meta: Meta | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    hashes: Mapping[str, Tensor] | None = None,
 ) -> tuple[TensorDict, Meta]:
     """What a checkpoint holds of `model`: tensors as `named_state` gives them, and meta data.
 
@@ -59,6 +60,7 @@ def kept_state(
 
     frozen_meta: `frozen` of an earlier call. The frozen weights are not read again then.
     weights: by name, what is here of each parameter of a sharded model.
+    hashes: by name, of whole parameters, where they are known; int64 0-d.
     """
     tensors, tied = named_state(model)
     if weights is not None:
@@ -81,9 +83,12 @@ def kept_state(
 
     # Reading gigabytes of weights takes seconds: the fingerprint is made once.
     if frozen_meta is None:
-        device = next(iter(frozen.values())).device
-        hashes = Fingerprint(device).of(frozen.values()).tolist()
-        pairs = list(zip(frozen, hashes, strict=True))
+        if hashes is None:
+            device = next(iter(frozen.values())).device
+            of_frozen = Fingerprint(device).of(frozen.values())
+        else:
+            of_frozen = torch.stack([hashes[name] for name in frozen])
+        pairs = list(zip(frozen, of_frozen.tolist(), strict=True))
         listed = json.dumps(pairs).encode()
         sha256 = hashlib.sha256(listed).hexdigest()
         frozen_meta = {"from": str(folder), "count": len(frozen), "sha256": sha256}

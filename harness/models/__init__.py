@@ -42,9 +42,10 @@ def build_deferred(config: ModelConfig, device: torch.device) -> nn.Module:
     """As `build_model`, but the model is on the meta device: see `core/deferred.py`.
 
     device: where `deferred.computing` is to compute.
-    Raises deferred.CannotDeferError for a model that has to be built whole.
+    Raises deferred.CannotDeferError for a model that has to be built whole. Raises ConfigError for a folder whose
+    weights do not fit.
     """
-    model = deferred.build(partial(_call, config), device)
+    model = deferred.build(partial(_call, config), device, final=huggingface.FolderError)
     with deferred.computing(model):
         huggingface.check(model, _where(config))
     return model

@@ -39,9 +39,9 @@ from harness.core.errors import ConfigError, HarnessError, Problem, near_match, 
 from harness.core.facts import IGNORED
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.schema import Strict, import_extra, validate
+from harness.models.huggingface_later import INDEX, WEIGHTS, from_pretrained_later
 
 PREFIX = "hf:"
-_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # Endings of weights in formats that are not read.
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 # Logits that differ by less than this share of the largest one differ only by rounding.
@@ -216,19 +216,19 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
 
     # The files: those that the index names, or the only one.
     names: list[Any] = []
-    index = path / _INDEX
+    index = path / INDEX
     if index.is_file():
         try:
             names = sorted(set(read_json(index, MAX_LARGE)["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
-    elif (path / _WEIGHTS).is_file():
-        names = [_WEIGHTS]
+    elif (path / WEIGHTS).is_file():
+        names = [WEIGHTS]
 
     # Weights in another format: without an error they would silently be replaced by fresh ones.
     others = sorted(each.name for each in path.iterdir() if each.suffix in _OTHER_FORMATS)
     if not names and others:
-        what = f"has no {_WEIGHTS}, but {some(others, 3)}"
+        what = f"has no {WEIGHTS}, but {some(others, 3)}"
         why = "only safetensors are read: pickles run code, and other formats are quantised"
         fix = (
             "save the model again with save_pretrained; for fresh weights: model.args.weights=fresh"
@@ -307,17 +307,19 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
     try:
         if fresh:
             return made.from_config(config, dtype=torch.float32, **kind)
-        deferred.refuse("transformers reads the weights of a folder itself")
-        model, info = made.from_pretrained(
-            str(path),
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        wanted = {
+            "config": config,
+            "dtype": torch.float32,
+            "local_files_only": True,
+            "use_safetensors": True,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
             **kind,
-        )
+        }
+        if deferred.is_building():
+            model, info = from_pretrained_later(transformers, path, wanted)
+        else:
+            model, info = made.from_pretrained(str(path), **wanted)
     except (HarnessError, deferred.CannotDeferError):
         # `room.watched` found no memory for it, or it cannot be built without its weights.
         raise
@@ -331,11 +333,15 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
 
 def _stored(path: Path) -> bool:
     """Whether the folder has weights."""
-    return (path / _INDEX).is_file() or (path / _WEIGHTS).is_file()
+    return (path / INDEX).is_file() or (path / WEIGHTS).is_file()
+
+
+class FolderError(ConfigError):
+    """The weights of a folder are not those of the model that its config.json describes."""
 
 
 def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> None:
-    """Raise ConfigError naming weights that would be random, or that would be left out."""
+    """Raise FolderError naming weights that would be random, or that would be left out."""
     problems: list[Problem] = []
     missing = sorted(info["missing_keys"])
     if missing:
@@ -363,7 +369,7 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
         fix = f"take the model that they belong to, or leave them out: model.args.ignore=['{left[0]}']"
         problems.append(Problem(what, where, why, fix))
     if problems:
-        raise ConfigError(problems)
+        raise FolderError(problems)
 
 
 def _with_adapters(model: Any, lora: LoraConfig, where: str) -> Any:

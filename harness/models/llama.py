@@ -10,19 +10,18 @@ half, second half) of a head, so no weight is permuted. Nothing here needs trans
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.core.deferred import later
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.files import MAX_LARGE, read_mapping
 from harness.models.gpt import GPT, ROPE_BASE, SCALING, Settings
 from harness.models.gpt import build as build_gpt
+from harness.models.stored import read_later
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -309,9 +308,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
         try:
             if Path(name).name != name:
                 raise ValueError("the index names a file outside of the folder")
-            with safe_open(path / name, framework="pt") as stream:
-                for key in stream.keys():  # noqa: SIM118
-                    state[key] = _tensor_of(path / name, stream, key)
+            state |= read_later([path / name])
         except (OSError, SafetensorError, ValueError) as error:
             problems.append(
                 Problem(f"{name} cannot be read: {error}", where, fix="fetch the file again")
@@ -322,17 +319,3 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
     if problems:
         raise ConfigError(problems)
     return state
-
-
-def _tensor_of(file: Path, stream: Any, key: str) -> Tensor:
-    """The tensor `key` of an open file; read later if the model is built without memory."""
-    part = stream.get_slice(key)
-    shape = tuple(part.get_shape())
-    if not shape:
-        return stream.get_tensor(key)
-    return later(partial(_read_one, file, key), shape, part[:0].dtype)
-
-
-def _read_one(path: Path, key: str) -> Tensor:
-    with safe_open(path, framework="pt") as stream:
-        return stream.get_tensor(key)

@@ -5,8 +5,37 @@ from __future__ import annotations
 from mutation import Mutation
 
 _MODELS, _LORA = "tests/extras/test_huggingface.py", "tests/extras/test_lora.py"
+_RANKS = "tests/extras/test_hf_ranks.py"
 
 HUGGING_FACE = (
+    Mutation(
+        23,
+        "copies of a folder on several machines are compared",
+        "flags = (sums != sums[0]).any(dim=0).tolist()",
+        "flags = [False] * len(order)",
+        f"{_RANKS} -k read_their_rows",
+    ),
+    Mutation(
+        23,
+        "a folder that one rank cannot use ends all ranks",
+        'texts = gather_texts("" if refused is None else str(refused))',
+        'texts = [""]',
+        f"{_RANKS} -k cannot_use",
+    ),
+    Mutation(
+        23,
+        "a file of weights that changes while ranks read it is refused",
+        "if _place(os.fstat(stream.fileno())) != self.place:",
+        "if False:",
+        "tests/unit/models/test_stored.py -k changes_meanwhile",
+    ),
+    Mutation(
+        23,
+        "what was changed after it was read is not read by rows",
+        "if len(log) != 1 or log[0].random",
+        "if log[0].random",
+        "tests/unit/core/test_deferred.py -k without_the_others",
+    ),
     Mutation(
         24,
         "what torchao logs of kernels for other machines does not come first",
@@ -38,8 +67,8 @@ HUGGING_FACE = (
     Mutation(
         23,
         "every shard is opened before a model is built",
-        "with safe_open(file, framework=",
-        'with memoryview(b"") if file.is_file() else safe_open(file, framework=',
+        'with safe_open(file, framework="pt"',
+        'with memoryview(b"") if file.is_file() else safe_open(file, framework="pt"',
         f"{_MODELS} -k wrong_with_the_weights",
     ),
     Mutation(

@@ -150,15 +150,15 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "ranks that were built with different weights are refused",
-        "        _require_same_weights(hashes)\n",
-        "",
+        "        self._require_same(self._differing() + self._differing_copies(parts, copies))\n",
+        "        self._differing_copies(parts, copies)\n",
         f"{_ENGINE} -k other_weights",
     ),
     Mutation(
         22,
         "ranks that compute different weights for their rows are refused",
-        "        hashes |= _give_memory(model, later, device)\n",
-        "        _give_memory(model, later, device)\n",
+        "self.hashes[name] = self._compute(self._recording, name, tensor)\n",
+        "self._compute(self._recording, name, tensor)\n",
         "tests/dist/test_deferred_runs.py -k rows",
     ),
     Mutation(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harness.core import deferred
 from harness.core.config import ModelConfig
+from harness.core.shards import Rows
 from harness.core.state import seed_everything
 from harness.models import Task, build_deferred, build_model, gpt, llama, vision
 
@@ -107,6 +108,121 @@ def test_weights_of_a_file_are_read_later(tied: bool, tmp_path: Path) -> None:
     whole = build_model(config)
     assert_same(whole, later := build_deferred(config, CPU))
     assert next(later.parameters()).is_meta
+
+    # Each rank reads its rows alone, of matrices that are several in the file, too.
+    recording: Any = deferred.recording_of(later)
+    for name, expected in whole.named_parameters():
+        view = recording.view(later.get_parameter(name))
+        assert recording.has_rows(view)
+        for rank in range(3):
+            rows = Rows.of_rank(tuple(expected.shape), rank, 3)
+            found = recording.rows(view, rows.begin, rows.end)
+            assert torch.equal(found, expected[rows.begin : rows.end]), name
+
+
+class Table(deferred.Source):
+    """A tensor of [60, 80] that counts how many of its rows are read."""
+
+    def __init__(self, seed: int) -> None:
+        self.place = "here"
+        self.values = torch.randn(60, 80, generator=torch.Generator().manual_seed(seed))
+        self.read = 0
+
+    def __call__(self) -> Tensor:
+        return self.rows(0, 60)
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        self.read += end - begin
+        return self.values[begin:end].clone()
+
+
+# What a constructor makes of two tables, and how many rows of each its row 1 needs: None where it is made whole.
+MADE_OF_TWO: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, int] | None]] = {
+    "as it is": (lambda a, b: a, (1, 0)),
+    "cast": (lambda a, b: a.to(torch.bfloat16), (1, 0)),
+    "above each other": (lambda a, b: torch.cat([a, b]), (1, 0)),
+    "a part above the other": (lambda a, b: torch.cat([a[:4], b]), None),
+    "beside each other": (lambda a, b: torch.cat([a, b], dim=-1), (1, 1)),
+    "stacked": (lambda a, b: torch.stack([a, b]), (0, 60)),
+    "stacked in between": (lambda a, b: torch.stack([a, b], dim=1), (1, 1)),
+    "turned": (lambda a, b: a.t().contiguous(), None),
+    "two dtypes": (lambda a, b: torch.cat([a, b.double()]), None),
+    "changed afterwards": (lambda a, b: a.clone().mul_(2), None),
+    "added": (lambda a, b: a + b, None),
+}
+
+
+@pytest.mark.parametrize("name", list(MADE_OF_TWO))
+def test_rows_are_read_without_the_others(name: str) -> None:
+    make, needed = MADE_OF_TWO[name]
+    tables = Table(1), Table(2)
+    expected = make(*(table.values for table in tables))
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        made = make(*(deferred.later(each, (60, 80), torch.float32) for each in tables))
+        model.weight = nn.Parameter(made)
+        return model
+
+    recording: Any = deferred.recording_of(model := deferred.build(build, CPU))
+    assert recording.places == {"here"}
+    view = recording.view(model.weight)
+    assert [table.read for table in tables] == [0, 0]
+    assert recording.has_rows(view) == (needed is not None)
+    if needed is not None:
+        assert torch.equal(recording.rows(view, 1, 2), expected[1:2])
+        assert tuple(table.read for table in tables) == needed
+        for begin, end in ((0, len(expected)), (1, len(expected)), (1, 1)):
+            found = recording.rows(view, begin, end)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected[begin:end])
+    assert torch.equal(recording.value(view), expected)
+
+
+def test_a_constructor_may_convert_its_model() -> None:
+    def make() -> nn.Module:
+        model: Any = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).double()
+        model[1].weight = model[0].weight
+        with torch.no_grad():
+            model[0].weight.mul_(3)
+        return model.to(CPU).half()
+
+    seed_everything(3)
+    whole = make()
+    seed_everything(3)
+    later: Any = deferred.build(make, CPU)
+    assert later[0].weight is later[1].weight
+    assert assert_same(whole, later) == 1
+
+
+def test_a_model_of_the_meta_device_may_get_its_memory_in_the_constructor() -> None:
+    """As transformers does for weights that a folder lacks."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 3))
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.normal_(param)
+        return model
+
+    seed_everything(3)
+    whole = make()
+    after = torch.get_rng_state()
+    seed_everything(3)
+    later = deferred.build(make, CPU)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert assert_same(whole, later) == 1
+
+
+def test_errors_that_are_final_are_raised_as_they_are() -> None:
+    def make() -> nn.Module:
+        raise KeyError("weights")
+
+    with pytest.raises(KeyError):
+        deferred.build(make, CPU, final=KeyError)
+    with pytest.raises(deferred.CannotDeferError, match="KeyError"):
+        deferred.build(make, CPU)
 
 
 def test_a_forward_computes_each_weight_that_it_reads() -> None:

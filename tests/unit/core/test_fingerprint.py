@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.core import collectives
-from harness.core.collectives import Fingerprint, RankComparison, differing
+from harness.core.collectives import Fingerprint, RankComparison, differing, rows_to_hash
+from harness.core.shards import Rows
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -17,6 +18,16 @@ DTYPES = [
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
 PRINT = Fingerprint(CPU)
+
+
+def in_chunks(words: int) -> Fingerprint:
+    """One that hashes so many words at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_CPU_CHUNK", words)
+        return Fingerprint(CPU)
+
+
+SMALL = in_chunks(8)
 
 
 def of(*tensors: Tensor) -> list[int]:
@@ -81,6 +92,29 @@ def test_order_matters_within_and_between_chunks(monkeypatch: pytest.MonkeyPatch
             swapped[[first, second]] = values[[second, first]]
             hashes.add(small.of([swapped]).item())
     assert len(hashes) == 1 + 16 * 15 // 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 13), min_size=1, max_size=3),
+    ranks=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_the_parts_of_ranks_add_up_to_the_hash(
+    dtype: torch.dtype, shape: list[int], ranks: int, seed: int
+) -> None:
+    """Words that begin in a rank's rows and end in the next one's, chunks of a few words, ranks without rows."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=generator)
+    raw = raw.to(torch.uint8)
+    tensor = (raw % 2 if dtype == torch.bool else raw).view(dtype).reshape(shape)
+    for hashes in (PRINT, SMALL):
+        total = torch.zeros((), dtype=torch.int64)
+        for rank in range(ranks):
+            rows = Rows.of_rank(tuple(shape), rank, ranks)
+            total += hashes.of_rows(tensor[rows.begin : rows_to_hash(rows, dtype)], rows)
+        assert total == hashes.of([tensor])[0]
 
 
 def test_bits_count_not_values() -> None:
