@@ -184,6 +184,27 @@ SHARDED: tuple[Mutation, ...] = (
     ),
     Mutation(
         22,
+        "a constructor that catches another error of a tensor without memory is built whole",
+        '            recording.refusal(f"{resolve_name(func) or func}: {_short(error)}")\n',
+        "",
+        f"{_DEFERRED} -k cannot_be_recorded",
+    ),
+    Mutation(
+        22,
+        "a constructor that catches the error of an operator of its own is built whole",
+        '            self.refusal(f"{_name(function)}: {_short(error)}")\n',
+        "",
+        f"{_DEFERRED} -k cannot_be_recorded",
+    ),
+    Mutation(
+        22,
+        "a constructor that compares addresses is built whole",
+        "        if func in _SHOW_MEMORY:\n",
+        "        if False:\n",
+        f"{_DEFERRED} -k cannot_be_recorded",
+    ),
+    Mutation(
+        22,
         "norms of rows are summed over ranks",
         "total, orders = gathered[:, :-1].sum(dim=0), gathered[:, -1]",
         "total, orders = values, gathered[:, -1]",
