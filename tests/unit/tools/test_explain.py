@@ -162,6 +162,7 @@ TYPED = {
     "IndexError: index out of range in self": "data.label",
     "torch.compile recompiles": "compile.eager",
     "which recipe for a T4": "which-recipe",
+    "ImportError: main.so: file too short": "compile.cache",
     "no pictures in report": "report.failed",
 }
 
