@@ -240,6 +240,27 @@ SHARDED: tuple[Mutation, ...] = (
     ),
     Mutation(
         22,
+        "ranks that call other blocks in a later step are named",
+        '            figures["other_calls"] = (~self._local.same_order).float()\n',
+        "            pass\n",
+        f"{_ENGINE} -k other_blocks_later",
+    ),
+    Mutation(
+        22,
+        "calls without gradients are compared, too",
+        "        called = 2 * number + torch.is_grad_enabled()\n",
+        "        called = number\n        if not torch.is_grad_enabled():\n            return\n",
+        f"{_ENGINE} -k other_blocks_later",
+    ),
+    Mutation(
+        22,
+        "a loop of one's own whose ranks call other blocks later ends",
+        "            if earlier.other_calls:\n",
+        "            if False:\n",
+        f"{_LOOPS} -k would_give_other_numbers",
+    ),
+    Mutation(
+        22,
         "a loop of one's own does not prepare a model that is sharded already",
         '    problems = sharded_problems("prepare()", model.parameters())\n',
         "    problems: list[Problem] = []\n",
