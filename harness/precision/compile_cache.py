@@ -103,9 +103,9 @@ def _libraries(root: Path) -> Iterator[Path]:
                     yield path
 
 
-def _remove(root: Path, path: Path) -> bool:
+def _remove(root: Path, library: Path) -> bool:
     """Remove an unfinished library, unless some process is at work on it. Raises OSError."""
-    name = _NAME.fullmatch(path.name)
+    name = _NAME.fullmatch(library.name)
     assert name is not None
     locks = root / "locks"
     locks.mkdir(exist_ok=True)
@@ -113,9 +113,9 @@ def _remove(root: Path, path: Path) -> bool:
     try:
         with FileLock(locks / f"{name[1]}.lock", timeout=0):
             # It may have been finished since the first look.
-            if is_finished(path):
+            if is_finished(library):
                 return False
-            path.unlink()
+            library.unlink()
             return True
     except Timeout:
         return False

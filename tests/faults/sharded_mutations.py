@@ -59,7 +59,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         3,
         "a rank whose disk is full says so",
-        "            meeting.leave_failure(folder, written, error)\n",
+        "            meeting.leave_failure(folder, written, defect or error)\n",
         "            pass\n",
         f"{_SAVES} -k full_disk_of_one_rank",
     ),
