@@ -56,7 +56,8 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
-from harness.precision.compiling import check_compile, compile_blocks
+from harness.precision.compile_cache import remove_unfinished
+from harness.precision.compiling import EagerWatch, check_compile, compile_blocks
 from harness.precision.convert import (
     autocast_dtype,
     build_backend,
@@ -422,7 +423,11 @@ def build_run(
     # Convert the model to compute as planned, and give its update to an engine.
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
-    watch = compile_blocks(model) if config.engine.compile == "blocks" else None
+    watch: EagerWatch | None = None
+    if config.engine.compile == "blocks":
+        if text := remove_unfinished():
+            telemetry.tell(0, "compile.cache", text)
+        watch = compile_blocks(model)
     fp8_names = plan.names_of(fp8_weights, model)
     del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.checkpoint.failures import CannotSaveError
 from harness.core.errors import CheckpointError, Problem
 from harness.core.files import dump_json, read_json
 
@@ -124,8 +125,12 @@ class Meeting:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _look(self, folder: Path, kind: str, found: dict[int, dict[str, Any]]) -> None:
-        """Add what has been left since the last look to `found`. Raises CheckpointError if a rank has failed."""
+        """Add what has been left since the last look to `found`.
+
+        Raises CheckpointError if a rank has failed; CannotSaveError if it was not because of its disk.
+        """
         failures: list[Problem] = []
+        by_disk = True
         # Listing the folder makes NFS ask its server; a question for one name may be answered from a cache.
         for name in sorted(os.listdir(folder)):
             match = _LEFT.fullmatch(name)
@@ -146,11 +151,16 @@ class Meeting:
             if failed:
                 why = str(content.get("why", "it had no room to say why"))
                 what = f"rank {rank} could not write its part: {why[:_SHOWN]}"
-                failures.append(Problem(what, str(folder)))
+                failures.append(
+                    Problem(what, str(folder), fix=str(content.get("fix", ""))[:_SHOWN])
+                )
+                by_disk = by_disk and content.get("by_disk") is not False
             else:
                 found[rank] = content
-        if failures:
+        if failures and by_disk:
             raise CheckpointError(failures[:_NAMED])
+        if failures:
+            raise CannotSaveError(failures[:_NAMED])
 
     def clear(self, folder: Path, *kinds: str) -> None:
         """Remove what ranks left of these kinds. Raises OSError.
@@ -200,12 +210,16 @@ class Meeting:
         """Say that this rank cannot do its part, as far as its disk lets it. Raises no OSError.
 
         written: its files, which are removed first: that may make the room that the reason needs.
+        error: a CannotSaveError where the disk is not the reason.
         """
         for name in written:
             with suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         try:
-            self.leave(folder, FAILED, {"why": _reason(error)})
+            content: dict[str, Any] = {"why": _reason(error)}
+            if isinstance(error, CannotSaveError):
+                content |= {"by_disk": False, "fix": error.problems[0].fix}
+            self.leave(folder, FAILED, content)
         except OSError:
             with suppress(OSError):
                 (folder / f"{FAILED}-{self.rank:05d}.json").open("xb").close()
@@ -232,6 +246,8 @@ def _is_there(folder: Path, name: str) -> bool:
 
 def _reason(error: BaseException) -> str:
     """Why a rank failed, in a few words."""
+    if isinstance(error, CannotSaveError):
+        return error.problems[0].why[:_SHOWN]
     if isinstance(error, CheckpointError):
         first = error.problems[0]
         return f"{first.where}: {first.what}; {first.why}".rstrip("; ")[:_SHOWN]

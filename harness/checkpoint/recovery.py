@@ -8,7 +8,10 @@ Where ranks share the state (`engine.sharded`), every rank has a saver and write
 is that of rank 0: it counts if rank 0 has committed it, and a rank that failed is named in its log. All ranks read a
 checkpoint together: each verifies its share of the files, and then loads its own rows.
 
-When saves keep failing, `checkpoint.on_failure` decides: train on, wait on all ranks until there is free space, or end.
+When a disk keeps failing, `checkpoint.on_failure` decides: train on, wait on all ranks until there is free space, or
+end. A save that fails by anything else, such as a defect or too little memory, ends the run on all ranks: no wait would
+mend it (`failures.py`).
+
 A run that ends and cannot save in its own folder saves in a fallback folder, if checkpoint.emergency_path names a place
 for one. The next start moves that checkpoint back.
 """
@@ -22,10 +25,11 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.checkpoint.failures import CannotSaveError
 from harness.checkpoint.meeting import Meeting, Writers
 from harness.checkpoint.policy import RollbackTargets
 from harness.checkpoint.saver import Saved, Saver
@@ -103,6 +107,7 @@ class Recovery:
     wait_seconds: float = 300.0
     _writers: Writers | None = None
     _failures: int = 0
+    _defect: CannotSaveError | None = None
     _since: float = 0.0
     _newest_saved: int | None = None
 
@@ -125,6 +130,8 @@ class Recovery:
 
         A save that fails is logged, and older checkpoints stay. After `config.max_failures` failures in a row
         `config.on_failure` decides. "pause" makes every rank wait here until there is free space.
+
+        Raises CannotSaveError on every rank if this save, or the one before it, failed by something else than the disk.
 
         metrics: recorded in the checkpoint.
         last: why no step follows: "stop" (asked to stop), "end" (all steps done), or empty. Training then waits for the
@@ -160,10 +167,15 @@ class Recovery:
         return self._save_elsewhere(metrics, asked, halts=not last and config.on_failure == "halt")
 
     def save_and_verify(self, metrics: Mapping[str, float]) -> bool:
-        """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded."""
+        """Save the state, and wait until it is verified on disk. Collective; returns whether it succeeded.
+
+        Raises CannotSaveError as `keep`.
+        """
         self.wait()
         saved = self._write(self._own_saver, metrics, blocking=True)
         self.wait()
+        if not saved:
+            self._raise_defect()
         return saved
 
     @property
@@ -369,9 +381,25 @@ class Recovery:
         return f"{lost}: the state could not be saved, and {what}"
 
     def _failures_so_far(self) -> int:
-        """How many saves in a row have failed, the present one included; the same on every rank. Collective."""
+        """How many saves in a row have failed, the present one included; the same on every rank. Collective.
+
+        Raises CannotSaveError as `keep`.
+        """
         self.wait()
-        return int(self.engine.broadcast(self._failures))
+        failures, defect = self.engine.broadcast((self._failures, self._defect is not None))
+        if defect:
+            self._raise_defect()
+        return int(failures)
+
+    def _raise_defect(self) -> None:
+        """Raise rank 0's CannotSaveError on every rank, if it has one. Collective."""
+        own = self._defect
+        problems = [] if own is None else [astuple(problem) for problem in own.problems]
+        found = self.engine.broadcast(problems)
+        if own is not None:
+            raise own
+        if found:
+            raise CannotSaveError([Problem(*problem) for problem in found])
 
     def wait(self) -> None:
         """Wait on every rank until no save is under way, and log its result. Collective."""
@@ -565,6 +593,7 @@ class Recovery:
     def _log_saves(self) -> None:
         """Log the results of the saves that have ended."""
         for saved in self.saver.finished():
+            self._defect = self._defect or saved.defect
             if saved.path is None:
                 self._log_failure(saved)
                 continue
@@ -599,7 +628,9 @@ class Recovery:
         if self._newest_saved is not None:
             newest = f"the newest checkpoint is of step {self._newest_saved}"
         text = f"{saved.error}\n    {what}; {newest}, and a crash would lose what came after it"
-        if count < config.max_failures and config.on_failure != "continue":
+        if saved.defect is not None:
+            text += "; the run ends at its next save"
+        elif count < config.max_failures and config.on_failure != "continue":
             then = (
                 "training waits for free space" if config.on_failure == "pause" else "the run ends"
             )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.checkpoint import manifest
+from harness.checkpoint.failures import CannotSaveError, cannot_save, is_of_the_disk
 from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
@@ -40,6 +41,7 @@ class Saved:
     metrics: as given to `Saver.begin`.
     path: the checkpoint's folder; None if the save failed. On other ranks than 0: their part of it.
     error: why it failed; with a path, why older checkpoints could not be deleted. Empty: no error.
+    defect: the error as well, if it was not of the disk: the run must end. None: every other case.
     deleted: steps of older checkpoints that retention deleted.
     seconds: how long it took, without the copy.
     """
@@ -48,6 +50,7 @@ class Saved:
     metrics: Mapping[str, float]
     path: Path | None = None
     error: str = ""
+    defect: CannotSaveError | None = None
     deleted: Sequence[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -152,7 +155,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until no save is under way.
 
-        A save that failed does not raise: see `Saved.error`. Any other exception of the thread is raised here.
+        A save that failed does not raise: see `Saved.error` and `Saved.defect`. Only what is no Exception is raised
+        here.
         """
         if self._thread is not None:
             self._thread.join()
@@ -218,7 +222,7 @@ class Saver:
         good: Sequence[int],
         blocking: bool = False,
     ) -> None:
-        """Write, verify and prune; the result goes into `saved`. Nothing that a disk can do raises here."""
+        """Write, verify and prune; the result goes into `saved`. Raises no Exception."""
         began = time.monotonic()
         try:
             # Copies from a GPU may still be under way.
@@ -236,6 +240,8 @@ class Saver:
             saved.path = path
             if self._meeting is None or self._meeting.rank == 0:
                 saved.deleted = self._prune(good)
-        except (CheckpointError, OSError, MemoryError) as error:
-            saved.error = str(error) or type(error).__name__
+        except Exception as error:
+            if not is_of_the_disk(error):
+                saved.defect = cannot_save(self._store.path(saved.step), error)
+            saved.error = str(saved.defect or error)
         saved.seconds = time.monotonic() - began

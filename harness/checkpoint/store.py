@@ -72,6 +72,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.checkpoint import manifest
+from harness.checkpoint.failures import cannot_save, is_of_the_disk
 from harness.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -173,8 +174,8 @@ class Store:
         """Write and commit the checkpoint of `step`; returns its folder.
 
         An existing checkpoint of this step is kept if it verifies, and quarantined if it is damaged. Raises
-        CheckpointError if anything cannot be written. Then nothing is left behind, older checkpoints are untouched,
-        and training can go on.
+        CheckpointError if the disk takes it not, and CannotSaveError for whatever else fails. Then nothing is left
+        behind, and older checkpoints are untouched.
 
         tensors: by part and name, of any dtype, device and layout. Memory that two names share is written twice.
         meta: JSON-able; becomes state.json.
@@ -196,7 +197,7 @@ class Store:
         try:
             self._write(temporary, step, tensors, meta, metrics or {})
             self._commit(temporary, step, problems)
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
+        except Exception as error:
             raise self._not_written(final, error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -245,8 +246,8 @@ class Store:
             first, *others = error.problems
             why = f"{first.what}; {first.why}" if first.why else first.what
             named = Problem("the checkpoint was not written", str(final), why, first.fix)
-            raise CheckpointError([named, *others]) from error
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise type(error)([named, *others]) from error
+        except Exception as error:
             raise self._not_written(final, error) from error
         finally:
             self._discard(folder)
@@ -311,7 +312,8 @@ class Store:
         layout = _layout(tensors, rows)
         for rank, entry in meeting.gather(folder, ENTRY).items():
             if "layout" not in entry:
-                raise ValueError(f"rank {rank} left an entry that cannot be read")
+                what = f"rank {rank} left an entry that cannot be read"
+                raise CheckpointError(Problem(what, str(folder)))
             if entry["layout"] != layout:
                 raise ValueError(f"rank {rank} holds other tensors than rank 0")
             theirs: dict[str, Any] = entry.get("files", {})
@@ -330,14 +332,16 @@ class Store:
         problems = check_files(folder, files, meeting.rank, meeting.ranks)
         if problems:
             raise CheckpointError(problems)
-        mine = {"manifest": read_manifest(folder)["sha256"]}
+        mine = {"manifest": _read_again(folder)["sha256"]}
         for rank, content in meeting.gather(folder, CHECKED).items():
             if content != mine:
-                raise ValueError(f"rank {rank} did not say that it read these files")
+                what = f"rank {rank} did not say that it read these files"
+                raise CheckpointError(Problem(what, str(folder)))
         meeting.clear(folder, CHECKED, FAILED)
 
         if differ := set(os.listdir(folder)) ^ {*files, MANIFEST}:
-            raise ValueError(f"files came or went meanwhile: {sorted(differ)}")
+            what = f"files came or went meanwhile: {sorted(differ)}"
+            raise CheckpointError(Problem(what, str(folder)))
         sync_folder(folder)
         return looks
 
@@ -358,11 +362,14 @@ class Store:
             written.clear()
             _leave_check(folder, meeting)
         except BaseException as error:
-            meeting.leave_failure(folder, written, error)
-            if isinstance(error, OSError | SafetensorError | ValueError | TypeError):
-                what = f"rank {meeting.rank} could not write its part of the checkpoint"
-                raise failed(what, folder, error) from error
-            raise
+            defect = None if is_of_the_disk(error) else cannot_save(folder, error)
+            meeting.leave_failure(folder, written, defect or error)
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise
+            if defect is not None:
+                raise defect from error
+            what = f"rank {meeting.rank} could not write its part of the checkpoint"
+            raise failed(what, folder, error) from error
 
     def _remove_leftovers(self, but: Path) -> None:
         """Delete the temporary folders of tries that failed, in which some rank was still writing at that time."""
@@ -517,7 +524,8 @@ class Store:
             folder.rename(final)
             sync_folder(self.root)
         except (OSError, ValueError) as error:
-            raise self._not_written(final, error) from error
+            deleted = self._recreate_deleted_root()
+            raise failed("the checkpoint was not written", final, deleted or error) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -617,6 +625,8 @@ class Store:
 
     def _not_written(self, final: Path, error: Exception) -> CheckpointError:
         """The error of a save that failed because of `error`."""
+        if not is_of_the_disk(error):
+            return cannot_save(final, error)
         cause = self._recreate_deleted_root() or error
         return failed("the checkpoint was not written", final, cause)
 
@@ -724,12 +734,20 @@ def _leave_pieces(
 def _leave_check(folder: Path, meeting: Meeting) -> None:
     """Read this rank's share of all files, and say that it is as the manifest has it.
 
-    Raises CheckpointError, OSError and ValueError.
+    Raises CheckpointError and OSError.
     """
-    manifest = read_manifest(folder)
+    manifest = _read_again(folder)
     if problems := check_files(folder, manifest["files"], meeting.rank, meeting.ranks):
         raise CheckpointError(problems)
     meeting.leave(folder, CHECKED, {"manifest": manifest["sha256"]})
+
+
+def _read_again(folder: Path) -> dict[str, Any]:
+    """The manifest that rank 0 has just written. Raises CheckpointError: a disk did not keep it."""
+    try:
+        return read_manifest(folder)
+    except (OSError, ValueError) as error:
+        raise failed("the manifest cannot be read", folder, error) from error
 
 
 def _layout(tensors: Mapping[str, Mapping[str, Tensor]], rows: ShardedRows) -> str:

@@ -16,6 +16,10 @@ where the constructor has converted them, or merged several tensors of the file.
 A constructor may read a value (`while mask.any()`): it is computed then. Whatever cannot be recorded raises
 `CannotDeferError`, and the caller builds the model whole. During construction tensors without memory look like
 those of a CPU, because some of torch's initialisers (truncated normal) do nothing on the meta device.
+
+A few calls still fail on a tensor without memory, or give another answer: `numpy()`, `data_ptr()`, a pickle. A
+constructor may catch such an error, or compare such an answer, and then initialise the model in another way. So the
+first such call is noted (`_Differences`), and the model is built whole.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -57,6 +62,15 @@ _REWRITES = (
 )
 # These give a tensor other memory, or memory of another size.
 _MOVES = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_")
+# What these return shows the memory itself, which is not there: an address, the bytes, a pickle of them.
+_SHOW_MEMORY = (
+    Tensor.data_ptr,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor._typed_storage,
+    Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+)
 # What they return depends on values, so these are computed at once.
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -241,8 +255,13 @@ class Recording:
         if device is not None and torch.device(device).type != "cpu":
             raise self.refusal(f"{_name(function)} copies a tensor to {device}")
 
-        with self._fakes:
-            made = function(*args, **kwargs)
+        try:
+            with self._fakes:
+                made = function(*args, **kwargs)
+        except Exception as error:
+            # An operator of somebody's own comes here without passing `_Differences`.
+            self.refusal(f"{_name(function)}: {_short(error)}")
+            raise
         return self._note(function, flat, layout, written, made)
 
     def later(self, source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -613,7 +632,33 @@ class _Record(TorchDispatchMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recording.record(func, args, kwargs or {})
+        # What the recording itself asks of its tensors is no difference.
+        with torch._C.DisableTorchFunction():
+            return self._recording.record(func, args, kwargs or {})
+
+
+class _Differences(TorchFunctionMode):
+    """Notes what tensors without memory answer otherwise than real ones: errors, and whatever shows their memory.
+
+    An error goes on to the constructor, which may expect it. Whether it is caught there or not, the recording is
+    refused: the same call on a real tensor may have succeeded.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recording, kwargs = self._recording, kwargs or {}
+        if not any(map(recording.holds, tree_flatten((args, kwargs))[0])):
+            return func(*args, **kwargs)
+        if func in _SHOW_MEMORY:
+            raise recording.refusal(f"{resolve_name(func)} asks for memory that is not there yet")
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            recording.refusal(f"{resolve_name(func) or func}: {_short(error)}")
+            raise
 
 
 class _Compute(TorchDispatchMode):
@@ -659,7 +704,12 @@ def build(
     recording = Recording(device, SMALL if small is None else small)
     _active.append(recording)
     try:
-        with _Record(recording), _converting(), warnings.catch_warnings():
+        with (
+            _Record(recording),
+            _Differences(recording),
+            _converting(),
+            warnings.catch_warnings(),
+        ):
             # torch copies such a tensor as it should, and warns of how it looks at it.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             model = make()
@@ -667,8 +717,7 @@ def build(
         raise
     except Exception as error:
         # It may be an error of the model. Then it comes again when the model is built whole.
-        text = " ".join(str(error).split())[:200]
-        raise CannotDeferError(recording.refused or f"{type(error).__name__}: {text}") from error
+        raise CannotDeferError(recording.refused or _short(error)) from error
     finally:
         _active.pop()
     recording.finish(model)
@@ -714,13 +763,22 @@ def computing(model: nn.Module) -> Iterator[None]:
 
 def later(source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The tensor of `source`. Within `build` it has no memory, and is read when needed; elsewhere it is read now."""
-    return _active[-1].later(source, shape, dtype) if _active else source()
+    if not _active:
+        return source()
+    with torch._C.DisableTorchFunction():  # as in `_Record`
+        return _active[-1].later(source, shape, dtype)
 
 
 def refuse(why: str) -> None:
     """Within `build`, raise CannotDeferError: what follows cannot be recorded."""
     if _active:
         raise _active[-1].refusal(why)
+
+
+def _short(error: Exception) -> str:
+    """The error in one line."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}"
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

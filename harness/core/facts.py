@@ -308,6 +308,10 @@ class StepFacts:
             _OWN_LOOP,
         ),
     ] = math.nan
+    other_calls: Annotated[
+        bool,
+        Metric("whether ranks called other blocks of a sharded model; the update is then skipped"),
+    ] = False
     ideal_seconds: float = math.nan
     diverged: tuple[str, ...] = ()
 

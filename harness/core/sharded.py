@@ -12,7 +12,9 @@ Traps that this file takes care of:
 - The root of the model stays gathered after a forward without backward, such as a validation. Rows that change while
   it is gathered would not be seen by the next forward. `LocalRows.reshard` drops what is gathered.
 - Ranks that call blocks in another order gather halves of different weights, and nothing fails if the sizes agree. So
-  the order of calls travels with the sums: where ranks differ the norm is infinite, and the update is skipped.
+  the order of calls travels with the sums: where ranks differ the norm is infinite, and the update is skipped. The
+  step's facts say so (`StepFacts.other_calls`), and its judge names it one step later. Calls without gradients count
+  too: they gather as well.
 - 0-d parameters cannot be cut. Every rank holds them, and their gradients are averaged here.
 - Ranks that start with different weights would each keep their own rows, and train a patchwork (`StartWeights`).
 """
@@ -46,7 +48,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 class CallOrder:
-    """The order in which this rank called the blocks of a model in a window, as one number under 2^40."""
+    """The order in which this rank called the blocks of a model since the last window, as one number under 2^40.
+
+    Calls with and without gradients count as different ones.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self.value = 0
@@ -56,8 +61,8 @@ class CallOrder:
             block.register_forward_pre_hook(note)
 
     def _note(self, number: int, module: nn.Module, args: object) -> None:
-        if torch.is_grad_enabled():
-            self.value = (self.value * 1_000_003 + number) % 2**40
+        called = 2 * number + torch.is_grad_enabled()
+        self.value = (self.value * 1_000_003 + called) % 2**40
 
 
 class LocalRows:

@@ -234,6 +234,8 @@ class TorchGradients:
         }
         if thorough:
             figures["param_norm"] = sums[5].sqrt().float()
+        if self._local is not None:
+            figures["other_calls"] = (~self._local.same_order).float()
         return figures
 
     def _unscaled(self, norm: Tensor, loss_scale: Tensor) -> Tensor:

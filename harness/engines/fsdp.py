@@ -20,9 +20,10 @@ Traps that this file takes care of, beside those of core/sharded.py:
 - Ranks that were built with different weights would each keep their own rows, and train a patchwork. DDP starts from
   rank 0's weights; here the ranks' weights are compared (engines/initial_weights.py).
 - Tied parameters must lie in one group. A block that shares a parameter with another module is left to the root's.
-- Ranks that call blocks in another order end the run with an error in the first step; later the gate skips the update.
-  A rank that calls fewer blocks than another hangs before that, until `timeout_seconds`. Calls without gradients are
-  not compared.
+- Ranks that call blocks in another order end the run with an error in the first step. Later the gate skips the update,
+  and the guard halts the run, naming the step (`monitors/ranks.py`). A rank that calls fewer blocks than another may
+  hang before that, until `timeout_seconds`. Calls of a validation are compared at the next step, those of the last one
+  are not.
 - The optimizer works on the memory that FSDP2 gathers from. The first step checks that it still is the same memory.
 """
 
@@ -167,7 +168,7 @@ class FsdpEngine(OwnUpdate):
 
         figures = self._gradients.measure(thorough)
 
-        # The host reads this once. In later steps the gate skips an update whose ranks called different blocks.
+        # The host reads this once. In later steps it is one of the step's facts.
         if not self._checked:
             self._checked = True
             self._require_same_memory()

@@ -1,4 +1,4 @@
-"""Ranks whose weights no longer agree, and ranks that are slower than the others."""
+"""Ranks whose weights no longer agree, that call other blocks, or that are slower than the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 from harness.core.errors import some
-from harness.core.facts import Rollback, StepFacts, Verdict
+from harness.core.facts import Halt, Rollback, StepFacts, Verdict
 from harness.monitors.base import KeptWindow, MonitorContext
 
 NAMED_IN_TEXT = 3
@@ -14,7 +14,7 @@ NAMED_IN_EVIDENCE = 32
 
 
 class RanksMonitor(KeptWindow):
-    """Reports ranks whose weights differ, and stragglers: a rank on which every step waits.
+    """Reports ranks whose weights differ or that call other blocks, and stragglers: a rank on which every step waits.
 
     ratio: a step is slow if the slowest rank's forward passes took over this many times the fastest one's.
     window: steps looked back on.
@@ -22,6 +22,8 @@ class RanksMonitor(KeptWindow):
 
     Verdicts:
     - `ranks.diverged`, unhealthy: proposes a rollback to a state that every rank reads from the same file.
+    - `ranks.calls`, unhealthy: ranks called other blocks of a sharded model, so the update was skipped. Proposes to
+      halt: the next step would gather halves of other weights again.
     - `ranks.straggler`, healthy, once per streak.
     - `ranks.ok`: nothing to report.
 
@@ -44,6 +46,8 @@ class RanksMonitor(KeptWindow):
         """The verdict on one step. Deterministic."""
         # Times are noted in every step, also where another verdict comes first.
         slow = self._straggler(facts)
+        if facts.other_calls:
+            return _other_calls(facts)
         if facts.diverged:
             return _diverged(facts)
         return slow or Verdict("ranks.ok", facts.step)
@@ -78,6 +82,13 @@ class RanksMonitor(KeptWindow):
             "slowest": slowest,
         }
         return Verdict("ranks.straggler", facts.step, text, evidence=evidence)
+
+
+def _other_calls(facts: StepFacts) -> Verdict:
+    text = f"ranks called other blocks in step {facts.step}, or in another order: each gathered halves of other weights"
+    text += ", so the update was skipped"
+    fix = "call every block on every rank as often and in the same order, also without gradients, or engine.name=ddp"
+    return Verdict("ranks.calls", facts.step, text, healthy=False, proposal=Halt(text, fix))
 
 
 def _diverged(facts: StepFacts) -> Verdict:

@@ -44,7 +44,7 @@ from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharde
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
-from harness.precision.sharding import LoopShards, is_sharded, late_problem
+from harness.precision.sharding import LoopShards, is_sharded, late_problem, other_calls
 
 _log = logging.getLogger("harness.precision")
 # The package of every class that replaces a layer by one in FP8.
@@ -335,15 +335,19 @@ class Prepared:
     def judge_earlier(self, facts: InFlight) -> Switch | None:
         """After a step, judge the one before it, whose figures have arrived by now. With a guard, the guard judges.
 
-        facts: of the step that just ended. Returns what the recipe's fallback moved; the same on every rank.
+        facts: of the step that just ended. Returns what the recipe's fallback moved; the same on every rank. Raises
+        MisuseError on every rank if they called other blocks of a sharded model in the step before.
         """
         self.last = facts
         self.pending.append(facts)
         self.state.advance()
         moved: Switch | None = None
         while len(self.pending) > 1 and not self.guarded:
-            earlier = self.pending.popleft()
-            judged = self.judge.observe(earlier.facts())
+            earlier = self.pending.popleft().facts()
+            if earlier.other_calls:
+                what = f"ranks called other blocks in step {earlier.step}"
+                raise MisuseError(other_calls(what))
+            judged = self.judge.observe(earlier)
             if world_rank() == 0:
                 for verdict in judged.to_log:
                     _log.warning("step %d: %s: %s", verdict.step, verdict.code, verdict.text)

@@ -124,10 +124,7 @@ class LoopShards:
 
         # Ranks that gather in different orders do not hang: each takes the bytes of another block.
         if not self.local.same_order.item():
-            what = "the ranks called different blocks of the model, or in another order"
-            why = "each gathered halves of other weights"
-            fix = "call every block on every rank, or wrap the model in DistributedDataParallel"
-            problems.append(Problem(what, "step()", why, fix))
+            problems.append(other_calls("the ranks called different blocks of the model"))
         if problems:
             raise MisuseError(problems)
 
@@ -185,6 +182,13 @@ class LoopShards:
         """Drop the gradients of micro-batches that were not exchanged yet. `zero_grad` of an optimizer misses them."""
         for param in self.gathered:
             param.grad = None
+
+
+def other_calls(what: str) -> Problem:
+    """The problem of ranks that called other blocks than each other. what: with the step, where it is known."""
+    why = "each gathered halves of other weights, and the update was skipped"
+    fix = "call every block on every rank as often and in the same order, or wrap the model in DistributedDataParallel"
+    return Problem(f"{what}, or in another order", "step()", why, fix)
 
 
 def is_sharded(modules: Iterable[nn.Module]) -> bool:

@@ -38,6 +38,7 @@ from tests.support.ranks import (
     run_ranks,
     train,
 )
+from tests.support.updates import finish
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,20 @@ class Parted(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         chosen = self.blocks[0] if len(self.blocks) == 1 else self.blocks[dist.get_rank()]
         return (self.head(chosen(inputs)) - targets).square().mean()
+
+
+class Ways(nn.Module):
+    """Two blocks of the same sizes, of which a rank may call the second one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+        self.turned = False
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        first, second = reversed(self.blocks) if self.turned else self.blocks
+        return (self.head(second(torch.tanh(first(inputs)))) - targets).square().mean()
 
 
 class Either(nn.Module):
@@ -286,6 +301,25 @@ def unused_on_some_ranks() -> list[float]:
     return [train(engine, 0)["norm"], math.sqrt(squares)]
 
 
+def other_ways() -> list[tuple[bool, bool]]:
+    """Whether each step was found to have other calls on some rank, and whether it was applied."""
+    torch.manual_seed(0)
+    model = Ways()
+    engine = make_fsdp(model)
+    rank = dist.get_rank()
+    found: list[tuple[bool, bool]] = []
+    # Alike, another order on one rank, alike in another order; then calls without gradients: alike, and another block.
+    ways = [(False, None), (rank == 1, None), (True, None), (False, 1), (False, rank)]
+    for step, (model.turned, looked_at) in enumerate(ways):
+        backward_of_a_step(engine, step)
+        if looked_at is not None:
+            with torch.no_grad():
+                model.blocks[looked_at](torch.randn(4, 6))
+        figures = finish(engine)
+        found.append((bool(figures["other_calls"]), bool(figures["applied"])))
+    return found
+
+
 def moved_memory() -> str:
     """A weight whose memory is replaced after the engine was built, before the first step."""
     engine = make_fsdp(net())
@@ -333,6 +367,7 @@ def rank_main(folder: Path) -> None:
     result["bytes"] = bytes_of_engines()
     result["unused"] = unused_on_some_ranks()
     result["blocks"] = refused(lambda: train(make_fsdp(Parted(in_one_block=False)), 0))
+    result["ways"] = other_ways()
     result["idle"] = [
         refused(lambda: train(make_fsdp(with_unused()), 0)),
         refused(lambda: train(make_ddp(with_unused()), 0)),
@@ -449,6 +484,15 @@ def test_parameters_that_no_rank_uses_are_refused_as_under_ddp(
 def test_ranks_that_call_different_blocks_are_refused(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
         assert "the ranks called different blocks of the model" in result["blocks"]
+
+
+def test_ranks_that_call_other_blocks_later_are_found_in_that_step(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    """In another order, and without gradients too; that update alone is skipped."""
+    alike, other = [False, True], [True, False]
+    for result in two_ranks:
+        assert result["ways"] == [alike, other, alike, alike, other]
 
 
 if __name__ == "__main__":

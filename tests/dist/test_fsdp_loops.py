@@ -526,6 +526,34 @@ def other_blocks() -> None:
     optimizer.step()
 
 
+class Turning(nn.Module):
+    """From its fifth call on, each rank calls its two blocks in another order: two micro-batches a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        turned = self.calls > 4 and dist.get_rank() == 1
+        first, second = reversed(self.blocks) if turned else self.blocks
+        return second(torch.tanh(first(inputs)))
+
+
+def other_blocks_later() -> None:
+    """Step 3 is the first that differs, and its figures are there in step 4."""
+    torch.manual_seed(0)
+    precision = Precision.from_recipe("fp32")
+    model = shard(precision.prepare(Turning()))
+    optimizer = precision.wrap(adamw(model.parameters()))
+    for step in range(4):
+        for inputs in data(step)[0]:
+            model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def of_fsdp1(original: bool) -> None:
     torch.manual_seed(0)
     precision = Precision.from_recipe("fp32")
@@ -573,6 +601,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "stepped": (stepped_directly, "AdamW.step() was called directly"),
     "memory": (moved_memory, "weights have new memory since the model was sharded: head.weight"),
     "other blocks": (other_blocks, "the ranks called different blocks of the model"),
+    "other blocks later": (other_blocks_later, "ranks called other blocks in step 3"),
     "fsdp1": (lambda: of_fsdp1(original=False), "FullyShardedDataParallel (FSDP1)"),
     "fsdp1 original": (lambda: of_fsdp1(original=True), "FullyShardedDataParallel (FSDP1)"),
 }

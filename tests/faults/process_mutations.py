@@ -6,6 +6,20 @@ from mutation import Mutation
 
 PROCESS: tuple[Mutation, ...] = (
     Mutation(
+        7,
+        "half of a compiled library is not loaded",
+        "        if text := remove_unfinished():\n",
+        "        if text := str():\n",
+        "tests/faults/test_killed_compile.py -k half_written",
+    ),
+    Mutation(
+        7,
+        "a library that another process is compiling is left alone",
+        '        with FileLock(locks / f"{name[1]}.lock", timeout=0):\n',
+        "        if True:\n",
+        "tests/unit/precision/test_compile_cache.py -k compiling_now",
+    ),
+    Mutation(
         20,
         "memory that ranks share goes with them",
         "        release_shared_memory(self.rank)\n",

@@ -91,6 +91,20 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         3,
+        "a defect is not waited for like a full disk",
+        "        if defect:\n            self._raise_defect()\n",
+        "        del defect\n",
+        "tests/unit/checkpoint/test_sharded_recovery.py -k fails_by_no_disk",
+    ),
+    Mutation(
+        3,
+        "memory that is lacking is no full disk",
+        "        return error.errno != errno.ENOMEM\n",
+        "        return True\n",
+        "tests/unit/checkpoint/test_saver.py -k lacking",
+    ),
+    Mutation(
+        3,
         "75 only for what was saved",
         "    if not kept.safe:\n        return _unsaved(run, reason)\n    run",
         "    run",

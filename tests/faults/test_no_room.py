@@ -71,6 +71,41 @@ def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     )
 
 
+# A user's model, whose second and later saves fail by an error that no disk makes.
+DEFECT = """
+import harness.checkpoint.store as store
+from harness.models.gpt import build
+def failing():
+    real, saves = store._state_bytes, []
+    def state_bytes(*given):
+        saves.append(1)
+        if len(saves) > 1:
+            raise ValueError("Object of type set is not JSON serializable")
+        return real(*given)
+    store._state_bytes = state_bytes
+    return build(dim=64, layers=1, heads=2, ffn=176, tied=True)
+"""
+
+
+@pytest.mark.faults(3)
+def test_a_save_that_fails_by_no_disk_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DEFECT)
+    own = ("--name", "r", "model.target=mine:failing", "model.args={}", "train.steps=100000")
+    done = train(tmp_path, *own, "checkpoint.every=2", "checkpoint.max_failures=1")
+    run = tmp_path / "runs" / "r"
+    assert done.returncode == 1, done.stdout
+    assert "checkpoint.paused" not in done.stdout
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (outcome["status"], outcome["exit_code"], outcome["step"]) == ("failed", 1, 6)
+    for text in (outcome["reason"], done.stdout):
+        assert "not because of the disk" in text
+        assert "Object of type set is not JSON serializable" in text
+        assert "mine.py, line" in text
+        assert "fix: " in text
+    assert Store(run / "checkpoints", readonly=True).verify(2) == []
+    assert [step for step, _ in metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
 PLANTING = """
 from pathlib import Path
 import torch

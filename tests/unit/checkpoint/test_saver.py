@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from harness.checkpoint import manifest
+from harness.checkpoint import store as store_module
+from harness.checkpoint.failures import cannot_save, is_of_the_disk
 from harness.checkpoint.policy import Retention, RollbackTargets
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
+from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Tensors
 
 
@@ -161,15 +166,77 @@ def test_retention_sees_the_marks_of_the_moment_of_the_save(tmp_path: Path) -> N
     assert store.steps() == [2, 3]
 
 
-def test_a_crash_in_the_thread_is_raised_in_training(tmp_path: Path) -> None:
-    def broken(good: object) -> list[int]:
-        raise ZeroDivisionError("a defect")
+@pytest.mark.parametrize("staging", [Staging(), None])
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), MemoryError()])
+def test_an_error_that_is_not_of_the_disk_is_a_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, staging: Staging | None
+) -> None:
+    def broken(*given: object, **named: object) -> None:
+        raise error
 
-    saver = Saver(Store(tmp_path), broken, Staging())
+    # After the commit, in which case the checkpoint counts.
+    saver = Saver(Store(tmp_path), broken, staging)  # type: ignore[arg-type]
     saver.begin(5, state(1.0), {}, {})
-    with pytest.raises(ZeroDivisionError, match="a defect"):
-        saver.wait()
     saver.wait()
+    (pruned,) = saver.finished()
+    assert pruned.path == tmp_path / "step-00000005"
+    assert pruned.defect is not None
+
+    # And while its files are written.
+    monkeypatch.setattr(store_module, "_write_tensors", broken)
+    saver = Saver(Store(tmp_path), keep_all, staging)
+    saver.begin(6, state(1.0), {}, {})
+    saver.wait()
+    (saved,) = saver.finished()
+    assert saved.path is None
+    assert saved.defect is not None
+    text = str(saved.defect)
+    assert "step-00000006" in text
+    if isinstance(error, MemoryError):
+        assert "no more memory" in text
+        assert "checkpoint.background=false" in text
+    else:
+        assert "not because of the disk" in text
+        assert f"ZeroDivisionError: a defect ({__file__}, line " in text
+    assert saver.committed(6) is False
+    assert Store(tmp_path, readonly=True).steps() == [5]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, "") for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+        CheckpointError(Problem("differs from its SHA-256")),
+    ],
+)
+def test_an_error_of_the_disk_is_no_defect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(store_module, "sync_folder", broken)
+    saver = Saver(Store(tmp_path), keep_all)
+    saver.begin(5, state(1.0), {}, {})
+    (saved,) = saver.finished()
+    assert saved.error
+    assert saved.defect is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_memory_that_is_lacking_is_named_however_it_is_worded(error: Exception) -> None:
+    assert not is_of_the_disk(error)
+    assert "no more memory" in str(cannot_save(Path("there"), error))
 
 
 def test_a_disk_that_fails_outside_the_write_is_an_event_too(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import manifest, store
+from harness.checkpoint.failures import CannotSaveError
 from harness.checkpoint.manifest import add_mark
 from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.policy import Retention, RollbackTargets
@@ -27,7 +28,7 @@ from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.checkpoint.together import newest_valid_together
 from harness.core.config import CheckpointConfig
-from harness.core.errors import CheckpointError
+from harness.core.errors import CheckpointError, ExitCode
 from harness.core.protocols import Meta, TensorDict
 from harness.core.shards import Rows
 from harness.core.state import TrainState
@@ -283,6 +284,57 @@ def test_a_failure_on_any_rank_is_one_on_all_and_named(
     assert reason in failure["text"]
     assert states(tmp_path, "saved") == [1, 2]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(("victim", "sharded"), [(0, True), (1, True), (0, False)])
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("error", [ValueError("a defect"), KeyError("a defect"), MemoryError()])
+def test_a_save_that_fails_by_no_disk_ends_the_run_on_every_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    blocking: bool,
+    victim: int,
+    sharded: bool,
+) -> None:
+    """It is not waited for, as a full disk would be. Without shards rank 0 alone writes."""
+    first = threading.Barrier(2, timeout=PATIENCE)
+    write = store._write_tensors
+
+    def written(folder: Path, contents: Any, mode: int) -> None:
+        if victim == 0 or any("-00001-of" in name for name in contents):
+            raise error
+        write(folder, contents, mode)
+
+    def work(rank: Rank) -> str:
+        rank.train(1)
+        assert rank.recovery.save_and_verify({})
+        first.wait()
+        if rank.rank == 0:
+            monkeypatch.setattr(store, "_write_tensors", written)
+        first.wait()
+        rank.train(2)
+        try:
+            if not blocking:
+                assert rank.recovery.keep({}).safe
+                rank.train(3)
+            rank.recovery.keep({}, "end" if blocking else "")
+        except CannotSaveError as defect:
+            rank.journal.close()
+            return f"{defect.exit_code:d} {defect}"
+        return "went on"
+
+    config = {"max_failures": 1 if blocking else 3, "retry_seconds": 0.01}
+    told = run(tmp_path, 2, work, sharded=sharded, checkpoint=config)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"{ExitCode.FAILED:d} ")
+    assert "step-00000002" in told[0]
+    assert ("no more memory" if isinstance(error, MemoryError) else "a defect") in told[0]
+    assert "    fix: " in told[0]
+    assert ("rank 1 could not write its part" in told[0]) == (victim == 1)
+    assert events(tmp_path, "checkpoint.paused") == []
+    assert len(events(tmp_path, "checkpoint.failed")) == 1
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"], "the last good one stays"
 
 
 def test_a_rank_without_memory_for_a_copy_makes_all_wait_for_the_save(

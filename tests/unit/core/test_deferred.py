@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -242,6 +244,23 @@ def test_a_forward_computes_each_weight_that_it_reads() -> None:
     assert later.embed.weight.is_meta  # type: ignore[union-attr]
 
 
+@torch.library.custom_op("harness_tests::largest", mutates_args=())
+def largest(values: Tensor) -> Tensor:
+    """An operation that torch knows no shapes of: it fails on a tensor without memory."""
+    return values.max().clone()
+
+
+EXPECTS_ERRORS: dict[str, Callable[[Tensor], Any]] = {
+    "caught numpy": lambda weight: weight.numpy().std(),
+    "caught array": lambda weight: np.asarray(weight).std(),
+    "caught operator": largest,
+    "caught format": lambda weight: f"{weight.sum():.2f}",
+    "caught storage": lambda weight: weight.untyped_storage()[0] / 1000,
+    "caught pickle": lambda weight: len(pickle.dumps(weight)),
+    "caught share": lambda weight: weight.share_memory_().sum(),
+}
+
+
 class Odd(nn.Module):
     """Does one thing that cannot be recorded."""
 
@@ -260,6 +279,16 @@ class Odd(nn.Module):
                 torch._foreach_mul_([weight.data, self.linear.bias.data], 2.0)
             except deferred.CannotDeferError:
                 weight.data.zero_()
+        elif kind in EXPECTS_ERRORS:
+            # On a tensor without memory these fail, and the weights would become others than in a whole build.
+            try:
+                weight.data.mul_(float(EXPECTS_ERRORS[kind](weight.detach())))
+            except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+                weight.data.zero_()
+        elif kind == "address":
+            other = torch.randn(100, 100)
+            if weight.data_ptr() == other.data_ptr():  # as for tied weights
+                weight.data.zero_()
         elif kind == "shared":
             self.again = nn.Parameter(weight.data)
         elif kind == "lazy":
@@ -273,6 +302,14 @@ class Odd(nn.Module):
         ("closure", "neither parameters nor buffers: .100, 100."),
         ("numpy", "numpy"),
         ("caught", "_foreach_mul_ writes tensors of two kinds"),
+        ("caught numpy", "Tensor.numpy: RuntimeError"),
+        ("caught array", "Tensor.__array__: RuntimeError"),
+        ("caught operator", "harness_tests.*largest"),
+        ("caught format", "Tensor.__format__: TypeError"),
+        ("caught storage", "Tensor.untyped_storage asks for memory that is not there yet"),
+        ("caught pickle", "Tensor.__reduce_ex__ asks for memory"),
+        ("caught share", "Tensor.share_memory_: RuntimeError"),
+        ("address", "Tensor.data_ptr asks for memory"),
         ("shared", "linear.weight and again share memory|again and linear.weight share memory"),
         ("lazy", "lazy.weight gets its shape in the first forward"),
     ],
@@ -284,3 +321,23 @@ def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
     assert not deferred.is_building()
     made: Any = Odd(kind)
     assert made.linear.weight.shape == (100, 100)
+    if kind in EXPECTS_ERRORS or kind == "address":
+        assert made.linear.weight.any(), "a whole build does not come to the error"
+
+
+def test_values_that_are_read_and_errors_of_other_tensors_can_be_recorded() -> None:
+    """Values are computed where they are read; an error of a tensor with memory is the same in a whole build."""
+
+    def make() -> nn.Module:
+        made = nn.Linear(100, 100)
+        try:
+            made.weight.data.mul_(made.weight.sum().item() + len(made.weight.tolist()))
+            torch.mv(torch.zeros(3, 3), torch.zeros(4))
+        except RuntimeError:
+            made.bias.data.fill_(2)
+        return made
+
+    seed_everything(3)
+    whole = make()
+    seed_everything(3)
+    assert assert_same(whole, deferred.build(make, CPU)) == 1

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from harness.core.facts import Continue, Rollback, StepFacts
+from harness.core.facts import Continue, Halt, Rollback, StepFacts
 from harness.monitors.ranks import RanksMonitor
 
 MakeFacts = Callable[..., StepFacts]
@@ -30,6 +31,15 @@ def test_weights_that_differ_are_named_and_rolled_back_from_disk(make_facts: Mak
     assert verdict.proposal.bad == ()
     assert "blocks.0.weight, blocks.1.weight, blocks.2.weight and 2 more" in verdict.text
     assert verdict.evidence == {"parameters": list(names), "count": 5}
+
+
+def test_ranks_that_called_other_blocks_halt_the_run_with_the_step(make_facts: MakeFacts) -> None:
+    facts = make_facts(7, other_calls=True, applied=False, grad_norm=math.inf)
+    verdict = RanksMonitor().observe(facts)
+    assert (verdict.code, verdict.healthy, verdict.skip) == ("ranks.calls", False, False)
+    assert "ranks called other blocks in step 7" in verdict.text
+    assert isinstance(verdict.proposal, Halt)
+    assert "engine.name=ddp" in verdict.proposal.fix
 
 
 def test_a_straggler_is_told_once_a_streak_and_again_after_a_recovery(

@@ -158,9 +158,11 @@ TYPED = {
     "learning rate too high": "train.lr_high",
     "one gpu is slower than the others": "ranks.straggler",
     "weights differ between ranks": "ranks.diverged",
+    "fsdp ranks called different blocks": "ranks.calls",
     "CUDA error: device-side assert triggered": "data.label",
     "IndexError: index out of range in self": "data.label",
     "torch.compile recompiles": "compile.eager",
+    "ImportError: main.so: file too short": "compile.cache",
     "which recipe for a T4": "which-recipe",
     "no pictures in report": "report.failed",
 }
