@@ -1,8 +1,8 @@
 """What would make a run fit a card that it does not fit.
 
 Each change that is proposed was traced as the run itself was, so its peak is a prediction and no rule of thumb. A
-change that does not fit is not proposed. What cannot fit is not even traced: weights, gradients and the optimizer's
-state are a lower bound of the peak, whatever the micro-batch is.
+change that does not fit is not proposed. What cannot fit is not even traced: what a change can save at most is known
+from the kinds of bytes at the peak, and from those that an update needs whatever the micro-batch is.
 
 The changes, in the order in which they are tried and listed:
 
@@ -22,7 +22,7 @@ from harness.core.config import RunConfig, merge, parse_overrides
 from harness.core.errors import ConfigError
 from harness.core.schema import find_target, validate
 from harness.estimate.prediction import Prediction, Timing, Traces, time_steps, trace_rung
-from harness.estimate.recorder import OPTIMIZER_STATE
+from harness.estimate.recorder import COPIES, LASTING, OPTIMIZER_STATE
 from harness.estimate.trace import Trace
 from harness.models.huggingface import PREFIX
 from harness.precision.recipe import Recipe
@@ -159,35 +159,41 @@ class _Search:
         """Try to share the state over the fewest ranks; where that is not enough, with `gentle`."""
         is_sharded = self._config.engine.name == "fsdp"
         engine = [] if is_sharded else ["engine.name=fsdp"]
-        ranks = 2 * self._made.ranks if is_sharded else max(2, self._made.ranks)
-        whole = self._made.trace.lasting * (self._made.ranks if is_sharded else 1)
+        now = self._made.ranks if is_sharded else 1
+        ranks = 2 * now if is_sharded else max(2, self._made.ranks)
         while ranks <= _MOST_RANKS:
-            size = self._micro_batch_over(ranks)
-            if size and whole / ranks <= self._room:
-                own = []
-                if size != self._config.train.micro_batch:
-                    own = [f"train.micro_batch={size}"]
-                for more in _distinct(own, gentle):
-                    if self._keep(self._try([*engine, *more], ranks)):
-                        return
+            for more in self._beside_ranks(ranks, now / ranks, gentle):
+                if self._keep(self._try([*engine, *more], ranks)):
+                    return
             ranks *= 2
 
-    def _micro_batch_over(self, ranks: int) -> int:
-        """The largest divisor of the micro-batch by which the global batch divides over `ranks`; 0 if there is none."""
-        train = self._config.train
-        for size in range(train.micro_batch, 0, -1):
-            if train.micro_batch % size == 0 and train.global_batch % (size * ranks) == 0:
-                return size
-        return 0
+    def _beside_ranks(self, ranks: int, share: float, gentle: Sequence[str]) -> list[Sequence[str]]:
+        """What is worth a try together with `ranks` ranks. share: of today's state on a card, what each would hold."""
+        trace, train = self._made.trace, self._config.train
+        if train.global_batch % ranks:
+            return []
+        found: list[Sequence[str]] = []
+        # At the time of the peak, no more than the rest of the state and all copies of weights would be gone.
+        state = sum(trace.peak_kinds[kind] for kind in LASTING)
+        least = trace.peak - trace.peak_kinds[COPIES] - state * (1 - share)
+        if train.global_batch % (train.micro_batch * ranks) == 0 and least <= self._room:
+            found.append([])
+        if gentle and trace.lasting * share <= self._room:
+            found.append(gentle)
+        return found
 
     def _optimizers(self, gentle: Sequence[str]) -> None:
         """Try optimizers with less state; where that is not enough, with `gentle`. The first that fits is kept."""
         trace = self._made.trace
-        # No more than the whole state of the present optimizer can be saved.
-        if trace.lasting - trace.peak_kinds[OPTIMIZER_STATE] > self._room:
-            return
+        # No more than the whole state of the present optimizer would be gone.
+        state = trace.peak_kinds[OPTIMIZER_STATE]
+        worth: list[Sequence[str]] = []
+        if trace.peak - state <= self._room:
+            worth.append([])
+        if gentle and trace.lasting - state <= self._room:
+            worth.append(gentle)
         for name in _SMALLER.get(self._config.train.optimizer, ()):
-            for more in _distinct([], gentle):
+            for more in worth:
                 way = self._try([f"train.optimizer={name}", *more], retrains=True)
                 if self._keep(way):
                     return
@@ -217,11 +223,6 @@ class _Search:
         timing = time_steps(there, rates, self._recipe.fp8.stats_every)
         needed = there.peak + rates.context_bytes
         return Way(tuple(overrides), ranks, there, timing, needed, retrains)
-
-
-def _distinct(alone: Sequence[str], gentle: Sequence[str]) -> list[Sequence[str]]:
-    """What is added to a change: `alone` first, then `gentle` if there is any."""
-    return [alone, gentle] if gentle and gentle != alone else [alone]
 
 
 def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

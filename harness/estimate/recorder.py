@@ -276,7 +276,7 @@ WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
 GATHERED, GRADIENTS = "gathered weights", "gradients"
 OPTIMIZER_STATE, BUFFERS = "optimizer state", "buffers"
 # What an update finds however small the micro-batches are. Copies of weights are not among it: they can be made again.
-_LASTING = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, BUILT)
+LASTING = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, BUILT)
 # Where FSDP2 gathers weights and reduces gradients: storages that are made in there are named by the function.
 _EXCHANGE = "/fsdp/_fully_shard/_fsdp_collectives.py"
 _REDUCES = "foreach_reduce"
@@ -357,7 +357,7 @@ class Recorder(TorchDispatchMode):
     phase, step, micro: set by the driver of a step; they apply to the operations that follow.
     live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
     kinds, kinds_at_peak: the same bytes by kind (see `label`).
-    lasting: the most bytes of `_LASTING` kinds when an update began.
+    lasting: the most bytes of `LASTING` kinds when an update began.
     routing: which rows go to which expert.
 
     Code that reads a fake value on the host gets an answer, so that it goes on: the value if it is known, else zero or
@@ -432,7 +432,7 @@ class Recorder(TorchDispatchMode):
 
     def note_lasting(self) -> None:
         """Call it when an update begins: all gradients are there, and no activations."""
-        self.lasting = max(self.lasting, sum(self.kinds[kind] for kind in _LASTING))
+        self.lasting = max(self.lasting, sum(self.kinds[kind] for kind in LASTING))
 
     @contextmanager
     def phased(self, phase: str) -> Iterator[None]:
