@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from harness.build import Worker, join_worker
+from harness.build import Worker
 from harness.checkpoint.recovery import fallback_folders
 from harness.checkpoint.store import Store
 from harness.core.deferred import computing
@@ -26,18 +26,16 @@ from harness.engines.process_group import lost_rank_named
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import too_high
 from harness.run_folder import RUNS, RunLock, read_outcome
-from harness.tools.agreement import agree_on_start
-from harness.tools.preflight import check_delivery, memory_text
+from harness.tools.preflight import memory_text
 from harness.tools.resume import (
     StartingPoint,
     agree_on_folder,
     choose_state,
-    find_source,
     find_start,
     has_finished,
 )
 from harness.tools.start import Request
-from harness.tools.train import Job, doubts, first_lines, headline, prepare, with_own_tokenizer
+from harness.tools.train import Job, doubts, first_lines, headline, meet, prepare
 from harness.tracking.console import Console, plan_table
 
 
@@ -48,12 +46,7 @@ def check(request: Request) -> int:
     Raises HarnessError for whatever `harness train` refuses before its first step. No run folder is made, and one that
     is there keeps its files.
     """
-    config = with_own_tokenizer(request.config)
-    source = find_source(request.resume, request.name)
-    worker = join_worker(config, request.launcher)
-    agree_on_start(request, config, worker)
-    check_delivery(config, worker)
-
+    config, source, worker = meet(request)
     folder = agree_on_folder(request, source, worker)
     goes_on = (folder / "config.yaml").exists()
     # A run that another process is writing is refused, as it would be in training.

@@ -116,12 +116,7 @@ class Job:
 @lost_rank_named()
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
-    # Meet the other ranks. What a rank can refuse alone is refused before the others wait for it.
-    config = with_own_tokenizer(request.config)
-    source = find_source(request.resume, request.name)
-    worker = join_worker(config, request.launcher)
-    agree_on_start(request, config, worker)
-    check_delivery(config, worker)
+    config, source, worker = meet(request)
 
     # One folder for all ranks. Its lock keeps other processes out until this one has ended.
     folder = agree_on_folder(request, source, worker)
@@ -186,7 +181,20 @@ def train(request: Request) -> int:
         return int(outcome.exit_code)
 
 
-def with_own_tokenizer(config: RunConfig) -> RunConfig:
+def meet(request: Request) -> tuple[RunConfig, Path | None, Worker]:
+    """Meet the other ranks. Returns the config, the checkpoint that --resume names, and this rank. Collective.
+
+    Raises HarnessError. What a rank can refuse alone is refused before the others wait for it.
+    """
+    config = _with_own_tokenizer(request.config)
+    source = find_source(request.resume, request.name)
+    worker = join_worker(config, request.launcher)
+    agree_on_start(request, config, worker)
+    check_delivery(config, worker)
+    return config, source, worker
+
+
+def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     """`config` with the tokenizer.json beside a Hugging Face model, where the user names no tokenizer.
 
     Such a model knows only the tokens of its own tokenizer. Without it bytes would be read as its first 256 tokens.
