@@ -12,9 +12,9 @@ host needs longer to launch the kernels, the host's time counts instead. A run s
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,16 +32,18 @@ from harness.core.facts import RungVerdict
 from harness.data.batches import check_world
 from harness.engines.process_group import read_launch
 from harness.estimate.roofline import (
+    Bottleneck,
     Calibration,
     Op,
     Rates,
+    bottleneck,
     device_seconds,
     seconds_of,
     step_seconds,
 )
-from harness.estimate.trace import SAMPLED, USUAL, Trace, engine_of, facts_of, trace
+from harness.estimate.trace import SAMPLED, USUAL, Policy, Trace, engine_of, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
-from harness.precision.plan import take_rung
+from harness.precision.plan import Plan, take_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
 
 _BF16 = f"{PLAIN}:bf16"
@@ -59,6 +61,7 @@ class Timing:
     kernels: kernel launches of a usual step.
     host_bound: whether the host launches kernels more slowly than the card runs them.
     by_purpose: seconds of a usual step by purpose, longest first.
+    bottleneck: what most of a usual step's time goes to.
     """
 
     usual: float
@@ -67,6 +70,7 @@ class Timing:
     kernels: int
     host_bound: bool
     by_purpose: dict[str, float]
+    bottleneck: Bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,12 @@ class Prediction:
     """Everything that `harness estimate` reports.
 
     card, recipe: what was asked for.
-    taken: the rung that the card takes.
-    rungs: the verdict on each rung of the recipe.
+    plan: what `harness train` plans on the card; its rung is the one that the card takes.
     trace, timing: of that rung, or of the backend that stands in for it.
     bf16, bf16_timing: the same run on the rung autocast:bf16; None on a card without bf16.
     tokens: tokens or samples of a step, over all ranks.
     counted: what `tokens` counts: "tokens", or "samples" of a data set.
+    steps: of the whole run.
     ranks: processes that share the global batch.
     calibration: the card's rates.
     notes: what the reader has to know of the estimate.
@@ -87,14 +91,14 @@ class Prediction:
 
     card: Card
     recipe: str
-    taken: str
-    rungs: tuple[RungVerdict, ...]
+    plan: Plan
     trace: Trace
     timing: Timing
     bf16: Trace | None
     bf16_timing: Timing | None
     tokens: int
     counted: str
+    steps: int
     ranks: int
     calibration: Calibration
     notes: tuple[str, ...]
@@ -117,11 +121,29 @@ class Prediction:
         """
         return round(sum(op.flops for op in self.trace.steps[USUAL]))
 
+    @property
+    def hours(self) -> float:
+        """Hours of all steps of the run, without its start, validation and saves."""
+        return self.hours_of(self.timing)
+
+    def hours_of(self, timing: Timing) -> float:
+        """Hours of as many steps of another time."""
+        return self.steps * timing.mean / 3600
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Layers with matrix products by the precision that they run in, the most frequent first.
+
+        Norms, embeddings and the like, which are in fp32 on every rung, are left out.
+        """
+        products = (row for row in self.plan.layers if row.shape or row.precision != "fp32")
+        return dict(Counter(row.precision for row in products).most_common())
+
     def as_dict(self) -> dict[str, Any]:
         """The output of `--json`: sizes in GiB (2^30 bytes), times in ms, tokens over all ranks, FLOPs of one rank."""
         timing = self.timing
         baseline = self.bf16_timing
-        not_taken = [each for each in self.rungs if not each.taken]
+        not_taken = [each for each in self.plan.rungs if not each.taken]
         skipped = [{"rung": each.rung, "reason": each.reason} for each in not_taken]
 
         # A card without bf16 has no baseline.
@@ -134,7 +156,7 @@ class Prediction:
         return {
             "card": self.card.name,
             "recipe": self.recipe,
-            "rung": self.taken,
+            "rung": self.plan.resolved,
             "estimated": self.trace.rung.name,
             "passed_over": skipped,
             "peak_gib": _gib(self.trace.peak),
@@ -164,8 +186,8 @@ class Prediction:
             # Of the three traced steps together, as the waits.
             "pageable_copies": len(pageable(self.trace)),
             "parameters": self.trace.parameters,
-            "fp8_layers": sum(layer.precision == "fp8" for layer in self.trace.layers),
-            "linear_layers": sum(bool(layer.shape) for layer in self.trace.layers),
+            "fp8_layers": sum(layer.precision == "fp8" for layer in self.plan.layers),
+            "linear_layers": sum(bool(layer.shape) for layer in self.plan.layers),
             "notes": list(self.notes),
         }
 
@@ -174,46 +196,85 @@ class Prediction:
 _RUN_ON_FAKES = ("adamw", "sgd", "muon")
 
 
+class Traces:
+    """The traces made so far. Cards of one kind share them: those that differ in memory and speed alone."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Trace] = {}
+
+    def get(
+        self,
+        config: RunConfig,
+        recipe: Recipe,
+        card: Card,
+        rung: Rung,
+        ranks: int,
+        intended: Policy | None = None,
+    ) -> Trace:
+        """As `trace`. Raises ConfigError also for a model that cannot run on fake tensors."""
+        # Of the card, a run asks its capability and the number of its processors (`trace.fake_card`).
+        kind = (card.capability, card.processors)
+        policies = [(recipe, rung), *([intended] if intended else [])]
+        names = tuple((policy.sha256(), taken.name) for policy, taken in policies)
+        key = (config.model_dump_json(), names, kind, ranks)
+        if key not in self._made:
+            self._made[key] = _trace(config, recipe, card, rung, ranks, intended)
+        return self._made[key]
+
+
+def trace_rung(
+    config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int, traces: Traces
+) -> tuple[Trace, list[str]]:
+    """The trace of `rung`, or of what stands in for it, and notes that say so.
+
+    Raises ConfigError as training would, and for a model that cannot run on fake tensors.
+    """
+    if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
+        raise ConfigError(problems)
+    estimated, stand_in, notes = _stand_in(rung, recipe)
+    return traces.get(config, stand_in, card, estimated, ranks, (recipe, rung)), notes
+
+
 def predict(
-    config: RunConfig, recipe: Recipe, card: Card, calibration: Calibration, ranks: int = 1
+    config: RunConfig,
+    recipe: Recipe,
+    card: Card,
+    calibration: Calibration,
+    ranks: int = 1,
+    traces: Traces | None = None,
 ) -> Prediction:
     """Trace the run on `card` and, if the card has bf16, the same run in bf16.
 
     ranks: processes that share the global batch. One of them is estimated, without the time of communication.
+    traces: those that other cards left; None: there are none.
     Raises MachineError if no rung of the recipe runs on the card. Raises ConfigError as training would, and if the
     config asks for DeepSpeed, or the model or optimizer cannot run on fake tensors.
     """
     _check_estimable(config, ranks)
     notes = _notes(config, recipe, ranks)
+    shared = traces or Traces()
 
     # `take_rung` calls this with each rung that the card supports, until one has something to run in this model.
-    def trace_on(
-        rung: Rung, rungs: list[RungVerdict]
-    ) -> tuple[Rung, list[RungVerdict], Rung, list[str], Trace]:
-        if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
-            raise ConfigError(problems)
-        estimated, stand_in, replaced = _stand_in(rung, recipe)
-        made = _trace(config, stand_in, card, estimated, ranks)
-        return rung, rungs, estimated, replaced, made
+    def trace_on(rung: Rung, rungs: list[RungVerdict]) -> tuple[Trace, Plan, list[str]]:
+        made, replaced = trace_rung(config, recipe, card, rung, ranks, shared)
+        return made, replace(made.plan, rungs=tuple(rungs)), replaced
 
     # The device is for what ranks exchange to agree on a rung. An estimate is one process, without a GPU.
-    rung, rungs, estimated, replaced, made = take_rung(
-        recipe, facts_of(card), torch.device("cpu"), trace_on
-    )
-    timing = _time(made, calibration.rates, recipe.fp8.stats_every)
+    made, plan, replaced = take_rung(recipe, facts_of(card), torch.device("cpu"), trace_on)
+    timing = time_steps(made, calibration.rates, recipe.fp8.stats_every)
 
     # The baseline: the same run in bf16, unless it is in bf16 already.
     bf16: Trace | None = None
     bf16_timing: Timing | None = None
-    if estimated.name == _BF16:
+    if made.rung.name == _BF16:
         bf16 = made
     elif card.capability >= (8, 0):
-        baseline = Rung(backend=PLAIN, precision="bf16", tiers=list(rung.tiers))
-        bf16 = _trace(config, recipe, card, baseline, ranks)
+        baseline = Rung(backend=PLAIN, precision="bf16", tiers=list(plan.rung.tiers))
+        bf16 = shared.get(config, recipe, card, baseline, ranks)
     else:
         notes.append(f"a {card.name} has no bf16 to compare with")
     if bf16 is not None:
-        bf16_timing = _time(bf16, calibration.rates, recipe.fp8.stats_every)
+        bf16_timing = time_steps(bf16, calibration.rates, recipe.fp8.stats_every)
 
     # A step of text has tokens. A data set of the user's own has samples.
     of_text = config.data.target is None
@@ -222,17 +283,17 @@ def predict(
     return Prediction(
         card=card,
         recipe=recipe.name,
-        taken=rung.name,
-        rungs=tuple(rungs),
+        plan=plan,
         trace=made,
         timing=timing,
         bf16=bf16,
         bf16_timing=bf16_timing,
         tokens=tokens,
         counted="tokens" if of_text else "samples",
+        steps=config.train.steps,
         ranks=ranks,
         calibration=calibration,
-        notes=(*replaced, *_assumed(rung), *routed, *notes, *calibration.notes),
+        notes=(*replaced, *_assumed(plan.rung), *routed, *notes, *calibration.notes),
     )
 
 
@@ -334,11 +395,18 @@ def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
     return notes
 
 
-def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int) -> Trace:
+def _trace(
+    config: RunConfig,
+    recipe: Recipe,
+    card: Card,
+    rung: Rung,
+    ranks: int,
+    intended: Policy | None,
+) -> Trace:
     """`trace`. Raises ConfigError also for a model that cannot run on fake tensors."""
     where = f"model.target {config.model.target}"
     try:
-        return trace(config, recipe, card, rung, ranks)
+        return trace(config, recipe, card, rung, ranks, intended)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         what = "the model cannot run on fake tensors: the size of one of its tensors depends on computed values"
         fix = "choose experts by the indices of topk or argmax, or estimate a model without such an operation"
@@ -351,7 +419,7 @@ def _trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int
         raise ConfigError(Problem(what, where, why, fix)) from error
 
 
-def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:
+def time_steps(made: Trace, rates: Rates, stats_every: int) -> Timing:
     """Times of the traced steps; one of `stats_every` steps is a sampled one."""
     usual, sampled = made.steps[USUAL], made.steps[SAMPLED]
     usual_seconds = step_seconds(usual, rates)
@@ -364,6 +432,7 @@ def _time(made: Trace, rates: Rates, stats_every: int) -> Timing:
         kernels=sum(op.kernels for op in usual),
         host_bound=usual_seconds > device_seconds(usual, rates),
         by_purpose=_by_purpose(usual, rates),
+        bottleneck=bottleneck(usual, rates),
     )
 
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.core.sharded import local_of
-from harness.estimate.roofline import Op, Unit
+from harness.estimate.roofline import OPTIMIZER, Op, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
 
@@ -274,6 +274,9 @@ _GEMM_NAMES = {
 }
 WEIGHTS, COPIES, BUILT = "weights", "copies of weights", "state of the harness"
 GATHERED, GRADIENTS = "gathered weights", "gradients"
+OPTIMIZER_STATE, BUFFERS = "optimizer state", "buffers"
+# What an update finds however small the micro-batches are. Copies of weights are not among it: they can be made again.
+LASTING = (WEIGHTS, GRADIENTS, OPTIMIZER_STATE, BUFFERS, BUILT)
 # Where FSDP2 gathers weights and reduces gradients: storages that are made in there are named by the function.
 _EXCHANGE = "/fsdp/_fully_shard/_fsdp_collectives.py"
 _REDUCES = "foreach_reduce"
@@ -354,6 +357,7 @@ class Recorder(TorchDispatchMode):
     phase, step, micro: set by the driver of a step; they apply to the operations that follow.
     live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
     kinds, kinds_at_peak: the same bytes by kind (see `label`).
+    lasting: the most bytes of `LASTING` kinds when an update began.
     routing: which rows go to which expert.
 
     Code that reads a fake value on the host gets an answer, so that it goes on: the value if it is known, else zero or
@@ -379,7 +383,7 @@ class Recorder(TorchDispatchMode):
         self.micro = 0
 
         # Memory; `_storages` has (bytes, kind, weak reference) by the storage's id.
-        self.live = self.peak = 0
+        self.live = self.peak = self.lasting = 0
         self.kinds: Counter[str] = Counter()
         self.kinds_at_peak: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
@@ -425,6 +429,10 @@ class Recorder(TorchDispatchMode):
         if self.live > self.peak:
             self.peak = self.live
             self.kinds_at_peak = Counter(self.kinds)
+
+    def note_lasting(self) -> None:
+        """Call it when an update begins: all gradients are there, and no activations."""
+        self.lasting = max(self.lasting, sum(self.kinds[kind] for kind in LASTING))
 
     @contextmanager
     def phased(self, phase: str) -> Iterator[None]:
@@ -787,7 +795,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
         return "FP8 casts and scales"
     if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):
-        return "optimizer"
+        return OPTIMIZER
     if phase in ("forward", "backward"):
         return "rest of the model"
     return "norms, gate, facts"

@@ -146,18 +146,58 @@ def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
     return max(device_seconds(ops, rates), rates.launch_seconds * launches)
 
 
-def find_card(name: str) -> Card:
-    """The card with that short name; upper and lower case are the same. Raises ConfigError that lists the cards."""
-    key = name.upper().replace("RTX ", "RTX").replace(" ", "-")
+Bottleneck = Literal[
+    "fp8-gemms", "gemms", "attention", "optimizer", "memory-bandwidth", "host/launches"
+]
+OPTIMIZER = "optimizer"
+"""The purpose of an update's operations, see `Op.purpose`."""
+
+
+def bottleneck(ops: Sequence[Op], rates: Rates) -> Bottleneck:
+    """What most of a step's time goes to.
+
+    fp8-gemms, gemms, attention: arithmetic in these; convolutions count as GEMMs.
+    optimizer: the update's traffic.
+    memory-bandwidth: all other traffic, that of GEMMs too where it takes longer than their arithmetic.
+    host/launches: kernels so short that their minimum counts, or a host that launches more slowly than the card works.
+    """
+    if step_seconds(ops, rates) > device_seconds(ops, rates):
+        return "host/launches"
+    seconds: dict[Bottleneck, float] = {}
+    for op in ops:
+        cause = _cause(op, rates)
+        seconds[cause] = seconds.get(cause, 0.0) + seconds_of(op, rates)
+    return max(seconds, key=lambda cause: seconds[cause])
+
+
+def _cause(op: Op, rates: Rates) -> Bottleneck:
+    """What decides how long one operation takes."""
+    took = seconds_of(op, rates)
+    if took <= rates.shortest_seconds * op.kernels:
+        return "host/launches"
+    if took <= (op.reads + op.writes) / rates.bandwidth:
+        return "optimizer" if op.purpose == OPTIMIZER else "memory-bandwidth"
+    if op.attention:
+        return "attention"
+    return "fp8-gemms" if op.unit == "fp8" else "gemms"
+
+
+def find_card(name: str, where: str = "") -> Card:
+    """The card with that short name; upper and lower case are the same. Raises ConfigError that lists the cards.
+
+    where: the option and its value, for the message; empty: --card.
+    """
+    key = name.strip().upper().replace("RTX ", "RTX").replace(" ", "-")
     key = _ALIASES.get(key, key)
     if key in CARDS:
         return CARDS[key]
 
-    fix = f"known cards: {', '.join(CARDS)}"
+    aliases = ", ".join(f"{alias} for {card}" for alias, card in _ALIASES.items())
+    fix = f"known cards: {', '.join(CARDS)}; also {aliases}"
     hint = near_match(key, [*CARDS, *_ALIASES])
     if hint.startswith("did"):
         fix = f"{hint} {fix}"
-    raise ConfigError(Problem("no datasheet of such a card", f"--card {name}", fix=fix))
+    raise ConfigError(Problem("no datasheet of such a card", where or f"--card {name}", fix=fix))
 
 
 _SECTION = "roofline"

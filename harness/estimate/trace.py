@@ -45,14 +45,21 @@ from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.facts import LayerPlan, Window, is_sampled, sampled_step
+from harness.core.facts import Window, is_sampled, sampled_step
 from harness.core.protocols import Batch
 from harness.core.state import RunLedger
 from harness.data.dataset import DatasetBatches
 from harness.engines.process_group import ProcessGroup, read_launch
 from harness.estimate import device
 from harness.estimate.ranks import buckets, imagined
-from harness.estimate.recorder import Collective, Recorder, Transfer, Wait
+from harness.estimate.recorder import (
+    BUFFERS,
+    OPTIMIZER_STATE,
+    Collective,
+    Recorder,
+    Transfer,
+    Wait,
+)
 from harness.estimate.roofline import Op
 from harness.models import build_model
 from harness.precision.backends.registry import BACKENDS
@@ -270,9 +277,10 @@ class Trace:
     """What the traced steps did.
 
     rung: the rung of the recipe that was traced.
-    layers: the precision of every layer.
+    plan: what `harness train` plans on the card; the rung of another backend where `rung` stands in for it.
     steps: the operations of each step by the step's name, for all micro-batches.
     static: bytes that live between steps.
+    lasting: bytes that an update needs whatever the micro-batch is: weights, optimizer state, gradients.
     peak: the most bytes that were live at any time.
     peak_kinds: bytes by kind at that time.
     waits: places where the host waits for the device, in all three traced steps.
@@ -283,9 +291,10 @@ class Trace:
     """
 
     rung: Rung
-    layers: tuple[LayerPlan, ...]
+    plan: Plan
     steps: dict[str, list[Op]]
     static: int
+    lasting: int
     peak: int
     peak_kinds: Counter[str]
     waits: tuple[Wait, ...]
@@ -320,12 +329,17 @@ def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FakeRun:
-    """A run on fake tensors. Its steps tell `recorder` which phase they are in."""
+    """A run on fake tensors. Its steps tell `recorder` which phase they are in.
+
+    plan: of what runs here.
+    intended: the plan that it stands for, with the backend of the real card.
+    """
 
     run: Run
     plan: Plan
     model: nn.Module
     recorder: Recorder
+    intended: Plan
 
     def step(self, number: int, name: str) -> None:
         """Run step `number` (from 1) and record its operations under `name`."""
@@ -337,17 +351,29 @@ class FakeRun:
             train_step(self.run, Window(number - 1, samples))
 
 
-def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int = 1) -> Trace:
+Policy = tuple[Recipe, Rung]
+"""A recipe, and the rung of it that is taken."""
+
+
+def trace(
+    config: RunConfig,
+    recipe: Recipe,
+    card: Card,
+    rung: Rung,
+    ranks: int = 1,
+    intended: Policy | None = None,
+) -> Trace:
     """Trace the run that `config`, `recipe` and `rung` make on `card`: a first step, a usual one and a sampled one.
 
     The first step only warms up; the trace has the operations of the other two.
     ranks: processes that share the global batch. What they exchange is counted, and takes no time in the trace.
+    intended: what `recipe` and `rung` stand in for; None: they are the real ones.
     Raises ConfigError as building the run does.
     """
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
     engine = engine_of(config)
-    with on_card(config, recipe, card, rung, traced, engine, ranks) as made:
+    with on_card(config, recipe, card, rung, traced, engine, ranks, intended) as made:
         recorder, run = made.recorder, made.run
         # Before the first step only the state is live that stays from step to step.
         static = recorder.live
@@ -356,9 +382,10 @@ def trace(config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int 
         made.step(_step(run, sampled=True), SAMPLED)
         return Trace(
             rung=made.plan.rung,
-            layers=made.plan.layers,
+            plan=made.intended,
             steps={name: _operations(recorder, name, batches) for name in (USUAL, SAMPLED)},
             static=static,
+            lasting=recorder.lasting,
             peak=recorder.peak,
             peak_kinds=recorder.kinds_at_peak,
             waits=tuple(recorder.waits),
@@ -396,10 +423,12 @@ def on_card(
     batches: int,
     engine: str = "single",
     ranks: int = 1,
+    intended: Policy | None = None,
 ) -> Iterator[FakeRun]:
     """The run on a fake `card`, with `batches` micro-batches a step; the recorder is active and empty.
 
     engine, ranks: this is one of `ranks` processes under that engine; the others are imagined.
+    intended: as for `trace`.
     """
     device = torch.device("cuda", 0)
     facts = facts_of(card)
@@ -408,7 +437,7 @@ def on_card(
         imagined(ranks) if ENGINES[engine].sharded else nullcontext(),
         fake_card(card),
         recorder,
-        built(config, recipe, facts, device, rung, batches, recorder, engine) as made,
+        built(config, recipe, facts, device, rung, batches, recorder, engine, intended) as made,
     ):
         # Operations of building the run are not part of a step.
         recorder.forget()
@@ -425,11 +454,13 @@ def built(
     batches: int,
     recorder: Recorder,
     engine: str = "single",
+    intended: Policy | None = None,
 ) -> Iterator[FakeRun]:
     """The run as `harness train` builds it on one process, with `batches` micro-batches a step of made-up tokens.
 
     engine: its key in `build.ENGINES`. One that shards the model needs a process group, real or imagined
         (`ranks.imagined`).
+    intended: as for `trace`.
 
     The caller decides whether tensors are fakes. No file outlives this context.
     """
@@ -446,7 +477,10 @@ def built(
         model = build_model(config.model)
     _bring(model, device)
 
-    plan = make_plan(recipe, facts, rung, (), model)
+    plan = meant = make_plan(recipe, facts, rung, (), model)
+    if intended is not None:
+        its_recipe, its_rung = intended
+        meant = make_plan(its_recipe, facts, its_rung, (), model)
     data = _Tokens(config, batches, recorder)
     with (
         tempfile.TemporaryDirectory(prefix="estimate-") as folder,
@@ -463,15 +497,15 @@ def built(
 
         # Name what is live now, so that the estimate can say what the peak consists of.
         recorder.weights_are(model.parameters())
-        recorder.label("buffers", model.buffers())
+        recorder.label(BUFFERS, model.buffers())
         optimizer: torch.optim.Optimizer = run.engine.optimizer  # type: ignore[attr-defined]
         state = (value for values in optimizer.state.values() for value in values.values())
-        recorder.label("optimizer state", (value for value in state if isinstance(value, Tensor)))
+        recorder.label(OPTIMIZER_STATE, (value for value in state if isinstance(value, Tensor)))
 
         phased = dataclasses.replace(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
-        yield FakeRun(phased, plan, model, recorder)
+        yield FakeRun(phased, plan, model, recorder, meant)
 
 
 def _bring(model: nn.Module, device: torch.device) -> None:
@@ -595,6 +629,7 @@ class _Engine:
 
     def measure(self, thorough: bool) -> Any:
         self._recorder.micro = 0
+        self._recorder.note_lasting()
         with self._recorder.phased("update"):
             return self._engine.measure(thorough)
 

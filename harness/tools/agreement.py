@@ -125,6 +125,7 @@ def agree_on_start(request: Request, config: RunConfig, worker: Worker) -> None:
                 "--name": request.name,
                 "--strict": request.strict,
                 "--accept-changed": list(request.accepted),
+                "--dry-run": request.dry,
             },
             "code": code_of(config),
             "version": versions(worker.facts),

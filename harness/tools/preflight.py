@@ -95,18 +95,35 @@ def _room(folder: Path, bytes_each: int, ranks: int) -> list[Problem]:
 
 def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
     """Raises MachineError if training takes more memory than any rank has, see `lacks_memory`. Collective."""
-    micro_batches = config.train.global_batch // (
-        config.train.micro_batch * worker.launch.world_size
-    )
-    # A gradient that waits for the window's last micro-batch is whole until then.
-    whole_gradients = micro_batches > 1 and config.engine.gradient_sync == "window"
     optimizer = optimizer_bytes(model, config.train)
-    problem = lacks_memory(model, optimizer, worker, whole_gradients)
+    problem = lacks_memory(model, optimizer, worker, _waits_whole(config, worker))
 
     # Ranks may have different limits. All refuse together, with the words of the first.
     texts = gather_texts(json.dumps(asdict(problem)) if problem else "")
     if problems := [Problem(**json.loads(text)) for text in texts if text]:
         raise MachineError(problems[0])
+
+
+def _waits_whole(config: RunConfig, worker: Worker) -> bool:
+    """Whether a gradient stays whole until the window's last micro-batch, though the engine shards it."""
+    rows = config.train.micro_batch * worker.launch.world_size
+    return config.train.global_batch // rows > 1 and config.engine.gradient_sync == "window"
+
+
+def memory_text(model: nn.Module, config: RunConfig, worker: Worker) -> str:
+    """One line on what a rank's weights, gradients and optimizer take; of DeepSpeed, which divides them, the whole."""
+    engine = ENGINES[worker.engine]
+    sharers = worker.group.world_size if engine.sharded else 1
+    whole = not engine.sharded or _waits_whole(config, worker)
+    needs = _needs(model, optimizer_bytes(model, config.train), sharers, whole)
+    parts = [
+        f"weights {size_text(needs.weights)}",
+        f"gradients {size_text(needs.gradients)}",
+        f"optimizer {size_text(needs.optimizer)}",
+    ]
+    of = "a rank" if engine.snapshots else "the whole model"
+    text = f"memory: {size_text(needs.total)} of {of} ({', '.join(parts)}); activations come on top"
+    return f"{text}, see harness estimate"
 
 
 @dataclass(frozen=True, slots=True)

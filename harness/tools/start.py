@@ -37,6 +37,7 @@ class Request:
     strict: fail unless the recipe's first rung can run.
     launcher: "python", "torchrun" or "deepspeed".
     accepted: keys that this resume may change.
+    dry: check everything, and train nothing.
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class Request:
     strict: bool
     launcher: str
     accepted: tuple[str, ...] = ()
+    dry: bool = False
 
 
 def command(
@@ -67,6 +69,12 @@ def command(
             help="what may differ in this resume: config keys, recipe",
         ),
     ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="check data, plan, memory and the first sample; train nothing"
+        ),
+    ] = False,
     local_rank: Annotated[
         int | None, typer.Option("--local_rank", "--local-rank", hidden=True)
     ] = None,
@@ -85,8 +93,6 @@ def command(
         check_accepted(accepted, run_config.model_dump(mode="json"))
     launcher = _launcher(local_rank is not None)
 
-    from harness.tools.train import train
-
     request = Request(
         run_config,
         precision_recipe,
@@ -96,7 +102,14 @@ def command(
         strict,
         launcher,
         accepted,
+        dry_run,
     )
+    if request.dry:
+        from harness.tools.dry_run import check
+
+        return check(request)
+    from harness.tools.train import train
+
     return train(request)
 
 

@@ -116,12 +116,7 @@ class Job:
 @lost_rank_named()
 def train(request: Request) -> int:
     """Run the job on this rank; returns its exit code. Raises HarnessError before any work starts."""
-    # Meet the other ranks. What a rank can refuse alone is refused before the others wait for it.
-    config = _with_own_tokenizer(request.config)
-    source = find_source(request.resume, request.name)
-    worker = join_worker(config, request.launcher)
-    agree_on_start(request, config, worker)
-    check_delivery(config, worker)
+    config, source, worker = meet(request)
 
     # One folder for all ranks. Its lock keeps other processes out until this one has ended.
     folder = agree_on_folder(request, source, worker)
@@ -137,8 +132,8 @@ def train(request: Request) -> int:
             return ExitCode.DONE
 
         # Data, plan and model come before the run's own files: a job that cannot run here must not become a run.
-        job = _prepare(request, start, worker)
-        console.say(_headline(request, worker, folder))
+        job = prepare(request, start, worker)
+        console.say(headline(request, worker, folder))
         console.say(plan_table(job.plan.as_dict()))
 
         # The folder becomes this run's, and its checkpoints decide which state training begins with.
@@ -186,6 +181,19 @@ def train(request: Request) -> int:
         return int(outcome.exit_code)
 
 
+def meet(request: Request) -> tuple[RunConfig, Path | None, Worker]:
+    """Meet the other ranks. Returns the config, the checkpoint that --resume names, and this rank. Collective.
+
+    Raises HarnessError. What a rank can refuse alone is refused before the others wait for it.
+    """
+    config = _with_own_tokenizer(request.config)
+    source = find_source(request.resume, request.name)
+    worker = join_worker(config, request.launcher)
+    agree_on_start(request, config, worker)
+    check_delivery(config, worker)
+    return config, source, worker
+
+
 def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     """`config` with the tokenizer.json beside a Hugging Face model, where the user names no tokenizer.
 
@@ -201,7 +209,7 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     )
 
 
-def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
+def prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     """Data, plan, model and loss, and whether this machine can train them to the end. Collective.
 
     Raises HarnessError for whatever does not fit together. In the folder only the data are written.
@@ -235,7 +243,7 @@ def _prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     return Job(config, data, plan, model, task, unit_warning)
 
 
-def _headline(request: Request, worker: Worker, folder: Path) -> str:
+def headline(request: Request, worker: Worker, folder: Path) -> str:
     """Which run this is, how it was launched and on what."""
     launch = request.launcher
     if request.config.engine.name != "auto":
@@ -299,34 +307,47 @@ def _announce(
     facts: Mapping[str, Any],
 ) -> None:
     """Say what the run is, and warn of what its user may not expect. Collective. facts: of the data."""
-    config, screen, step = job.config, telemetry.screen, initial.step or 0
-    params = flat(config.model_dump(mode="json"))
-    in_fp8 = bool(job.plan.fp8_layers())
-
-    # For the screen: the data, and settings that this run is too short to use.
-    for line in trained_on(facts, params):
-        screen.say(f"data {line}")
-    for line in data_doubts(config, facts):
-        screen.say(f"data note: {line}")
-    stats_every = request.recipe.fp8.stats_every if in_fp8 else None
-    if text := left_out(config, stats_every, worker.group.world_size):
-        screen.say(text)
+    params, screen, step = flat(job.config.model_dump(mode="json")), telemetry.screen, initial.step
+    for line in first_lines(request, job, worker, facts):
+        screen.say(line)
     screen.unit, screen.counted = job.task.unit, facts.get("counted", "tokens")
 
     # The journal's first row says what the run is; events come after it.
     telemetry.begin(_tags(job.plan, worker), params, facts)
+    for code, text in doubts(request, start, job, worker):
+        telemetry.tell(step or 0, code, text)
 
-    # Warnings, which the journal keeps. A resume that changes nothing has been warned of its warm-up already.
+
+def first_lines(request: Request, job: Job, worker: Worker, facts: Mapping[str, Any]) -> list[str]:
+    """For the screen: the data, and settings that this run is too short to use. facts: of the data."""
+    config = job.config
+    params = flat(config.model_dump(mode="json"))
+    lines = [f"data {line}" for line in trained_on(facts, params)]
+    lines += [f"data note: {line}" for line in data_doubts(config, facts)]
+    stats_every = request.recipe.fp8.stats_every if job.plan.fp8_layers() else None
+    if text := left_out(config, stats_every, worker.group.world_size):
+        lines.append(text)
+    return lines
+
+
+def doubts(
+    request: Request, start: StartingPoint, job: Job, worker: Worker
+) -> list[tuple[str, str]]:
+    """Warnings as (event code, text), which the journal keeps. Collective."""
+    config = job.config
+    found: list[tuple[str, str]] = []
+    # A resume that changes nothing has been warned of its warm-up already.
     text = warmup_doubt(config.train)
     if text and (start.resumed is None or start.resumed.changes):
-        telemetry.tell(step, "train.warmup", text)
+        found.append(("train.warmup", text))
+    in_fp8 = bool(job.plan.fp8_layers())
     if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
-        telemetry.tell(step, "precision.unwatched", text)
+        found.append(("precision.unwatched", text))
     changed = source_changes(config.data, start.folder / "data") if worker.is_lead else None
-    for text in worker.group.broadcast(changed):
-        telemetry.tell(step, "data.source", text)
+    found += [("data.source", text) for text in worker.group.broadcast(changed)]
     if job.unit_warning:
-        telemetry.tell(step, "loss.unit", job.unit_warning)
+        found.append(("loss.unit", job.unit_warning))
+    return found
 
 
 def _tags(plan: Plan, worker: Worker) -> dict[str, str]:

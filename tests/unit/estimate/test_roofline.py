@@ -11,6 +11,7 @@ from harness.capability.cards import CARDS
 from harness.core.errors import ConfigError
 from harness.estimate.roofline import (
     Op,
+    bottleneck,
     device_seconds,
     find_card,
     read_calibration,
@@ -97,6 +98,32 @@ def test_small_kernels_cost_their_minimum_and_their_launch() -> None:
     assert step_seconds([op(reads=10**9)], RATES) == pytest.approx(
         device_seconds([op(reads=10**9)], RATES)
     )
+
+
+_FP8 = {"reads": 10**6, "flops": 1e12, "unit": "fp8"}
+_HALF = {"reads": 10**6, "flops": 1e12, "unit": "half"}
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        ([op(**_FP8)], "fp8-gemms"),
+        ([op(**_FP8), op(**_HALF)], "gemms"),
+        ([op(**_HALF, attention=True)], "attention"),
+        ([op(**_HALF, attention=True), op(**_HALF), op(**_HALF)], "gemms"),
+        ([op(reads=10**9, purpose="optimizer"), op(reads=10**8)], "optimizer"),
+        ([op(reads=10**9), op(reads=10**8, purpose="optimizer")], "memory-bandwidth"),
+        # A GEMM of few rows: its weights take longer to read than to multiply.
+        ([op(reads=10**9, flops=1e9, unit="half")], "memory-bandwidth"),
+        # 4 us of launching each, against 2 us at least on the card.
+        ([op(reads=4, writes=4)] * 10, "host/launches"),
+        # Launched in time beside a long kernel, and together longer than that.
+        ([op(reads=4, writes=4, kernels=1)] * 400 + [op(reads=2 * 10**9, writes=0)] * 3, "memory-bandwidth"),
+        ([op(reads=4, writes=4)] * 900 + [op(reads=15 * 10**8), *[op(**_FP8)] * 2], "host/launches"),
+    ],
+)  # fmt: skip
+def test_the_bottleneck_is_what_most_time_goes_to(ops: list[Op], expected: str) -> None:
+    assert bottleneck(ops, RATES) == expected
 
 
 def proof(tmp_path: Path, **changed: object) -> Path:
