@@ -103,8 +103,8 @@ def train_ranks(
     Waits for all ranks. The result has their output, one rank after the other, and the first exit code that is not 0.
     """
     line = [str(program or TRAIN), *command(*arguments)[2:]]
-    paths = {"PYTHONPATH": str(ROOT)} if program else {}
-    processes = start_ranks(folder, ranks, line, kind, **paths)
+    paths = str(ROOT) if program else os.environ.get("PYTHONPATH", "")
+    processes = start_ranks(folder, ranks, line, kind, PYTHONPATH=paths)
     try:
         codes = [each.wait(warm.PATIENCE) for each in processes]
     finally:
