@@ -255,13 +255,8 @@ class Recording:
         if device is not None and torch.device(device).type != "cpu":
             raise self.refusal(f"{_name(function)} copies a tensor to {device}")
 
-        try:
-            with self._fakes:
-                made = function(*args, **kwargs)
-        except Exception as error:
-            # An operator of somebody's own comes here without passing `_Differences`.
-            self.refusal(f"{_name(function)}: {_short(error)}")
-            raise
+        with self._fakes:
+            made = function(*args, **kwargs)
         return self._note(function, flat, layout, written, made)
 
     def later(self, source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

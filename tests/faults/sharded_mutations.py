@@ -191,13 +191,6 @@ SHARDED: tuple[Mutation, ...] = (
     ),
     Mutation(
         22,
-        "a constructor that catches the error of an operator of its own is built whole",
-        '            self.refusal(f"{_name(function)}: {_short(error)}")\n',
-        "",
-        f"{_DEFERRED} -k cannot_be_recorded",
-    ),
-    Mutation(
-        22,
         "a constructor that compares addresses is built whole",
         "        if func in _SHOW_MEMORY:\n",
         "        if False:\n",
