@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs import events, metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults(7)]
+pytestmark = [pytest.mark.nightly, pytest.mark.faults(7)]
 
 HALF = 4096
 """Bytes: the dynamic linker maps the rest of such a file, and the kernel answers a read of it with SIGBUS."""
