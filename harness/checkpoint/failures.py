@@ -17,8 +17,10 @@ from safetensors import SafetensorError
 from harness.core.errors import CheckpointError, ExitCode, Problem
 
 _OS_ERROR = re.compile(r"os error (\d+)")
-# How torch's allocator of a CPU words it, in a RuntimeError.
-_NO_MEMORY = "can't allocate memory"
+# Limits of the process, which no disk lifts: memory, and open files.
+_OF_THE_PROCESS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+# How torch words it in a RuntimeError: of the CPU's allocator, and of pinned memory.
+_NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 class CannotSaveError(CheckpointError):
@@ -32,10 +34,10 @@ def is_of_the_disk(error: BaseException) -> bool:
 
     A CheckpointError says so itself: it is one of the disk, or a CannotSaveError.
     """
-    if isinstance(error, OSError):
-        return error.errno != errno.ENOMEM
-    if isinstance(error, SafetensorError):
-        return _OS_ERROR.search(str(error)) is not None
+    if isinstance(error, OSError | SafetensorError):
+        number = _error_number(error)
+        # A timeout of Python's own has no number.
+        return number not in _OF_THE_PROCESS and (number is not None or isinstance(error, OSError))
     return isinstance(error, CheckpointError) and not isinstance(error, CannotSaveError)
 
 
@@ -63,6 +65,14 @@ def cannot_save(where: Path, error: BaseException) -> CannotSaveError:
 def _is_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if _error_number(error) == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
+def _error_number(error: BaseException) -> int | None:
+    """The operating system's number of an error, which safetensors has in its text alone; None if there is none."""
     if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _NO_MEMORY in str(error)
+        return error.errno
+    found = _OS_ERROR.search(str(error)) if isinstance(error, SafetensorError) else None
+    return None if found is None else int(found[1])

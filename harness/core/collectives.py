@@ -98,11 +98,14 @@ class Fingerprint:
     signs: the top bit times any odd number is the top bit, and two of them cancel.
 
     Bits are compared, not values: signed zeros and NaN payloads count. A tensor has at most 32 GB on a CPU.
+
+    portable: whether a GPU's hashes are those of a CPU, for hashes that are kept. It takes more kernel launches, and
+        limits a tensor to 32 GB there, too.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, portable: bool = False) -> None:
         self.device = device
-        self._chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+        self._chunk = _CPU_CHUNK if portable or device.type == "cpu" else _GPU_CHUNK
         # The factor of word i of chunk c is within[i] * between[c].
         self._within = torch.from_numpy(_odd(0, self._chunk)).to(device)
         self._between = torch.from_numpy(_odd(1, _MOST_CHUNKS)).to(device)

@@ -62,8 +62,10 @@ _REWRITES = (
 )
 # These give a tensor other memory, or memory of another size.
 _MOVES = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_")
-# What these return shows the memory itself, which is not there: an address, the bytes, a pickle of them.
+# These show or walk the memory itself, which is not there: an address, the bytes, a pickle of them, each element.
 _SHOW_MEMORY = (
+    Tensor.apply_,
+    Tensor.__repr__,
     Tensor.data_ptr,
     Tensor.storage,
     Tensor.untyped_storage,

@@ -50,7 +50,8 @@ class InitialWeights:
         self._model = model
         self._device = device
         self._where = where
-        self._fingerprint = Fingerprint(device)
+        # Checkpoints keep the hashes of frozen weights.
+        self._fingerprint = Fingerprint(device, portable=True)
         self._recording = recording_of(model)
         # What the recording knows of each tensor without memory. Sharding puts other tensors in their places.
         self._views: dict[str, Any] = {}

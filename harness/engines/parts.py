@@ -85,7 +85,7 @@ def kept_state(
     if frozen_meta is None:
         if hashes is None:
             device = next(iter(frozen.values())).device
-            of_frozen = Fingerprint(device).of(frozen.values())
+            of_frozen = Fingerprint(device, portable=True).of(frozen.values())
         else:
             of_frozen = torch.stack([hashes[name] for name in frozen])
         pairs = list(zip(frozen, of_frozen.tolist(), strict=True))

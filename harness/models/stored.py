@@ -71,17 +71,23 @@ class StoredTensor(Source):
         first = self.begin + begin * width * self.dtype.itemsize
         try:
             with self.file.open("rb", buffering=0) as stream:
-                if _place(os.fstat(stream.fileno())) != self.place:
-                    why = "some weights would be the old ones, and some the new"
-                    fix = "start again when nothing writes into the folder"
-                    what = "has changed since the start"
-                    raise ConfigError(Problem(what, str(self.file), why, fix))
+                self._require_same(stream)
                 stream.seek(first)
                 _fill(data, stream)
+                # A writer may have come in meanwhile.
+                self._require_same(stream)
         except OSError as error:
             what = f"cannot be read any more: {error}"
             raise ConfigError(Problem(what, str(self.file), fix="copy it again")) from error
         return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
+
+    def _require_same(self, stream: FileIO) -> None:
+        """Raise ConfigError if the file is another one than when the tensor was found."""
+        if _place(os.fstat(stream.fileno())) != self.place:
+            what = "has changed since the start"
+            why = "some weights would be the old ones, and some the new"
+            fix = "start again when nothing writes into the folder"
+            raise ConfigError(Problem(what, str(self.file), why, fix))
 
 
 def read_later(files: Iterable[Path]) -> dict[str, Tensor]:

@@ -226,12 +226,19 @@ def test_an_error_of_the_disk_is_no_defect(
     assert saved.defect is None
 
 
+def test_a_limit_of_open_files_is_not_of_the_disk() -> None:
+    assert not is_of_the_disk(OSError(errno.EMFILE, "Too many open files"))
+    assert is_of_the_disk(TimeoutError("no answer"))
+
+
 @pytest.mark.parametrize(
     "error",
     [
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory"),  # of pinned memory
+        SafetensorError("Error while serializing: I/O error: Cannot allocate memory (os error 12)"),
     ],
 )
 def test_memory_that_is_lacking_is_named_however_it_is_worded(error: Exception) -> None:

@@ -289,6 +289,11 @@ class Odd(nn.Module):
             other = torch.randn(100, 100)
             if weight.data_ptr() == other.data_ptr():  # as for tied weights
                 weight.data.zero_()
+        elif kind == "each":
+            weight.data.apply_(lambda value: value / 2)
+        elif kind == "printed":
+            if "FakeTensor" in repr(weight):
+                weight.data.zero_()
         elif kind == "shared":
             self.again = nn.Parameter(weight.data)
         elif kind == "lazy":
@@ -310,6 +315,8 @@ class Odd(nn.Module):
         ("caught pickle", "Tensor.__reduce_ex__ asks for memory"),
         ("caught share", "Tensor.share_memory_: RuntimeError"),
         ("address", "Tensor.data_ptr asks for memory"),
+        ("each", "Tensor.apply_ asks for memory"),
+        ("printed", "Tensor.__repr__ asks for memory"),
         ("shared", "linear.weight and again share memory|again and linear.weight share memory"),
         ("lazy", "lazy.weight gets its shape in the first forward"),
     ],
@@ -321,7 +328,7 @@ def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
     assert not deferred.is_building()
     made: Any = Odd(kind)
     assert made.linear.weight.shape == (100, 100)
-    if kind in EXPECTS_ERRORS or kind == "address":
+    if kind in EXPECTS_ERRORS or kind in ("address", "each", "printed"):
         assert made.linear.weight.any(), "a whole build does not come to the error"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from harness.core import deferred
 from harness.core.errors import ConfigError
+from harness.models import stored
 from harness.models.stored import read_later
 
 STORED = {
@@ -58,8 +60,10 @@ def test_ranks_of_a_machine_know_that_they_read_the_same_file(tmp_path: Path) ->
     assert places[0] != places[2]
 
 
-@pytest.mark.parametrize("what", ["replaced", "touched", "gone"])
-def test_a_file_that_changes_meanwhile_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["replaced", "touched", "gone", "while it is read"])
+def test_a_file_that_changes_meanwhile_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.safetensors"
     save_file(STORED, file)
     model = built(file)
@@ -69,6 +73,14 @@ def test_a_file_that_changes_meanwhile_is_refused(what: str, tmp_path: Path) -> 
         os.replace(tmp_path / "new", file)
     elif what == "touched":
         os.utime(file, ns=(1, 1))
+    elif what == "while it is read":
+        fill = stored._fill
+
+        def fill_and_write(data: torch.Tensor, stream: FileIO) -> None:
+            fill(data, stream)
+            os.utime(file, ns=(1, 1))
+
+        monkeypatch.setattr(stored, "_fill", fill_and_write)
     else:
         file.unlink()
     told = "cannot be read any more" if what == "gone" else "has changed since the start"
