@@ -71,6 +71,14 @@ def compared(*words: str | Path, code: int = 0) -> Any:
     return done.output if code else json.loads(done.stdout)
 
 
+def shown(*folders: Path) -> str:
+    """The text of `harness compare`."""
+    line = ["compare", *map(str, folders), "--no-picture"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def at(found: Any) -> tuple[int, str, str]:
     first = found["first_divergence"]
     return first["step"], first["tensor"], first["kind"]
@@ -136,7 +144,7 @@ def test_one_bit_is_found_at_its_step(
     found = compared(make(tmp_path / "a"), make(tmp_path / "b", change))
     assert at(found) == expected
     assert found["first_divergence"]["a"] != found["first_divergence"]["b"]
-    assert "nothing that is recorded differs" in found["evidence"]
+    assert "nothing that is recorded and can change a number differs" in found["evidence"]
 
 
 def test_the_first_figure_is_that_which_a_step_computes_first(tmp_path: Path) -> None:
@@ -188,6 +196,72 @@ def test_without_the_slot_file_the_journals_series_are_compared(tmp_path: Path) 
     assert found["compared"]["every_slot"] is False
 
 
+def _torn(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def _damaged(path: Path) -> None:
+    """The payload of step 15's frame is overwritten; the frames around it can be read."""
+    content = bytearray(path.read_bytes())
+    frames = path.read_bytes().split(b"FP8s")
+    at = len(b"FP8s".join(frames[:15])) + 20  # after the frame's header
+    content[at : at + 8] = bytes(8)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("loss", [_torn, _damaged])
+def test_steps_that_a_slot_file_lost_are_compared_by_the_journals_series(
+    tmp_path: Path, loss: Callable[[Path], None]
+) -> None:
+    name = SLOTS[1]
+
+    def series(factor: float) -> Change:
+        def change(step: int, row: dict[str, float], slots: dict[str, np.ndarray]) -> None:
+            row[f"fp8_amax/{name}"] = factor * step if step == 15 else float(step)
+
+        return change
+
+    one = make(tmp_path / "a", series(1.0))
+    same, other = make(tmp_path / "same", series(1.0)), make(tmp_path / "b", series(2.0))
+    for run in (same, other):
+        loss(run / SLOT_FILE)
+    found = compared(one, other)
+    assert at(found) == (15, name, "amax")
+    assert len(found["differ_in_that_step"]) == 1, "a figure that both have is listed once"
+    assert found["compared"]["every_slot"] is False
+
+    found = compared(one, same)
+    assert (found["first_divergence"], found["compared"]["every_slot"]) == (None, False)
+    text = shown(one, same)
+    assert "FP8 figures of every step are not in both runs: where not, only the journal's" in text
+
+
+def test_runs_without_fp8_lack_no_figures(tmp_path: Path) -> None:
+    text = shown(make(tmp_path / "a", slots=False), make(tmp_path / "b", slots=False))
+    assert "no divergence" in text
+    assert "not in both runs" not in text
+
+
+@pytest.mark.parametrize(("step", "evidence"), [(1, "initial weights"), (2, "the update before")])
+def test_a_loop_that_logs_its_loss_in_some_steps_is_compared_in_all_that_have_fp8_figures(
+    tmp_path: Path, step: int, evidence: str
+) -> None:
+    def every(folder: Path, change: Change) -> Path:
+        run = make(folder, change)
+        journal = run / "journal.jsonl"
+        rows = [json.loads(line) for line in journal.read_text().splitlines()]
+        kept = [row for row in rows if row["kind"] != "metrics" or row["step"] % 10 == 0]
+        journal.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        return run
+
+    one, other = every(tmp_path / "a", of_slots(99, 0)), every(tmp_path / "b", of_slots(step, 1))
+    found = compared(one, other)
+    assert at(found) == (step, SLOTS[1], "amax")
+    assert evidence in found["evidence"]
+    assert f"first divergence, of steps 1-20 of a and b: step {step}" in shown(one, other)
+
+
 def test_a_rollback_hides_no_divergence_that_it_discarded(tmp_path: Path) -> None:
     """The step as it ran first differs; the one that replaced it does not."""
     one = make(tmp_path / "a")
@@ -200,17 +274,28 @@ def test_a_rollback_hides_no_divergence_that_it_discarded(tmp_path: Path) -> Non
     assert at(compared(one, other)) == (20, "loss", "loss")
 
 
-def test_a_rollback_of_one_run_alone_is_the_cause_of_what_follows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [16, 19])
+def test_a_rollback_of_one_run_alone_is_the_cause_of_what_follows(
+    tmp_path: Path, first: int
+) -> None:
+    """Of the steps that it made run again, too: the first of them is before the step that its event names."""
     one, other = make(tmp_path / "a"), make(tmp_path / "b")
     with Journal(other / "journal.jsonl", resume_step=21) as journal:
         journal.event(18, "guard.rollback", to_step=15, passed_over=[16])
         journal.attempt = 2
         for step in range(16, 21):
-            journal.metrics(step, {"train/loss": 5.0 - step / 10 + (step >= 19)})
+            journal.metrics(step, {"train/loss": 5.0 - step / 10 + (step >= first)})
     found = compared(one, other)
-    assert at(found) == (19, "loss", "loss")
+    assert at(found) == (first, "loss", "loss")
     assert found["compared"]["only_repeated_steps_differ"]
     assert keys(found)[0] == ("event", "guard.rollback at step 18")
+
+
+def test_another_file_for_deepspeed_is_a_cause(tmp_path: Path) -> None:
+    one = make(tmp_path / "a", params={"engine.deepspeed": "fp32.json"})
+    change = of_metric(3, "train/grad_norm")
+    found = compared(one, make(tmp_path / "b", change, params={"engine.deepspeed": "bf16.json"}))
+    assert keys(found) == [("config", "engine.deepspeed")]
 
 
 def test_several_seeds_are_a_side_with_an_interval(tmp_path: Path) -> None:
