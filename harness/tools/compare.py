@@ -25,7 +25,6 @@ from harness.report.differences import (
     Difference,
     differences,
     likely_causes,
-    machine,
 )
 from harness.report.divergence import Compared, Split, compare
 from harness.report.sides import Gap, Ratio, Side, loss_gaps, memory, notes, pair, speed, two_sides
@@ -161,7 +160,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         fix = "compare runs that trained over the same steps"
         raise ConfigError(Problem(what, "harness compare", fix=fix))
     given = differences(one, other)
-    machines = {side.letter: machine(run) for side, run in ((a, one), (b, other))}
+    throughput, peak = speed(a, b), memory(a, b)
     return Comparison(
         a=a,
         b=b,
@@ -170,9 +169,9 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         compared=compared,
         causes=likely_causes(compared, given, one, other),
         gaps=loss_gaps(a, b),
-        speed=speed(a, b),
-        memory=memory(a, b),
-        notes=notes(a, b, machines),
+        speed=throughput,
+        memory=peak,
+        notes=notes(a, b, is_measured=throughput is not None or peak is not None),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def make(
     steps: Sequence[int] = range(1, 21),
     params: Mapping[str, Any] | None = None,
     slots: bool = True,
-    **tags: str,
+    **tags: Any,
 ) -> Path:
     """A run whose figures are a function of the step; `change` alters those of a step in place."""
     file = SlotFile(folder / SLOT_FILE)
@@ -325,6 +326,68 @@ def test_several_seeds_are_a_side_with_an_interval(tmp_path: Path) -> None:
     assert uneven[0] <= low < high <= uneven[1], "degrees of freedom are rounded down"
 
 
+RERUN = {"train.seed": 1}
+NONE = {"train.seed": None}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [(RERUN, "A has seed 1 twice: no interval"), (NONE, "A has runs without a recorded seed")],
+)
+def test_runs_of_one_seed_have_no_interval(
+    tmp_path: Path, seeds: dict[str, Any], note: str
+) -> None:
+    folders = [make(tmp_path / f"a{place}", params=seeds) for place in range(2)]
+    for seed in (1, 2):
+        params = {"train.seed": seed, "train.lr": 0.2}
+        folders.append(make(tmp_path / f"b{seed}", params=params))
+    found = compared(*folders)
+    assert {gap["interval_95"] for gap in found["loss"].values()} == {None}
+    assert note in found["notes"][0]
+    assert len(found["notes"]) == 1
+
+
+@pytest.mark.parametrize("apart", ["precision.resolved", "recipe.sha256", "card", "start"])
+def test_seeds_that_ran_in_something_else_are_no_side(tmp_path: Path, apart: str) -> None:
+    folders: list[Path] = []
+    for lr in (0.1, 0.2):
+        for seed in (0, 1):
+            params = {"train.seed": seed, "train.lr": lr}
+            is_other = (lr, seed) == (0.1, 1)
+            tags = {apart: "other"} if is_other and apart != "start" else {}
+            folder = make(tmp_path / f"lr{lr}-seed{seed}", params=params, **tags)
+            if is_other and apart == "start":
+                (folder / "started_from.json").write_text('{"path": "runs/x/checkpoints/step-1"}')
+            folders.append(folder)
+    text = " ".join(compared(*folders, code=2).split())
+    assert "make 3 sides, not two" in text
+    assert "resolved precision, card" in text
+
+
+def test_machines_are_named_where_speed_is_compared(tmp_path: Path) -> None:
+    def unmeasured(step: int, row: dict[str, float], slots: dict[str, np.ndarray]) -> None:
+        del row["train/tokens_per_second"], row["train/peak_memory_gib"]
+
+    one = make(tmp_path / "a")
+    (note,) = compared(one, make(tmp_path / "b", tier="Hopper"))["notes"]
+    assert note.endswith("machines: A not recorded; B [tier Hopper]")
+    assert not compared(one, make(tmp_path / "c", unmeasured, tier="Hopper"))["notes"]
+
+    folders: list[Path] = []
+    for lr in (0.1, 0.2):
+        for seed, tier in enumerate(("Ada", "Hopper")):
+            params = {"train.seed": seed, "train.lr": lr}
+            folders.append(make(tmp_path / f"{lr}-{seed}", params=params, tier=tier))
+    (note,) = compared(*folders)["notes"]
+    assert note.endswith("of each side are of several machines: [tier Ada], [tier Hopper]")
+
+
+def test_data_without_a_hash_are_not_said_to_differ(tmp_path: Path) -> None:
+    one = make(tmp_path / "a")
+    (note,) = compared(one, make(tmp_path / "b", data=None))["notes"]
+    assert note == "whether the data are the same is not recorded"
+
+
 def test_three_configs_are_refused_with_the_sides_that_they_make(tmp_path: Path) -> None:
     folders = [make(tmp_path / name, params={"train.lr": lr}) for lr, name in enumerate("abc")]
     text = compared(*folders, code=2)
@@ -364,6 +427,16 @@ def test_the_picture_is_drawn_where_the_command_is_started(
     assert (tmp_path / "compare-a-$b.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(app, ["compare", str(one), str(other), "--no-picture"])
     assert "picture" not in done.output
+
+
+def test_a_folder_whose_name_is_no_text_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make(tmp_path / "a"), make(tmp_path / os.fsdecode(b"b\xff"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["compare", str(one), str(other)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "compare-a-b.png").is_file()
 
 
 def test_no_text_of_a_run_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
