@@ -354,7 +354,7 @@ def test_seeds_that_ran_in_something_else_are_no_side(tmp_path: Path, apart: str
         for seed in (0, 1):
             params = {"train.seed": seed, "train.lr": lr}
             is_other = (lr, seed) == (0.1, 1)
-            tags = {apart: "other"} if is_other and apart != "start" else {}
+            tags: dict[str, Any] = {apart: "other"} if is_other and apart != "start" else {}
             folder = make(tmp_path / f"lr{lr}-seed{seed}", params=params, **tags)
             if is_other and apart == "start":
                 (folder / "started_from.json").write_text('{"path": "runs/x/checkpoints/step-1"}')
