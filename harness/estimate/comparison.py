@@ -40,13 +40,14 @@ class CardEstimate:
         """The card's entry in `cards` of `--json`: what `Prediction.as_dict` has, under the card's short name.
 
         with_plan: also what plan.json would hold.
+        Of a card that cannot train the run it has no figures; `entries` adds them as null.
         """
         named: dict[str, Any] = {"card": self.offer.name, "device": self.offer.card.name}
         price = {"price_per_hour": self.offer.price}
         if self.made is None:
             problems = [str(problem) for problem in self.problems]
-            nothing = dict.fromkeys(("resolved", "tokens_per_second", "hours", "cost"))
-            return {**named, "fits": False, **nothing, **price, "problems": problems}
+            nothing = {"fits": False, "layers": {}, "would_fit": []}
+            return {**named, **nothing, **price, "problems": problems}
 
         made = self.made
         cost = self.cost(made.hours, made.ranks)
@@ -81,6 +82,16 @@ class CardEstimate:
             "cost": None if cost is None else round(cost, 6),
             "another_training": way.retrains,
         }
+
+
+def entries(found: Sequence[CardEstimate], with_plan: bool) -> list[dict[str, Any]]:
+    """`cards` of `--json`: an entry for each card, all with the same keys.
+
+    found: of `compare`: at least one card can train the run.
+    """
+    cards = [each.as_dict(with_plan) for each in found]
+    keys = {key: None for card in cards for key in card}
+    return [{**keys, **card} for card in cards]
 
 
 def tokens_per_second(made: Prediction, timing: Timing) -> int | None:

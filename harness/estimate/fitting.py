@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.core.config import RunConfig, merge, parse_overrides
-from harness.core.errors import ConfigError
+from harness.core.errors import ConfigError, clipped
 from harness.core.schema import find_target, validate
 from harness.estimate.prediction import Prediction, Timing, Traces, time_steps, trace_rung
 from harness.estimate.recorder import COPIES, LASTING, OPTIMIZER_STATE
@@ -34,6 +34,7 @@ _MOST_RANKS = 8
 # Optimizers that keep less than the one that is asked for, the one with more state first.
 _SMALLER = {"adamw": ("muon", "sgd"), "muon": ("sgd",)}
 _ONE = "train.micro_batch=1"
+_LONGEST_REASON = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def ways_to_fit(
     """The changes under which the run fits the card of `made`; empty if it fits, or if no change that is tried helps.
 
     made: the run as it was asked for.
-    say: called with what is traced next. That may be some fifteen steps.
+    say: called with what is traced next, which may be some fifteen steps, and with what a change raised that is left
+        out for it.
     """
     if made.fits:
         return ()
@@ -125,7 +127,11 @@ class _Search:
         if target.startswith(PREFIX):
             return frozenset()
         function = find_target(f"model.target {target!r}", target, "models")
-        return frozenset(inspect.signature(function).parameters)
+        try:
+            return frozenset(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            # Of a function that is compiled, Python may not know the arguments.
+            return frozenset()
 
     def _alone_or_together(self, choices: Sequence[Sequence[str]], gentle: Sequence[str]) -> None:
         """Try each change by itself. Only if none of them is enough, try all of them."""
@@ -209,7 +215,8 @@ class _Search:
         """Trace the run with `overrides` on the same rung. None if it does not fit, or cannot run like this."""
         ranks = ranks or self._made.ranks
         made, rates = self._made, self._made.calibration.rates
-        self._say(f"would it fit with --ranks {ranks} {' '.join(overrides)}?")
+        tried = f"--ranks {ranks} {' '.join(overrides)}"
+        self._say(f"would it fit with {tried}?")
         try:
             config = changed(self._config, overrides)
             there, _ = trace_rung(
@@ -217,6 +224,11 @@ class _Search:
             )
         except ConfigError:
             # An engine that does not take the optimizer, for one.
+            return None
+        except Exception as error:
+            # A model may raise anything, as batch normalisation does of a single sample. The prediction stands.
+            text = clipped(" ".join(str(error).split()), _LONGEST_REASON)
+            self._say(f"{tried} is left out: it raised {type(error).__name__}: {text}")
             return None
         if there.peak > self._room:
             return None

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.engines import fsdp
+from harness.engines import fsdp, initial_weights
 
 
 @contextmanager
@@ -38,8 +38,10 @@ def imagined(ranks: int) -> Iterator[None]:
     try:
         # Objects and hashes travel as values of tensors, which fakes do not have. All ranks are as this one is.
         with (
-            mock.patch.object(fsdp, "_require_same_weights", return_value=None),
+            mock.patch.object(initial_weights, "gather_texts", lambda text: [text] * ranks),
+            mock.patch.object(initial_weights.InitialWeights, "_differing", return_value=[]),
             mock.patch.object(fsdp.FsdpEngine, "_require_gradients", return_value=None),
+            mock.patch.object(fsdp.FsdpEngine, "_require_same_order", return_value=None),
             mock.patch.object(fsdp, "init_device_mesh", real_mesh),
             mock.patch.object(dist, "all_gather_object", gather_object),
             mock.patch.object(dist, "broadcast_object_list", return_value=None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ Floats = npt.NDArray[np.float64]
 
 def picture_path(a: Side, b: Side, folder: Path) -> Path:
     """`compare-<A>-<B>.png` in `folder`, after the first run of each side."""
-    names = [side.runs[0].run_dir.name.encode()[:_LONGEST_IN_NAME] for side in (a, b)]
+    # A folder's name may be no UTF-8, or be cut within a character: what is no text is left out.
+    names = [os.fsencode(side.runs[0].run_dir.name)[:_LONGEST_IN_NAME] for side in (a, b)]
     one, other = (name.decode(errors="ignore") for name in names)
     return folder / f"compare-{one}-{other}.png"
 

@@ -47,7 +47,7 @@ _OF_VALIDATION = ("data.val", "train.eval_every")
 _OF_GUARD = ("guard.",)
 _WITHOUT_EFFECT = (
     *("tracking.", "checkpoint.", "train.max_minutes", "engine.timeout_seconds"),
-    *("data.cache", "engine.deepspeed", "guard.measure_every"),
+    *("data.cache", "guard.measure_every"),
 )
 # Where the data are, and how they are read. The hash says whether they are the same.
 _WAYS_TO_DATA = ("data.path", "data.format", "data.text_key", "data.tokenizer", "data.revision")
@@ -198,7 +198,7 @@ def likely_causes(
     if not compared.splits:
         return None
     reading = _read(compared)
-    acts = _acts(a, b, compared.splits[0].step)
+    acts = _acts(a, b, compared)
     effective = _with_effect(given)
 
     ranked: list[tuple[int, int, Difference]] = []
@@ -225,7 +225,8 @@ def likely_causes(
     if effective:
         return Causes(f"{reading.evidence}; nothing else that is recorded differs", effective)
     return Causes(
-        f"{reading.evidence}; nothing that is recorded differs: look at operations that are not deterministic "
+        f"{reading.evidence}; nothing that is recorded and can change a number differs: look at operations that are "
+        "not deterministic "
         "(engine.deterministic=true), at the code of model and data, and at the hardware"
     )
 
@@ -307,9 +308,10 @@ def _with_effect(given: Sequence[Difference]) -> list[Difference]:
     return found
 
 
-def _acts(a: RunHistory, b: RunHistory, step: int) -> list[Difference]:
-    """Switches, rollbacks and changed configs before `step` that only one of the runs has."""
-    counted = [Counter(_acts_of(history, step)) for history in (a, b)]
+def _acts(a: RunHistory, b: RunHistory, compared: Compared) -> list[Difference]:
+    """Switches, rollbacks and changed configs before the first difference that only one of the runs has."""
+    step = compared.splits[0].step
+    counted = [Counter(_acts_of(history, step, compared.again)) for history in (a, b)]
     found: list[Difference] = []
     for key, count in (counted[0] - counted[1]).items():
         found.append(Difference(EVENT, key, count, 0))
@@ -318,11 +320,18 @@ def _acts(a: RunHistory, b: RunHistory, step: int) -> list[Difference]:
     return found
 
 
-def _acts_of(history: RunHistory, step: int) -> Iterator[str]:
+def _acts_of(history: RunHistory, step: int, again: bool) -> Iterator[str]:
+    """again: whether `step` is one that ran again after a rollback."""
     for event in history.events:
+        if event["code"] not in _ACTING:
+            continue
+        acted = event["step"]
+        if again and event["code"] == "guard.rollback":
+            # It is named after the step that it was decided in, and acts on all that ran again.
+            acted = min(acted, event.get("to_step", acted))
         # A switch is carried out before the step that its event names.
         latest = step if event["code"] == SWITCHED else step - 1
-        if event["code"] not in _ACTING or event["step"] > latest:
+        if acted > latest:
             continue
         text = f"{event['code']} at step {event['step']}"
         layers = [*event.get("demote", ()), *event.get("promote", ())]

@@ -17,6 +17,7 @@ are summaries of figures that are compared themselves.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +94,10 @@ class Compared:
     """What was compared, and what differs first.
 
     steps: how many steps both runs have a loss of.
-    first, last: the first and the last of these steps.
-    slots: whether every step's FP8 figures were compared; else those that the journals have.
+    first, last: the first and the last step that was compared. A loop may log its loss in some steps alone, and have
+        the FP8 figures of all.
+    slots: whether the FP8 figures of all of `steps` were compared, up to the first difference. Where they were not, the
+        series of the journals were.
     same_norm: whether the parameters' norm is in both at the step of the first difference, and agrees.
     splits: all figures that differ in the first such step, in the order of the step; empty if all agree.
     again: whether only the steps that ran again after a rollback or a restart differ.
@@ -160,64 +163,87 @@ def _as_it_counts(history: RunHistory) -> _View:
     return _View(history.points, history.rows.names(), history.slot_steps)
 
 
+class _Earliest:
+    """The earliest step so far in which a figure differs, infinity if there is none; and its figures that differ."""
+
+    def __init__(self) -> None:
+        self.step = math.inf
+        self.splits: list[Split] = []
+
+    def add(self, split: Split) -> None:
+        if split.step < self.step:
+            self.step = split.step
+            self.splits = []
+        if split.step == self.step:
+            self.splits.append(split)
+
+
 def _compare(a: _View, b: _View, place: Mapping[str, int]) -> Compared:
     shared = np.intersect1d(a.points(LOSS).steps, b.points(LOSS).steps)
-    both_slots = a.slots is not None and b.slots is not None
     if not len(shared):
-        return Compared(0, 0, 0, both_slots)
-
-    # The first step at which a metric differs, and all metrics that differ in it.
-    known = set(b.names)
-    of_step: dict[int, list[Split]] = {}
-    limit = math.inf
-    for name in a.names:
-        if name not in known or not _is_compared(name, both_slots):
-            continue
-        split = _first_split(name, a.points(name), b.points(name))
-        if split is not None and split.step <= limit:
-            limit = split.step
-            of_step.setdefault(split.step, []).append(split)
+        return Compared(0, 0, 0, slots=False)
+    there = set(b.names)
+    both = [name for name in a.names if name in there]
+    none = np.zeros(0, np.int64)
+    earliest = _Earliest()
+    for name in both:
+        if not (_is_left_out(name) or _is_of_slot(name)):
+            _add_first_split(earliest, name, a, b, without=none)
 
     # FP8 figures of all steps up to that one.
+    in_files = none
     if a.slots is not None and b.slots is not None:
-        for step, splits in _slot_splits(a.slots, b.slots, limit):
-            limit = step
-            of_step.setdefault(step, []).extend(splits)
-            break
+        in_files = _add_slot_splits(earliest, a.slots, b.slots)
 
-    splits: list[Split] = []
+    # A file may be torn, or lack steps: the journal has some figures of these.
+    every_slot = bool(np.isin(shared[shared <= earliest.step], in_files).all())
+    if not every_slot:
+        for name in filter(_is_of_slot, both):
+            _add_first_split(earliest, name, a, b, without=in_files)
+
+    splits = sorted(earliest.splits, key=lambda each: _order(each, place))
     same_norm = False
-    if of_step:
-        splits = sorted(of_step[int(limit)], key=lambda each: _order(each, place))
-        norms = [view.points("train/param_norm").get(int(limit)) for view in (a, b)]
+    if splits:
+        norms = [view.points("train/param_norm").get(splits[0].step) for view in (a, b)]
         same_norm = norms[0] is not None and norms[0] == norms[1]
+    reached = [shared, in_files, [split.step for split in splits]]
     return Compared(
         steps=len(shared),
-        first=int(shared[0]),
-        last=int(shared[-1]),
-        slots=both_slots,
+        first=min(int(steps[0]) for steps in reached if len(steps)),
+        last=max(int(steps[-1]) for steps in reached if len(steps)),
+        slots=every_slot,
         same_norm=same_norm,
         splits=splits,
     )
 
 
-def _is_compared(name: str, both_slots: bool) -> bool:
-    """Whether a metric of the journal is compared. With the files of all slots, their series say nothing more."""
-    if is_speed(name) or name.startswith(_REPEATED):
-        return False
-    return not (both_slots and name.partition("/")[0] in _FIELDS)
+def _is_left_out(name: str) -> bool:
+    return is_speed(name) or name.startswith(_REPEATED)
 
 
-def _first_split(name: str, a: Points, b: Points) -> Split | None:
-    """The first step at which a metric has other bits; steps that only one run has are passed over."""
-    steps, of_a, of_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
-    differ = _differ(a.figures[of_a], b.figures[of_b])
-    if not differ.any():
-        return None
-    at = int(np.argmax(differ))
+def _is_of_slot(name: str) -> bool:
+    """Whether a metric of the journal is a series of one FP8 slot."""
+    return name.partition("/")[0] in _FIELDS
+
+
+def _add_first_split(
+    earliest: _Earliest, name: str, a: _View, b: _View, without: npt.NDArray[np.int64]
+) -> None:
+    """Add the first step at which a metric has other bits; steps that only one run has are passed over.
+
+    without: steps that are left out.
+    """
+    of_a, of_b = a.points(name), b.points(name)
+    steps, at_a, at_b = np.intersect1d(
+        of_a.steps, of_b.steps, assume_unique=True, return_indices=True
+    )
+    figures_a, figures_b = of_a.figures[at_a], of_b.figures[at_b]
     stage, tensor, kind = _meaning(name)
-    values = float(a.figures[of_a][at]), float(b.figures[of_b][at])
-    return Split(int(steps[at]), tensor, kind, *values, stage=stage)
+    differ = _differ(figures_a, figures_b) & ~np.isin(steps, without)
+    if differ.any():
+        at = int(np.argmax(differ))
+        values = float(figures_a[at]), float(figures_b[at])
+        earliest.add(Split(int(steps[at]), tensor, kind, *values, stage=stage))
 
 
 def _differ(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -244,11 +270,16 @@ def _stage_of_slot(slot: str) -> int:
     return BACKWARD if split_slot(slot)[1] == "grad_output" else FORWARD
 
 
-def _slot_splits(a: SlotSteps, b: SlotSteps, limit: float) -> Iterator[tuple[int, list[Split]]]:
-    """(step, figures that differ) of each step up to `limit` in which some do."""
+def _add_slot_splits(earliest: _Earliest, a: SlotSteps, b: SlotSteps) -> npt.NDArray[np.int64]:
+    """Add the figures that differ in the first step in which some do; returns the steps that were compared, ascending.
+
+    Steps after the earliest difference are not read.
+    """
+    read = array("q")
     for step, names_a, values_a, names_b, values_b in _together(a, b):
-        if step > limit:
-            return
+        if step > earliest.step:
+            break
+        read.append(step)
         # Slots of both: a layer that only one run has in FP8 is a difference of the plans.
         place = {name: at for at, name in enumerate(names_b)}
         names = [name for name in names_a if name in place]
@@ -261,13 +292,11 @@ def _slot_splits(a: SlotSteps, b: SlotSteps, limit: float) -> Iterator[tuple[int
         for row, figure in enumerate(FIGURES):
             if figure in _SAMPLED:
                 differ[row] &= ~(np.isnan(values_a[row]) | np.isnan(values_b[row]))
-        splits: list[Split] = []
         for row, column in np.argwhere(differ).tolist():
             name = names[column]
             pair = float(values_a[row, column]), float(values_b[row, column])
-            splits.append(Split(step, name, FIGURES[row], *pair, stage=_stage_of_slot(name)))
-        if splits:
-            yield step, splits
+            earliest.add(Split(step, name, FIGURES[row], *pair, stage=_stage_of_slot(name)))
+    return np.array(read, np.int64)
 
 
 def _together(

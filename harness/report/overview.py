@@ -237,7 +237,8 @@ def _state(
     if not status:
         return State.CRASHED, "killed: it wrote no outcome"
     if not isinstance(status, str) or status not in _BY_STATUS:
-        return State.BROKEN, f"outcome.json: no such status: {status}"
+        source = "outcome.json" if outcome.get("status") else JOURNAL
+        return State.BROKEN, f"{source}: no such status: {status}"
     state = _BY_STATUS[status]
     reason = str(outcome.get("reason") or "")
     if state == State.STOPPED:

@@ -1,14 +1,16 @@
 """The two sides of a comparison, and how far they are apart in loss, speed and memory. Torch-free.
 
 A side is one run, or several that differ in their seed alone. With several seeds on both sides a gap has an interval:
-of paired differences where both sides have the same seeds, else of two independent means.
+of paired differences where both sides have the same seeds, else of two independent means. Runs of one seed are no
+independent draws: a side that has a seed twice has no interval.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
@@ -19,7 +21,7 @@ import numpy as np
 from harness.core.errors import ConfigError, Problem, some
 from harness.core.facts import jsonable
 from harness.report import short
-from harness.report.differences import SEEDS
+from harness.report.differences import SEEDS, machine, read_start
 from harness.report.intervals import of_independent, of_paired
 from harness.tracking.existing import LOSS
 from harness.tracking.figures import Points
@@ -31,6 +33,7 @@ WARM_UP = 5
 WINDOW = 10
 """The last steps whose mean loss is compared: a tenth of the run, and at least so many."""
 _MOST_NAMED = 4
+_TAGS_OF_A_SIDE = ("recipe.sha256", "precision.resolved", "card")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class Side:
     def seeds(self) -> list[Any]:
         """The seed of each run; None where it is not recorded."""
         return [seed_of(run) for run in self.runs]
+
+    @property
+    def not_independent(self) -> str:
+        """Why the side's runs are no independent draws, in words; empty if they are."""
+        if None in self.seeds:
+            return f"{self.letter} has runs without a recorded seed"
+        seed, count = Counter(map(str, self.seeds)).most_common(1)[0]
+        if count == 1:
+            return ""
+        return f"{self.letter} has seed {seed} {'twice' if count == 2 else f'{count} times'}"
 
     def as_json(self) -> dict[str, Any]:
         """name, runs (paths), seeds."""
@@ -86,7 +99,10 @@ def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
         names = [run.run_dir.name for run in group]
         named.append(f"[{some(names, _MOST_NAMED)}]")
     what = f"these runs make {len(groups)} side{'s' if len(groups) > 1 else ''}, not two: {', '.join(named)}"
-    why = "runs that differ in nothing but train.seed (and have the same recipe and data) are one side"
+    why = (
+        "runs that differ in nothing but train.seed are one side: same config, recipe, data, resolved precision, card "
+        "and checkpoint that they started from"
+    )
     fix = (
         "give runs of two configs, several seeds of each; or two runs, which are always a side each"
     )
@@ -96,7 +112,9 @@ def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
 def _apart_from_seed(run: RunHistory) -> str:
     """The same text for runs that differ in their seed alone."""
     params = {key: value for key, value in run.run["params"].items() if key not in SEEDS}
-    parts = [params, run.run["tags"].get("recipe.sha256"), run.run["data"].get("sha256")]
+    # The same config may run in another precision, as on another card.
+    tags = [run.run["tags"].get(name) for name in _TAGS_OF_A_SIDE]
+    parts = [params, tags, run.run["data"].get("sha256"), read_start(run)]
     return json.dumps(parts, sort_keys=True, default=str)
 
 
@@ -116,7 +134,7 @@ class Gap:
     what: last, window or validation.
     first, last: the steps that it is of.
     a, b: mean over the runs of each side, in the unit of the losses.
-    interval: 95% interval of b - a; None without several seeds on both sides.
+    interval: 95% interval of b - a; None without several seeds on both sides, each once.
     """
 
     what: str
@@ -171,9 +189,14 @@ def _gap(what: str, a: Side, b: Side, metric: str, steps: Sequence[int]) -> Gap:
     of_a = [_mean(run.points(metric), steps) for run in a.runs]
     of_b = [_mean(run.points(metric), steps) for run in b.runs]
     interval = None
-    if len(of_a) > 1 and len(of_b) > 1 and all(map(math.isfinite, [*of_a, *of_b])):
+    is_independent = not (a.not_independent or b.not_independent)
+    if _have_several(a, b) and is_independent and all(map(math.isfinite, [*of_a, *of_b])):
         interval = _interval(a, b, of_a, of_b)
     return Gap(what, steps[0], steps[-1], mean(of_a), mean(of_b), interval)
+
+
+def _have_several(a: Side, b: Side) -> bool:
+    return len(a.runs) > 1 and len(b.runs) > 1
 
 
 def _mean(points: Points, steps: Sequence[int]) -> float:
@@ -184,11 +207,10 @@ def _mean(points: Points, steps: Sequence[int]) -> float:
 def _interval(
     a: Side, b: Side, of_a: Sequence[float], of_b: Sequence[float]
 ) -> tuple[float, float]:
-    """Paired by seed if both sides have the same seeds, each once."""
+    """Paired by seed if both sides have the same seeds."""
     by_seed_a = dict(zip(map(str, a.seeds), of_a, strict=True))
     by_seed_b = dict(zip(map(str, b.seeds), of_b, strict=True))
-    once = len(by_seed_a) == len(of_a) and len(by_seed_b) == len(of_b)
-    if once and by_seed_a.keys() == by_seed_b.keys():
+    if by_seed_a.keys() == by_seed_b.keys():
         seeds = list(by_seed_a)
         return of_paired([by_seed_a[seed] for seed in seeds], [by_seed_b[seed] for seed in seeds])
     return of_independent(of_a, of_b)
@@ -242,18 +264,40 @@ def _per_side(a: Side, b: Side, metric: str, reduce: Any) -> tuple[float, float]
     return sides[0], sides[1]
 
 
-def notes(a: Side, b: Side, given: Mapping[str, Any]) -> list[str]:
-    """What makes figures of the two sides hard to compare. given: machine of each side, by its letter."""
+def notes(a: Side, b: Side, is_measured: bool) -> list[str]:
+    """What makes figures of the two sides hard to compare. is_measured: whether speed or memory is compared."""
     found: list[str] = []
     one, other = a.runs[0], b.runs[0]
     if one.unit != other.unit:
         found.append(f"losses have other units: {one.unit} in A, {other.unit} in B")
     hashes = [run.run["data"].get("sha256") for run in (one, other)]
-    if hashes[0] != hashes[1]:
+    if None in hashes:
+        found.append("whether the data are the same is not recorded")
+    elif hashes[0] != hashes[1]:
         found.append("the data differ, so losses are of other texts")
-    if given["A"] != given["B"]:
-        texts = {
-            letter: ", ".join(f"{k} {v}" for k, v in each.items()) for letter, each in given.items()
-        }
-        found.append(f"speed and memory are of other machines: A {texts['A']}; B {texts['B']}")
+    if _have_several(a, b):
+        reasons = filter(None, (a.not_independent, b.not_independent))
+        found += [f"{reason}: no interval" for reason in reasons]
+    if is_measured:
+        found += _notes_on_machines(a, b)
     return found
+
+
+def _notes_on_machines(a: Side, b: Side) -> list[str]:
+    """Whether speed and memory are of several machines."""
+    of_a, of_b = _machines(a), _machines(b)
+    texts = [some(each, _MOST_NAMED) for each in (of_a, of_b)]
+    if set(of_a) != set(of_b):
+        return [f"speed and memory are of other machines: A {texts[0]}; B {texts[1]}"]
+    if len(of_a) > 1:
+        return [f"speed and memory of each side are of several machines: {texts[0]}"]
+    return []
+
+
+def _machines(side: Side) -> list[str]:
+    """The machines that a side's runs are of, each once."""
+    found: list[str] = []
+    for run in side.runs:
+        described = ", ".join(f"{name} {value}" for name, value in machine(run).items())
+        found.append(f"[{described}]" if described else "not recorded")
+    return list(dict.fromkeys(found))

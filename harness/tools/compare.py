@@ -25,7 +25,6 @@ from harness.report.differences import (
     Difference,
     differences,
     likely_causes,
-    machine,
 )
 from harness.report.divergence import Compared, Split, compare
 from harness.report.sides import Gap, Ratio, Side, loss_gaps, memory, notes, pair, speed, two_sides
@@ -161,7 +160,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         fix = "compare runs that trained over the same steps"
         raise ConfigError(Problem(what, "harness compare", fix=fix))
     given = differences(one, other)
-    machines = {side.letter: machine(run) for side, run in ((a, one), (b, other))}
+    throughput, peak = speed(a, b), memory(a, b)
     return Comparison(
         a=a,
         b=b,
@@ -170,9 +169,9 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         compared=compared,
         causes=likely_causes(compared, given, one, other),
         gaps=loss_gaps(a, b),
-        speed=speed(a, b),
-        memory=memory(a, b),
-        notes=notes(a, b, machines),
+        speed=throughput,
+        memory=peak,
+        notes=notes(a, b, is_measured=throughput is not None or peak is not None),
     )
 
 
@@ -270,7 +269,10 @@ def _divergence_lines(made: Comparison) -> list[str]:
     names = [run.run_dir.name for run in made.pair]
     span = f"steps {compared.first}-{compared.last} of {names[0]} and {names[1]}"
     if not compared.splits:
-        return [f"no divergence: all recorded figures of {span} agree, to the last bit"]
+        lines = [f"no divergence: all recorded figures of {span} agree, to the last bit"]
+        if not compared.slots and any(map(_quantises, made.pair)):
+            lines.append(f"  {_NOT_EVERY_SLOT}: where not, only the journal's series were compared")
+        return lines
     first = compared.splits[0]
     lines = [f"first divergence, of {span}: step {first.step}, {_split_text(first)}"]
     if compared.again:
@@ -279,13 +281,19 @@ def _divergence_lines(made: Comparison) -> list[str]:
     if others:
         lines.append(f"  also in that step: {some(others, _MOST_NAMED)}")
     if not compared.slots:
-        lines.append(
-            "  FP8 figures of every step are not in both runs: an earlier tensor may differ"
-        )
+        lines.append(f"  {_NOT_EVERY_SLOT}: an earlier tensor may differ")
     if made.causes is not None:
         lines.append(f"  {made.causes.evidence}")
         lines += map(_cause_text, made.causes.likely[:_MOST_NAMED])
     return lines
+
+
+_NOT_EVERY_SLOT = "FP8 figures of every step are not in both runs"
+
+
+def _quantises(run: RunHistory) -> bool:
+    """Whether the run has FP8 figures, or should have them by its plan."""
+    return bool(run.slots() or run.expected_slots())
 
 
 def _cause_text(each: Difference) -> str:

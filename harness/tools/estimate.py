@@ -9,7 +9,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,6 @@ from harness.core.screen import say
 from harness.estimate.offers import Offer, read_offers
 from harness.precision.recipe import Recipe
 from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
-
-if TYPE_CHECKING:
-    from harness.estimate.comparison import CardEstimate
 
 _CARD = "H100"
 
@@ -87,14 +84,14 @@ def estimate(
     """Predict and print; returns 0 whether it fits or not. Raises as `comparison.compare` does."""
     from rich.console import Console
 
-    from harness.estimate.comparison import compare
+    from harness.estimate.comparison import compare, entries
     from harness.tools.estimate_text import show_estimates
 
     # What the model prints as it is built and run is not part of the answer.
     with redirect_stdout(sys.stderr):
         found = compare(config, recipe, offers, ranks, _progress)
     if as_json:
-        print(json.dumps(_as_dict(found, with_plan), indent=2, allow_nan=False))
+        print(json.dumps(_as_dict(entries(found, with_plan)), indent=2, allow_nan=False))
     else:
         show_estimates(found, with_plan, Console())
     return 0
@@ -105,10 +102,8 @@ def _progress(text: str) -> None:
     say(f"estimate: {text}", sys.stderr)
 
 
-def _as_dict(found: list[CardEstimate], with_plan: bool) -> dict[str, Any]:
-    """The output of `--json`. Of a single card the top level has its prediction, too."""
-    cards = [each.as_dict(with_plan) for each in found]
-    only = found[0].made
-    if len(found) == 1 and only is not None:
-        return {**only.as_dict(), "cards": cards}
-    return {"cards": cards}
+def _as_dict(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The output of `--json`. The top level also has a single card's entry, under torch's name of the card."""
+    if len(cards) > 1:
+        return {"cards": cards}
+    return {**cards[0], "card": cards[0]["device"], "cards": cards}

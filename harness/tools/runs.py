@@ -116,7 +116,7 @@ def _show(folder: Path, runs: Sequence[Overview]) -> None:
     rows: list[Sequence[str]] = [_HEADINGS]
     for run in runs:
         cells = (
-            run.name,
+            _name(run),
             run.state,
             _step(run),
             _loss(run.train_loss),
@@ -137,9 +137,14 @@ def _show(folder: Path, runs: Sequence[Overview]) -> None:
     # Why a run is not as it should be, below the table: the reasons are long.
     for run in runs:
         if run.reason and run.state not in (State.DONE, State.RUNNING):
-            say(f"{run.name}: {run.state}: {run.reason}")
+            say(f"{_name(run)}: {run.state}: {run.reason}")
     counts = Counter(run.state for run in runs)
     say(", ".join(f"{counts[state]} {state}" for state in State if counts[state]))
+
+
+def _name(run: Overview) -> str:
+    """In one line: a folder's name may have line feeds."""
+    return " ".join(run.name.split())
 
 
 def _step(run: Overview) -> str:

@@ -31,6 +31,8 @@ class Planted(nn.Module):
         elif self.fault == "not_zero":
             if (x > 1e4).any():
                 x = x.clamp(max=1e4)
+        elif self.fault == "one_sample" and len(inputs) == 1:
+            raise ValueError("expected more than 1 value\nper channel")
         elif self.fault == "mask":
             x = x * 1.0
             x[x > 1e4] = x[x > 1e4] * 0.5

@@ -80,6 +80,7 @@ def test_cards_that_share_a_trace_are_estimated_as_alone() -> None:
     for key, value in alone.items():
         if key not in ("cards", "card"):
             assert alone["cards"][0][key] == value
+    assert set(alone) == {*alone["cards"][0], "cards"}
     assert alone["card"] == alone["cards"][0]["device"] == "NVIDIA H200"
 
 
@@ -115,6 +116,8 @@ def test_a_card_that_cannot_run_it_does_not_hide_the_others(only_bf16: str) -> N
     assert found["A100"]["resolved"] == "autocast:bf16"
     refused = found["V100"]
     assert (refused["resolved"], refused["fits"], refused["cost"]) == (None, False, None)
+    assert (refused["layers"], refused["would_fit"], refused["peak_gib"]) == ({}, [], None)
+    assert list(refused) == list(found["A100"])
     assert "no rung of recipe only_bf16 runs on tier VOLTA" in refused["problems"][0]
 
 

@@ -248,6 +248,19 @@ def test_a_model_that_cannot_run_on_fake_tensors_is_named(fault: str) -> None:
     assert "planted_models" in done.stderr
 
 
+def test_a_change_that_the_model_cannot_take_does_not_lose_the_prediction() -> None:
+    """Batch normalisation raises ValueError of one sample, which is the first change that is tried."""
+    large = ("data.context=65536", "train.global_batch=1024", "train.micro_batch=512")
+    done = planted("one_sample", *large, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] is False
+    assert found["would_fit"] == []
+    assert done.stderr.count("would it fit") > 1, "other changes were tried, too"
+    text = "--ranks 1 train.micro_batch=1 is left out: it raised ValueError: expected more than 1"
+    assert text in done.stderr
+
+
 def test_what_a_model_prints_is_not_in_the_answer() -> None:
     done = planted("prints", "--json")
     assert json.loads(done.stdout)["card"].startswith("NVIDIA A100")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def make(
     steps: Sequence[int] = range(1, 21),
     params: Mapping[str, Any] | None = None,
     slots: bool = True,
-    **tags: str,
+    **tags: Any,
 ) -> Path:
     """A run whose figures are a function of the step; `change` alters those of a step in place."""
     file = SlotFile(folder / SLOT_FILE)
@@ -69,6 +70,14 @@ def compared(*words: str | Path, code: int = 0) -> Any:
     done = CliRunner().invoke(app, line)
     assert done.exit_code == code, done.output
     return done.output if code else json.loads(done.stdout)
+
+
+def shown(*folders: Path) -> str:
+    """The text of `harness compare`."""
+    line = ["compare", *map(str, folders), "--no-picture"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def at(found: Any) -> tuple[int, str, str]:
@@ -136,7 +145,7 @@ def test_one_bit_is_found_at_its_step(
     found = compared(make(tmp_path / "a"), make(tmp_path / "b", change))
     assert at(found) == expected
     assert found["first_divergence"]["a"] != found["first_divergence"]["b"]
-    assert "nothing that is recorded differs" in found["evidence"]
+    assert "nothing that is recorded and can change a number differs" in found["evidence"]
 
 
 def test_the_first_figure_is_that_which_a_step_computes_first(tmp_path: Path) -> None:
@@ -188,6 +197,72 @@ def test_without_the_slot_file_the_journals_series_are_compared(tmp_path: Path) 
     assert found["compared"]["every_slot"] is False
 
 
+def _torn(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def _damaged(path: Path) -> None:
+    """The payload of step 15's frame is overwritten; the frames around it can be read."""
+    content = bytearray(path.read_bytes())
+    frames = path.read_bytes().split(b"FP8s")
+    at = len(b"FP8s".join(frames[:15])) + 20  # after the frame's header
+    content[at : at + 8] = bytes(8)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("loss", [_torn, _damaged])
+def test_steps_that_a_slot_file_lost_are_compared_by_the_journals_series(
+    tmp_path: Path, loss: Callable[[Path], None]
+) -> None:
+    name = SLOTS[1]
+
+    def series(factor: float) -> Change:
+        def change(step: int, row: dict[str, float], slots: dict[str, np.ndarray]) -> None:
+            row[f"fp8_amax/{name}"] = factor * step if step == 15 else float(step)
+
+        return change
+
+    one = make(tmp_path / "a", series(1.0))
+    same, other = make(tmp_path / "same", series(1.0)), make(tmp_path / "b", series(2.0))
+    for run in (same, other):
+        loss(run / SLOT_FILE)
+    found = compared(one, other)
+    assert at(found) == (15, name, "amax")
+    assert len(found["differ_in_that_step"]) == 1, "a figure that both have is listed once"
+    assert found["compared"]["every_slot"] is False
+
+    found = compared(one, same)
+    assert (found["first_divergence"], found["compared"]["every_slot"]) == (None, False)
+    text = shown(one, same)
+    assert "FP8 figures of every step are not in both runs: where not, only the journal's" in text
+
+
+def test_runs_without_fp8_lack_no_figures(tmp_path: Path) -> None:
+    text = shown(make(tmp_path / "a", slots=False), make(tmp_path / "b", slots=False))
+    assert "no divergence" in text
+    assert "not in both runs" not in text
+
+
+@pytest.mark.parametrize(("step", "evidence"), [(1, "initial weights"), (2, "the update before")])
+def test_a_loop_that_logs_its_loss_in_some_steps_is_compared_in_all_that_have_fp8_figures(
+    tmp_path: Path, step: int, evidence: str
+) -> None:
+    def every(folder: Path, change: Change) -> Path:
+        run = make(folder, change)
+        journal = run / "journal.jsonl"
+        rows = [json.loads(line) for line in journal.read_text().splitlines()]
+        kept = [row for row in rows if row["kind"] != "metrics" or row["step"] % 10 == 0]
+        journal.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        return run
+
+    one, other = every(tmp_path / "a", of_slots(99, 0)), every(tmp_path / "b", of_slots(step, 1))
+    found = compared(one, other)
+    assert at(found) == (step, SLOTS[1], "amax")
+    assert evidence in found["evidence"]
+    assert f"first divergence, of steps 1-20 of a and b: step {step}" in shown(one, other)
+
+
 def test_a_rollback_hides_no_divergence_that_it_discarded(tmp_path: Path) -> None:
     """The step as it ran first differs; the one that replaced it does not."""
     one = make(tmp_path / "a")
@@ -200,17 +275,28 @@ def test_a_rollback_hides_no_divergence_that_it_discarded(tmp_path: Path) -> Non
     assert at(compared(one, other)) == (20, "loss", "loss")
 
 
-def test_a_rollback_of_one_run_alone_is_the_cause_of_what_follows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [16, 19])
+def test_a_rollback_of_one_run_alone_is_the_cause_of_what_follows(
+    tmp_path: Path, first: int
+) -> None:
+    """Of the steps that it made run again, too: the first of them is before the step that its event names."""
     one, other = make(tmp_path / "a"), make(tmp_path / "b")
     with Journal(other / "journal.jsonl", resume_step=21) as journal:
         journal.event(18, "guard.rollback", to_step=15, passed_over=[16])
         journal.attempt = 2
         for step in range(16, 21):
-            journal.metrics(step, {"train/loss": 5.0 - step / 10 + (step >= 19)})
+            journal.metrics(step, {"train/loss": 5.0 - step / 10 + (step >= first)})
     found = compared(one, other)
-    assert at(found) == (19, "loss", "loss")
+    assert at(found) == (first, "loss", "loss")
     assert found["compared"]["only_repeated_steps_differ"]
     assert keys(found)[0] == ("event", "guard.rollback at step 18")
+
+
+def test_another_file_for_deepspeed_is_a_cause(tmp_path: Path) -> None:
+    one = make(tmp_path / "a", params={"engine.deepspeed": "fp32.json"})
+    change = of_metric(3, "train/grad_norm")
+    found = compared(one, make(tmp_path / "b", change, params={"engine.deepspeed": "bf16.json"}))
+    assert keys(found) == [("config", "engine.deepspeed")]
 
 
 def test_several_seeds_are_a_side_with_an_interval(tmp_path: Path) -> None:
@@ -238,6 +324,68 @@ def test_several_seeds_are_a_side_with_an_interval(tmp_path: Path) -> None:
     oracle = scipy.stats.ttest_ind(losses["b"][:2], losses["a"], equal_var=False)
     low, high = oracle.confidence_interval(0.95)
     assert uneven[0] <= low < high <= uneven[1], "degrees of freedom are rounded down"
+
+
+RERUN = {"train.seed": 1}
+NONE = {"train.seed": None}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "note"),
+    [(RERUN, "A has seed 1 twice: no interval"), (NONE, "A has runs without a recorded seed")],
+)
+def test_runs_of_one_seed_have_no_interval(
+    tmp_path: Path, seeds: dict[str, Any], note: str
+) -> None:
+    folders = [make(tmp_path / f"a{place}", params=seeds) for place in range(2)]
+    for seed in (1, 2):
+        params = {"train.seed": seed, "train.lr": 0.2}
+        folders.append(make(tmp_path / f"b{seed}", params=params))
+    found = compared(*folders)
+    assert {gap["interval_95"] for gap in found["loss"].values()} == {None}
+    assert note in found["notes"][0]
+    assert len(found["notes"]) == 1
+
+
+@pytest.mark.parametrize("apart", ["precision.resolved", "recipe.sha256", "card", "start"])
+def test_seeds_that_ran_in_something_else_are_no_side(tmp_path: Path, apart: str) -> None:
+    folders: list[Path] = []
+    for lr in (0.1, 0.2):
+        for seed in (0, 1):
+            params = {"train.seed": seed, "train.lr": lr}
+            is_other = (lr, seed) == (0.1, 1)
+            tags: dict[str, Any] = {apart: "other"} if is_other and apart != "start" else {}
+            folder = make(tmp_path / f"lr{lr}-seed{seed}", params=params, **tags)
+            if is_other and apart == "start":
+                (folder / "started_from.json").write_text('{"path": "runs/x/checkpoints/step-1"}')
+            folders.append(folder)
+    text = " ".join(compared(*folders, code=2).split())
+    assert "make 3 sides, not two" in text
+    assert "resolved precision, card" in text
+
+
+def test_machines_are_named_where_speed_is_compared(tmp_path: Path) -> None:
+    def unmeasured(step: int, row: dict[str, float], slots: dict[str, np.ndarray]) -> None:
+        del row["train/tokens_per_second"], row["train/peak_memory_gib"]
+
+    one = make(tmp_path / "a")
+    (note,) = compared(one, make(tmp_path / "b", tier="Hopper"))["notes"]
+    assert note.endswith("machines: A not recorded; B [tier Hopper]")
+    assert not compared(one, make(tmp_path / "c", unmeasured, tier="Hopper"))["notes"]
+
+    folders: list[Path] = []
+    for lr in (0.1, 0.2):
+        for seed, tier in enumerate(("Ada", "Hopper")):
+            params = {"train.seed": seed, "train.lr": lr}
+            folders.append(make(tmp_path / f"{lr}-{seed}", params=params, tier=tier))
+    (note,) = compared(*folders)["notes"]
+    assert note.endswith("of each side are of several machines: [tier Ada], [tier Hopper]")
+
+
+def test_data_without_a_hash_are_not_said_to_differ(tmp_path: Path) -> None:
+    one = make(tmp_path / "a")
+    (note,) = compared(one, make(tmp_path / "b", data=None))["notes"]
+    assert note == "whether the data are the same is not recorded"
 
 
 def test_three_configs_are_refused_with_the_sides_that_they_make(tmp_path: Path) -> None:
@@ -279,6 +427,16 @@ def test_the_picture_is_drawn_where_the_command_is_started(
     assert (tmp_path / "compare-a-$b.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(app, ["compare", str(one), str(other), "--no-picture"])
     assert "picture" not in done.output
+
+
+def test_a_folder_whose_name_is_no_text_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make(tmp_path / "a"), make(tmp_path / os.fsdecode(b"b\xff"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["compare", str(one), str(other)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "compare-a-b.png").is_file()
 
 
 def test_no_text_of_a_run_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,24 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
     assert {each["name"] for each in listed(tmp_path, "--state", "stopped")} == {"stopped"}
 
 
+def test_a_bad_status_is_named_with_its_file(tmp_path: Path) -> None:
+    make(tmp_path / "of outcome", status="levitated")
+    with Journal(make(tmp_path / "of journal") / "journal.jsonl", resume_step=4) as journal:
+        journal.note("end", status="floated")
+    reasons = {each["name"]: each["reason"] for each in listed(tmp_path)}
+    assert reasons == {
+        "of outcome": "outcome.json: no such status: levitated",
+        "of journal": "journal.jsonl: no such status: floated",
+    }
+
+
+def test_a_name_of_several_lines_is_listed_in_one(tmp_path: Path) -> None:
+    make(tmp_path / "two\nlines\t1")
+    done = CliRunner().invoke(app, ["runs", str(tmp_path)])
+    lines = [line for line in done.output.splitlines() if "two" in line]
+    assert [line.startswith("two lines 1") for line in lines] == [True, True], "row and reason"
+
+
 def test_a_torn_last_line_is_normal(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with (run / "journal.jsonl").open("ab") as journal:
