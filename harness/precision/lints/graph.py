@@ -75,7 +75,7 @@ class Node:
     wide: float32 on a GPU, where autocast computes more operations in float32 than on a CPU.
     learns: a gradient flows through it to a weight.
     weight: name of the parameter that it is; empty if it is none.
-    key: name of the batch's tensor that it is; empty if it is none.
+    keys: names of the batch's tensors that it is: one tensor may be both inputs and targets.
     place: where it was made; kept for the few operations that a later one may blame.
     blamed: a fault names it already.
     """
@@ -87,7 +87,7 @@ class Node:
     wide: bool = False
     learns: bool = False
     weight: str = ""
-    key: str = ""
+    keys: tuple[str, ...] = ()
     place: Place | None = None
     blamed: bool = False
 
@@ -159,7 +159,7 @@ class Graph:
             # A causal loss shifts its labels by one, and pads them.
             while labels.op == "constant_pad_nd":
                 labels = labels.inputs[0].behind()
-            if labels.key in LABELS:
+            if set(labels.keys) & set(LABELS):
                 shape = node.inputs[0].shape
                 # One sample alone has no batch dimension.
                 return shape[min(1, len(shape) - 1)]
@@ -170,7 +170,9 @@ class Graph:
         """Rows of the embedding that looks up the batch's token ids; None without one."""
         for node in self.nodes:
             # Positions and segments are looked up in tables of their own.
-            if node.op == "embedding" and node.inputs[1].behind().key in TOKENS:
+            if node.op != "embedding":
+                continue
+            if set(node.inputs[1].behind().keys) & set(TOKENS):
                 return node.inputs[0].shape[0]
         return None
 
@@ -202,7 +204,8 @@ class Recorder(TorchDispatchMode):
             node.learns = tensor.requires_grad
             self._nodes[tensor] = node
         for name, tensor in batch.items():
-            self._nodes[tensor] = Node("input", (), tensor.dtype, tuple(tensor.shape), key=name)
+            node = self._as_node(tensor)
+            node.keys = (*node.keys, name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

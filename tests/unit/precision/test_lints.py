@@ -310,6 +310,10 @@ def test_the_bound_of_token_ids_is_the_table_that_looks_them_up(values: bool) ->
     graph = examined(Positions(values), batch, "fp32")[1]
     assert not graph.error
     assert graph.embedded == 1000
+    # One tensor with two names.
+    batch["targets"] = batch["inputs"]
+    graph = examined(Positions(values), batch, "fp32")[1]
+    assert (graph.embedded, graph.classes) == (1000, 1000)
 
 
 class Coarse(nn.Module):
