@@ -24,12 +24,13 @@ _DAY = 86400.0
 class Clocks:
     """Times in seconds since 1970.
 
-    now: of this machine.
-    written: what the file system gives a file that is written now; None if nothing could be written.
+    before, after: of this machine, before and after it wrote a file. A busy disk may take long in between.
+    written: what the file system gave that file; None if nothing could be written.
     installed: when torch was installed here; None if that is not known.
     """
 
-    now: float
+    before: float
+    after: float
     written: float | None = None
     installed: float | None = None
 
@@ -37,6 +38,7 @@ class Clocks:
 def read_clocks(folder: Path) -> Clocks:
     """The clocks of this machine and of the file system of `folder`."""
     written = None
+    before = time.time()
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
             file.write(b"now")
@@ -45,9 +47,10 @@ def read_clocks(folder: Path) -> Clocks:
     except OSError:
         # A folder that cannot be written is reported by what wants to write there.
         pass
+    after = time.time()
     found = find_spec("torch")
     installed = os.stat(found.origin).st_ctime if found and found.origin else None
-    return Clocks(time.time(), written, installed)
+    return Clocks(before, after, written, installed)
 
 
 def machine_findings(facts: MachineFacts, clocks: Clocks) -> list[Finding]:
@@ -67,13 +70,17 @@ def machine_findings(facts: MachineFacts, clocks: Clocks) -> list[Finding]:
 
 def _clock_findings(clocks: Clocks) -> list[Finding]:
     found: list[Finding] = []
-    if clocks.written is not None and abs(clocks.written - clocks.now) > _SKEW_SECONDS:
-        ahead = clocks.written - clocks.now
-        what = f"the file system's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    skew = ""
+    if clocks.written is not None and clocks.written > clocks.after + _SKEW_SECONDS:
+        skew = f"{clocks.written - clocks.after:.0f} s ahead of"
+    elif clocks.written is not None and clocks.written < clocks.before - _SKEW_SECONDS:
+        skew = f"{clocks.before - clocks.written:.0f} s behind"
+    if skew:
+        what = f"the file system's clock is {skew} this machine's"
         why = "which file is newer decides about caches and about changed data"
         fix = "set both clocks by NTP"
         found.append(_warning("machine.clock", "working folder", what, why, fix))
-    if clocks.installed is not None and clocks.now < clocks.installed - _DAY:
+    if clocks.installed is not None and clocks.after < clocks.installed - _DAY:
         what = "the clock is behind the day on which torch was installed here"
         why = "certificates of servers are not valid yet, and MLflow shows the run in the past"
         fix = "set the clock: timedatectl set-ntp true"

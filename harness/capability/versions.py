@@ -56,15 +56,21 @@ def _te_core_for_other_cuda(setup: Setup) -> bool:
     return (setup.torch_cuda or "").startswith("13.")
 
 
-def _streaming_too_old(setup: Setup) -> bool:
-    numpy_new = _release(setup.versions["numpy"]) >= (2, 2)
-    return numpy_new or _release(setup.versions["transformers"]) >= (5,)
+def _streaming_with_new_numpy(setup: Setup) -> bool:
+    old = _release(setup.versions["mosaicml-streaming"]) <= (0, 13)
+    return old and _release(setup.versions["numpy"]) >= (2, 2)
+
+
+def _streaming_with_new_transformers(setup: Setup) -> bool:
+    old = _release(setup.versions["mosaicml-streaming"]) <= (0, 13)
+    return old and _release(setup.versions["transformers"]) >= (5,)
 
 
 def _transformers_before_5(setup: Setup) -> bool:
     return _release(setup.versions["transformers"]) < (5,)
 
 
+_CONVERT = "convert its shards once and give them as files (docs/start/your-data.md), in an environment of their own"
 PAIRS: tuple[Pair, ...] = (
     Pair(
         ("torch",),
@@ -88,11 +94,18 @@ PAIRS: tuple[Pair, ...] = (
         "pip uninstall transformer-engine-cu12, then make setup",
     ),
     Pair(
-        ("mosaicml-streaming", "numpy", "transformers"),
-        _streaming_too_old,
-        "mosaicml-streaming does not take this NumPy or these transformers",
-        "version 0.13 asks for NumPy before 2.2 and transformers before 5",
-        "convert its shards once and give them as files (docs/start/your-data.md), in an environment of their own",
+        ("mosaicml-streaming", "numpy"),
+        _streaming_with_new_numpy,
+        "mosaicml-streaming does not take this NumPy",
+        "up to version 0.13 it asks for NumPy before 2.2",
+        _CONVERT,
+    ),
+    Pair(
+        ("mosaicml-streaming", "transformers"),
+        _streaming_with_new_transformers,
+        "mosaicml-streaming does not take these transformers",
+        "up to version 0.13 it asks for transformers before 5",
+        _CONVERT,
     ),
     Pair(
         ("transformers",),

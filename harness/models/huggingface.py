@@ -142,6 +142,12 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
     return model.train()
 
 
+def has_stored_weights(target: str, args: Mapping[str, Any]) -> bool:
+    """Whether the model of `model.target` and `model.args` begins with the weights of a folder."""
+    fresh = args.get("weights") == "fresh"
+    return target.startswith(PREFIX) and not fresh and _stored(_folder(target.removeprefix(PREFIX)))
+
+
 def tokenizer_of(target: str) -> Path | None:
     """The tokenizer.json that came with the model of `model.target`; None if there is none."""
     if not target.startswith(PREFIX):
@@ -301,9 +307,10 @@ def _load(transformers: Any, path: Path, config: Any, options: Arguments, where:
     if options.attention is not None:
         kind["attn_implementation"] = options.attention
     made = transformers.AutoModelForCausalLM
-    # Fake tensors have no values, so stored ones need not be read.
-    on_fakes = isinstance(torch.empty(0), FakeTensor)
-    fresh = options.weights == "fresh" or not _stored(path) or on_fakes
+    # Tensors that are fake or on the meta device have no values, so stored ones need not be read.
+    probe = torch.empty(0)
+    no_values = not deferred.is_building() and (probe.is_meta or isinstance(probe, FakeTensor))
+    fresh = options.weights == "fresh" or not _stored(path) or no_values
     try:
         if fresh:
             return made.from_config(config, dtype=torch.float32, **kind)

@@ -1,14 +1,14 @@
 """What `harness doctor --config` finds in a config: its data, model, optimizer, engine, and the room that they take.
 
-Everything is opened and built as `harness train` does, in one process and without a run folder. An error that would end
-the start is a finding here, and the rest is looked at all the same.
+Everything is opened and built as `harness train` does, in one process and without a run folder. The model has no memory
+where that is possible. An error that would end the start is a finding here, and the rest is looked at all the same.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +20,15 @@ from harness.capability.probe import MachineFacts
 from harness.capability.versions import Setup, bad_pairs, installed_versions
 from harness.checkpoint.store import lacks_room
 from harness.core.config import RunConfig
+from harness.core.deferred import CannotDeferError
 from harness.core.errors import CheckpointError, HarnessError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.findings import Finding, refused
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything, state_bytes
 from harness.data.lints import lint_data
-from harness.models import Task, build_model, check_vocab
+from harness.models import Task, build_deferred, build_model, check_vocab
+from harness.models.huggingface import has_stored_weights
 from harness.optim.lints import epsilon_finding
 from harness.optim.optimizers import optimizer_bytes
 from harness.precision.compiling import check_compile
@@ -34,7 +36,7 @@ from harness.precision.lints.graph import Graph
 from harness.precision.lints.model import lint_model
 from harness.precision.plan import Plan, make_plan, resolve, take_rung
 from harness.precision.recipe import Recipe, Rung
-from harness.run_folder import fit_vocab
+from harness.run_folder import RUNS, fit_vocab
 from harness.telemetry import undeliverable
 from harness.tools.preflight import lacks_memory
 
@@ -157,7 +159,14 @@ def _model(
 
 
 def _without_memory(config: RunConfig) -> nn.Module | None:
-    """The model on the meta device: no memory, no random numbers. None if it cannot be built there."""
+    """The model on the meta device: no memory. None if it cannot be built there.
+
+    Raises ConfigError for a Hugging Face folder whose weights are not the model's.
+    """
+    if has_stored_weights(config.model.target, config.model.args):
+        # transformers compares what is stored with the model, and reads no values.
+        with suppress(CannotDeferError):
+            return build_deferred(config.model, torch.device("cpu"), tried=False)
     try:
         with torch.device("meta"):
             return build_model(config.model)
@@ -186,7 +195,9 @@ def _planned(recipe: Recipe, worker: Worker, model: nn.Module) -> Plan:
 def _room(config: RunConfig, model: nn.Module, worker: Worker) -> list[Finding]:
     """Errors if the run's checkpoints or its state do not fit here."""
     optimizer = optimizer_bytes(model, config.train)
-    found = refused("machine.disk", lacks_room(Path.cwd(), state_bytes(model, optimizer), 0))
+    # As for a new run: `runs` may be a link to another disk.
+    folder = RUNS if RUNS.is_dir() else Path()
+    found = refused("machine.disk", lacks_room(folder, state_bytes(model, optimizer), 0))
     problem = lacks_memory(model, optimizer, worker)
     problems: Sequence[Problem] = [problem] if problem else []
     return [*found, *refused("machine.memory", problems)]

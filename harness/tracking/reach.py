@@ -26,7 +26,7 @@ def unanswered(uri: str) -> Finding | None:
         return None
     if address.scheme not in _PORTS or not address.hostname or port is None:
         return None
-    proxied = address.scheme in urllib.request.getproxies()
+    proxied = urllib.request.getproxies().keys() & {address.scheme, "all"}
     if proxied and not urllib.request.proxy_bypass(address.hostname):
         return None
     try:

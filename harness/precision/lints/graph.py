@@ -4,7 +4,7 @@ Names of modules and functions say little: a softmax can be written as `exp(x) /
 look at operations. The forward runs under the run's autocast on fake tensors, and `Recorder` keeps every ATen operation
 that PyTorch dispatches, with what its inputs were made of. Nothing is computed, so a model of any size takes seconds.
 
-A model that reads values (`if x.sum() > 0`) cannot run on fakes. It runs on one real sample instead.
+A model that reads values (`if x.sum() > 0`) cannot run on fakes. It runs on two real samples instead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.core.errors import HarnessError
-from harness.core.health import one_sample
+from harness.core.health import LABELS, TOKENS
 from harness.core.protocols import Batch
 
 HALF = (torch.float16, torch.bfloat16)
@@ -74,6 +75,7 @@ class Node:
     wide: float32 on a GPU, where autocast computes more operations in float32 than on a CPU.
     learns: a gradient flows through it to a weight.
     weight: name of the parameter that it is; empty if it is none.
+    keys: names of the batch's tensors that it is: one tensor may be both inputs and targets.
     place: where it was made; kept for the few operations that a later one may blame.
     blamed: a fault names it already.
     """
@@ -85,6 +87,7 @@ class Node:
     wide: bool = False
     learns: bool = False
     weight: str = ""
+    keys: tuple[str, ...] = ()
     place: Place | None = None
     blamed: bool = False
 
@@ -148,9 +151,15 @@ class Graph:
 
     @property
     def classes(self) -> int | None:
-        """The number of classes that the loss chooses among; None without a cross-entropy."""
+        """The number of classes that a cross-entropy of the batch's labels chooses among; None without one."""
         for node in self.nodes:
-            if node.op in ("nll_loss_forward", "nll_loss2d_forward") and node.inputs:
+            if node.op not in ("nll_loss_forward", "nll_loss2d_forward"):
+                continue
+            labels = node.inputs[1].behind()
+            # A causal loss shifts its labels by one, and pads them.
+            while labels.op == "constant_pad_nd":
+                labels = labels.inputs[0].behind()
+            if set(labels.keys) & set(LABELS):
                 shape = node.inputs[0].shape
                 # One sample alone has no batch dimension.
                 return shape[min(1, len(shape) - 1)]
@@ -158,9 +167,12 @@ class Graph:
 
     @property
     def embedded(self) -> int | None:
-        """Rows of the embedding of token ids that the batch holds; None without one."""
+        """Rows of the embedding that looks up the batch's token ids; None without one."""
         for node in self.nodes:
-            if node.op == "embedding" and node.inputs[1].behind().op == "input":
+            # Positions and segments are looked up in tables of their own.
+            if node.op != "embedding":
+                continue
+            if set(node.inputs[1].behind().keys) & set(TOKENS):
                 return node.inputs[0].shape[0]
         return None
 
@@ -170,11 +182,16 @@ class Recorder(TorchDispatchMode):
 
     names: of the model's modules.
     weights: parameters by name.
+    batch: what the forward is given.
     rules: called with every node.
     """
 
     def __init__(
-        self, names: dict[nn.Module, str], weights: dict[str, Tensor], rules: Sequence[Rule]
+        self,
+        names: dict[nn.Module, str],
+        weights: dict[str, Tensor],
+        batch: Batch,
+        rules: Sequence[Rule],
     ) -> None:
         super().__init__()
         self._names = names
@@ -186,6 +203,9 @@ class Recorder(TorchDispatchMode):
             node = Node("input", (), tensor.dtype, tuple(tensor.shape), weight=name)
             node.learns = tensor.requires_grad
             self._nodes[tensor] = node
+        for name, tensor in batch.items():
+            node = self._as_node(tensor)
+            node.keys = (*node.keys, name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -254,6 +274,9 @@ class Recorder(TorchDispatchMode):
                 node = Node("input", (), value.dtype, tuple(value.shape))
                 node.learns = value.requires_grad and value.is_leaf
                 self._nodes[value] = node
+            elif value.requires_grad:
+                # A torch.autograd.Function computes without gradients, and gives its result one afterwards.
+                node.learns = True
             return node
         if isinstance(value, list | tuple):
             return [self._as_node(each) for each in value]
@@ -316,7 +339,7 @@ def record(
     if any(is_lazy(parameter) for parameter in model.parameters()):
         return Graph(error="lazy parameters have no size before the run's first forward")
     names = {module: name for name, module in model.named_modules()}
-    with warnings.catch_warnings(), _quiet(_FAKES):
+    with warnings.catch_warnings(), _quiet(_FAKES), _as_on_a_gpu(), _checkpoints_open():
         # What a library says about speed or dtypes it says again when the run starts.
         warnings.simplefilter("ignore")
         try:
@@ -329,8 +352,9 @@ def record(
         if any(parameter.is_meta for parameter in model.parameters()):
             return Graph(error=why)
         try:
-            one = one_sample(batch, 0)
-            return _on_values(model, loss, one, half, names, make_rules())
+            # BatchNorm in training mode needs more than one sample.
+            two = {name: values[:2] for name, values in batch.items()}
+            return _on_values(model, loss, two, half, names, make_rules())
         except HarnessError:
             raise
         except Exception as error:
@@ -352,6 +376,36 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """In this context autocast of "cuda" is that of the CPU, where the trace runs."""
+    begin = torch.autocast.__init__
+
+    def begin_here(self: torch.autocast, device_type: str, *args: Any, **named: Any) -> None:
+        begin(self, "cpu" if device_type == "cuda" else device_type, *args, **named)
+
+    torch.autocast.__init__ = begin_here
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = begin
+
+
+@contextmanager
+def _checkpoints_open() -> Iterator[None]:
+    """In this context a reentrant checkpoint calls its function with gradients, as its recomputation does."""
+
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+    # The class inherits its own `apply`.
+    CheckpointFunction.apply = staticmethod(apply)
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 class _Held(nn.Module):
@@ -385,7 +439,7 @@ def _on_fakes(
             buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         inputs: Batch = {name: fakes.from_tensor(values) for name, values in batch.items()}
         held = _Held(model, {**weights, **buffers})
-        recorder = Recorder(names, weights, rules)
+        recorder = Recorder(names, weights, inputs, rules)
         with _autocast(half), recorder.watching(), recorder:
             loss(held, inputs)
     return recorder.graph
@@ -402,7 +456,7 @@ def _on_values(
     # A forward may change buffers, such as running means: copies of them are used.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    recorder = Recorder(names, weights, rules)
+    recorder = Recorder(names, weights, batch, rules)
     held = _Held(model, dict(chain(weights.items(), buffers.items())))
     with torch.random.fork_rng([]), _autocast(half), recorder.watching(), recorder:
         loss(held, batch)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from harness.capability.probe import MachineFacts
 from harness.core.findings import Finding
@@ -17,6 +18,7 @@ from harness.core.protocols import Batch
 from harness.models import Task
 from harness.models.gpt import build as gpt
 from harness.models.vision import convnet, vit
+from harness.precision.lints.graph import Graph
 from harness.precision.lints.model import lint_model
 from harness.precision.plan import make_plan, resolve, take_rung
 from harness.precision.recipe import load_recipe
@@ -31,6 +33,10 @@ VECTORS: Batch = {"inputs": torch.zeros(4, 16, DIM), "targets": torch.zeros(4, d
 
 
 def findings(model: nn.Module, batch: Batch, recipe: str) -> list[Finding]:
+    return examined(model, batch, recipe)[0]
+
+
+def examined(model: nn.Module, batch: Batch, recipe: str) -> tuple[list[Finding], Graph]:
     policy = load_recipe(recipe)
 
     def plan_for(rung, verdicts):
@@ -39,8 +45,7 @@ def findings(model: nn.Module, batch: Batch, recipe: str) -> list[Finding]:
     plan = take_rung(policy, HERE, torch.device("cpu"), plan_for)
     rung, _ = resolve(policy, HERE)
     assert rung is not None
-    found, _ = lint_model(model, Task(model, "mine:model").loss, batch, policy, rung, plan)
-    return found
+    return lint_model(model, Task(model, "mine:model").loss, batch, policy, rung, plan)
 
 
 class Mine(nn.Module):
@@ -137,6 +142,23 @@ def without_autocast(inner: nn.Linear, x: Tensor) -> Tensor:
         return inner(x.float())
 
 
+def without_autocast_of_a_gpu(inner: nn.Linear, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return inner(x.float())
+
+
+class Double(torch.autograd.Function):
+    """2 x, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * 2
+
+
 def unsafe_softmax(scores: Tensor) -> Tensor:
     weights = torch.exp(scores)
     return weights / weights.sum(-1, keepdim=True)
@@ -208,6 +230,18 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Batch, str, str]] = {
     "root of zero": (lambda: Mine(lambda x: x + (x * x).sum(-1, True).sqrt()), VECTORS, "bf16", "numerics.sqrt_zero"),
     "division by a norm": (lambda: Mine(lambda x: x / x.norm(2, -1, True)), VECTORS, "bf16", "numerics.division"),
     "autocast off": (lambda: Mine(Within(without_autocast)), VECTORS, "bf16", "casts.autocast_off"),
+    "autocast off on a GPU": (
+        lambda: Mine(Within(without_autocast_of_a_gpu)), VECTORS, "bf16", "casts.autocast_off",
+    ),
+    "behind a Function": (lambda: Mine(lambda x: F.relu(Double.apply(x)).log()), VECTORS, "bf16", "numerics.log_zero"),
+    "in a reentrant checkpoint": (
+        lambda: Mine(lambda x: checkpoint(lambda y: F.relu(y).log(), x, use_reentrant=True)),
+        VECTORS, "bf16", "numerics.log_zero",
+    ),
+    "in another checkpoint": (
+        lambda: Mine(lambda x: checkpoint(lambda y: F.relu(y).log(), x, use_reentrant=False)),
+        VECTORS, "bf16", "numerics.log_zero",
+    ),
     "useless cast": (lambda: Mine(lambda x: F.gelu(x.float())), VECTORS, "bf16", "casts.useless"),
     "other half": (lambda: Mine(lambda x: x.half()), VECTORS, "bf16", "casts.other_half"),
     "float64": (lambda: Mine(wide_scale), VECTORS, "bf16", "casts.float64"),
@@ -248,3 +282,78 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
 def test_a_clean_model_has_no_finding(name: str, recipe: str) -> None:
     build, batch = CLEAN[name]
     assert findings(build(), batch, recipe) == []
+
+
+class Positions(nn.Module):
+    """64 positions, two segments and 1,000 words, looked up in that order. values: whether forward reads them."""
+
+    def __init__(self, values: bool = False) -> None:
+        super().__init__()
+        self.values = values
+        self.positions = nn.Embedding(64, DIM)
+        self.kinds = nn.Embedding(2, DIM)
+        self.words = nn.Embedding(1000, DIM)
+        self.head = nn.Linear(DIM, 1000)
+        self.register_buffer("place", torch.arange(64))
+
+    def forward(self, inputs: Tensor, token_type_ids: Tensor) -> Tensor:
+        if self.values and inputs.sum() < 0:
+            raise ValueError
+        place: Tensor = self.get_buffer("place")[: inputs.shape[1]]
+        other = self.positions(place) + self.kinds(token_type_ids)
+        return self.head(other + self.words(inputs))
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_the_bound_of_token_ids_is_the_table_that_looks_them_up(values: bool) -> None:
+    batch = {**TOKENS, "token_type_ids": torch.zeros(2, 16, dtype=torch.int64)}
+    graph = examined(Positions(values), batch, "fp32")[1]
+    assert not graph.error
+    assert graph.embedded == 1000
+    # One tensor with two names.
+    batch["targets"] = batch["inputs"]
+    graph = examined(Positions(values), batch, "fp32")[1]
+    assert (graph.embedded, graph.classes) == (1000, 1000)
+
+
+class Coarse(nn.Module):
+    """Two losses: of 3 groups of labels, which it makes itself, and of the 8 labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.Linear(DIM, 3)
+        self.head = nn.Linear(DIM, 8)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = inputs.mean(1)
+        coarse = F.cross_entropy(self.groups(x), targets // 3)
+        return coarse + F.cross_entropy(self.head(x), targets)
+
+
+def test_the_bound_of_labels_is_the_loss_that_they_reach() -> None:
+    assert examined(Coarse(), VECTORS, "fp32")[1].classes == 8
+
+
+class Normed(nn.Module):
+    """Reads values, and has a BatchNorm: one sample has no variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+        self.head = nn.Linear(DIM, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.isnan().any():
+            raise ValueError
+        return self.head(self.norm(inputs.mean(1)))
+
+
+def test_a_model_that_reads_values_may_have_a_batch_norm() -> None:
+    assert findings(Normed(), VECTORS, "fp32") == []
+
+
+def test_torch_is_afterwards_as_it_was() -> None:
+    begin = torch.autocast.__init__
+    findings(Mine(F.gelu), VECTORS, "bf16")
+    assert torch.autocast.__init__ is begin
+    assert "apply" not in vars(CheckpointFunction)

@@ -151,6 +151,14 @@ def test_a_model_that_does_not_fit_here_is_exit_code_4(doctor: Doctor) -> None:
     assert {"machine.memory", "machine.disk"} <= set(codes(found))
 
 
+def test_the_disk_is_that_of_the_runs(doctor: Doctor) -> None:
+    # A folder in which nobody can write.
+    Path("runs").symlink_to("/proc")
+    code, found = doctor()
+    assert (code, codes(found)) == (4, ["machine.disk"])
+    assert found["findings"][0]["where"] == "runs"
+
+
 def test_an_override_needs_a_config() -> None:
     with pytest.raises(ConfigError, match="--config"):
         command(["train.steps=3"])

@@ -43,8 +43,9 @@ def test_what_is_no_server_is_not_asked(uri: str) -> None:
     assert unanswered(uri) is None
 
 
-def test_behind_a_proxy_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+@pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
+def test_behind_a_proxy_nothing_is_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert unanswered("http://198.51.100.1:5000") is None
