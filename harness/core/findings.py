@@ -38,7 +38,8 @@ class Finding:
             lines.append(f"    why: {self.why}")
         if self.fix:
             lines.append(f"    fix: {self.fix}")
-        return shown("\n".join(lines))
+        text = "\n".join(lines)
+        return shown(text)
 
 
 def refused(code: str, problems: Iterable[Problem]) -> list[Finding]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -330,23 +330,28 @@ def first_lines(request: Request, job: Job, worker: Worker, facts: Mapping[str, 
     return lines
 
 
-def doubts(
-    request: Request, start: StartingPoint, job: Job, worker: Worker
-) -> list[tuple[str, str]]:
-    """Warnings as (event code, text), which the journal keeps. Collective."""
+class Doubt(NamedTuple):
+    """A warning of a start. code: of its event."""
+
+    code: str
+    text: str
+
+
+def doubts(request: Request, start: StartingPoint, job: Job, worker: Worker) -> list[Doubt]:
+    """Warnings, which the journal keeps. Collective."""
     config = job.config
-    found: list[tuple[str, str]] = []
+    found: list[Doubt] = []
     # A resume that changes nothing has been warned of its warm-up already.
     text = warmup_doubt(config.train)
     if text and (start.resumed is None or start.resumed.changes):
-        found.append(("train.warmup", text))
+        found.append(Doubt("train.warmup", text))
     in_fp8 = bool(job.plan.fp8_layers())
     if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
-        found.append(("precision.unwatched", text))
+        found.append(Doubt("precision.unwatched", text))
     changed = source_changes(config.data, start.folder / "data") if worker.is_lead else None
-    found += [("data.source", text) for text in worker.group.broadcast(changed)]
+    found += [Doubt("data.source", text) for text in worker.group.broadcast(changed)]
     if job.unit_warning:
-        found.append(("loss.unit", job.unit_warning))
+        found.append(Doubt("loss.unit", job.unit_warning))
     return found
 
 

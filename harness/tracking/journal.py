@@ -564,15 +564,13 @@ class Journal:
     def _report_trouble(self, step: int) -> None:
         """The disk works again: one event on what it cost. If that fails too, the next row tries again."""
         lost = self._lost - self._reported
-        code = "journal.late"
-        if lost or self._failed_syncs:
-            code = "journal.dropped"
+        dropped = bool(lost or self._failed_syncs)
         event = {
             "kind": "event",
             "step": step,
             "attempt": self.attempt,
             "time": self._now(),
-            "code": code,
+            "code": "journal.dropped" if dropped else "journal.late",
             "rows": lost,
             "total": self._lost,
             "late": self._late,

@@ -99,8 +99,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         3,
         "memory that is lacking is no full disk",
-        "        return error.errno != errno.ENOMEM\n",
-        "        return True\n",
+        "return number not in _OF_THE_PROCESS and (",
+        "return (",
         "tests/unit/checkpoint/test_saver.py -k lacking",
     ),
     Mutation(

@@ -84,8 +84,8 @@ def times_of(run_dir: Path) -> list[float]:
 
 
 def test_only_the_rows_clock_reads_the_wall_clock() -> None:
-    """And what compares it with times that others wrote by theirs: the store and a build's lock with those of files,
-    and a delivery with the date until which a server asks it to wait.
+    """And what compares it with times that others wrote by theirs: the store, a build's lock and doctor with those of
+    files, the list of runs with their rows, and a delivery with the date until which a server asks it to wait.
     """
     reading = {
         "time": ("time", "time_ns"),
@@ -105,6 +105,8 @@ def test_only_the_rows_clock_reads_the_wall_clock() -> None:
         "harness/checkpoint/store.py",
         "harness/engines/deepspeed_setup.py",
         "harness/tracking/retry.py",
+        "harness/capability/checks.py",
+        "harness/report/overview.py",
     }
     assert places == {"harness/tracking/journal.py", *compare}, found
 

@@ -20,14 +20,16 @@ ATTRIBUTES = {
     ("np", "load"), ("numpy", "load"), ("os", "system"), ("os", "popen"), ("yaml", "safe_load"), ("yaml", "load"),
     ("json", "load"), ("json", "loads"),
 }  # fmt: skip
-# What reads text of its own process, of a launcher's sibling or of a bounded line, and where YAML has its home; arrays
-# without pickles (NumPy's default), and the state that transformers' Trainer keeps, as weights only.
+# What reads text of its own process, of a launcher's sibling, of a bounded line or of a header that safetensors read,
+# and where YAML has its home; arrays without pickles (NumPy's default), and the state that transformers' Trainer keeps,
+# as weights only.
 ALLOWED = {
     ("harness/core/schema.py", "yaml.load"), ("harness/core/files.py", "json.loads"),
     ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/engines/hang.py", "json.loads"), ("harness/tools/agreement.py", "json.loads"),
     ("harness/tools/preflight.py", "json.loads"),
+    ("harness/engines/initial_weights.py", "json.loads"), ("harness/models/stored.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/snapshots.py", "json.loads"),
     ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),
     ("harness/integrations/transformers.py", "torch.load"),

@@ -41,8 +41,8 @@ def texts(node: ast.AST) -> set[str]:
 
 
 def said(source: str) -> set[str]:
-    """Codes given to `Verdict(...)`, `<tracker>.event(...)` or `.tell(...)`, whichever branch of an expression gives
-    them, and those of rows written as a mapping with a "code"."""
+    """Codes given to `Verdict(...)`, `Doubt(...)`, `<tracker>.event(...)` or `.tell(...)`, whichever branch of an
+    expression gives them, and those of rows written as a mapping with a "code"."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):
@@ -56,7 +56,7 @@ def said(source: str) -> set[str]:
                 if isinstance(node.func, ast.Attribute)
                 else getattr(node.func, "id", "")
             )
-            if name in ("Verdict", "event", "tell"):
+            if name in ("Verdict", "Doubt", "event", "tell"):
                 given = [
                     *node.args[:2],
                     *(keyword.value for keyword in node.keywords if keyword.arg == "code"),

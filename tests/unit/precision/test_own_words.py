@@ -119,6 +119,7 @@ COURSES: dict[str, tuple[str, Iterable[Fields]]] = {
         "bf16",
         [*usual(60, forward_fastest=1.0, forward_slowest=2.0), *usual(1, diverged=("weight",))],
     ),
+    "ranks' calls": ("bf16", [*usual(3), *usual(1, other_calls=True)]),
     "fp8 storms": ("fp8_hybrid", usual(20, slots=slots(saturation=8.0, underflow=0.9))),
     "fp8 scales": (
         "fp8_hybrid",
