@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.capability.cards import GIB, check_usable
 from harness.capability.probe import MachineFacts
-from harness.core.findings import Finding, refused
+from harness.core.findings import Finding, refused, warning
 from harness.core.memory import size_text
 
 LOW_DISK_GIB = 5
@@ -60,11 +60,11 @@ def machine_findings(facts: MachineFacts, clocks: Clocks) -> list[Finding]:
         what = f"{size_text(facts.disk_free_bytes)} free"
         why = "a run keeps three checkpoints and writes a fourth, of 12 bytes for each parameter"
         fix = "free space, or start in a folder on a larger disk"
-        found.append(_warning("machine.disk", "working folder", what, why, fix))
+        found.append(warning("machine.disk", "working folder", what, why, fix))
     if len(facts.devices) > 1 and facts.torch_cuda and facts.nccl is None:
         why = "ranks on several GPUs exchange gradients through NCCL"
         fix = "install a build of torch for CUDA on Linux, which brings NCCL along"
-        found.append(_warning("machine.nccl", "torch", "this build has no NCCL", why, fix))
+        found.append(warning("machine.nccl", "torch", "this build has no NCCL", why, fix))
     return [*found, *_clock_findings(clocks)]
 
 
@@ -79,14 +79,10 @@ def _clock_findings(clocks: Clocks) -> list[Finding]:
         what = f"the file system's clock is {skew} this machine's"
         why = "which file is newer decides about caches and about changed data"
         fix = "set both clocks by NTP"
-        found.append(_warning("machine.clock", "working folder", what, why, fix))
+        found.append(warning("machine.clock", "working folder", what, why, fix))
     if clocks.installed is not None and clocks.after < clocks.installed - _DAY:
         what = "the clock is behind the day on which torch was installed here"
         why = "certificates of servers are not valid yet, and MLflow shows the run in the past"
         fix = "set the clock: timedatectl set-ntp true"
-        found.append(_warning("machine.clock", "this machine", what, why, fix))
+        found.append(warning("machine.clock", "this machine", what, why, fix))
     return found
-
-
-def _warning(code: str, where: str, what: str, why: str, fix: str) -> Finding:
-    return Finding(code, "warning", where, what, why, fix)

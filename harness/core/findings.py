@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.core.errors import ExitCode, Problem, shown
+from harness.core.errors import ExitCode, Problem
 
 Severity = Literal["warning", "error"]
 
@@ -31,15 +31,12 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {self.where}: {self.what}"]
-        if not self.where:
-            lines = [f"{self.code}: {self.what}"]
-        if self.why:
-            lines.append(f"    why: {self.why}")
-        if self.fix:
-            lines.append(f"    fix: {self.fix}")
-        text = "\n".join(lines)
-        return shown(text)
+        return f"{self.code}: {Problem(self.what, self.where, self.why, self.fix)}"
+
+
+def warning(code: str, where: str, what: str, why: str, fix: str) -> Finding:
+    """A finding that keeps no run from starting."""
+    return Finding(code, "warning", where, what, why, fix)
 
 
 def refused(code: str, problems: Iterable[Problem]) -> list[Finding]:

@@ -67,13 +67,18 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def plan_text(plan: Mapping[str, Any]) -> str:
     """A plan as plain text, as at a run's start: the ladder, the notes, and a line for each row."""
-    rows = [HEADINGS, *plan_rows(plan)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [*rung_lines(plan), ""]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    lines = [*rung_lines(plan), "", *aligned([HEADINGS, *plan_rows(plan)])]
     return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of any table as lines, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def _split(module: str) -> tuple[str, str, str]:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from harness.report import label
 from harness.report.fp8_pictures import GRID, INK, save
-from harness.report.sides import VAL_LOSS, Side
-from harness.tracking.existing import LOSS
+from harness.report.sides import Side
+from harness.tracking.existing import LOSS, VAL_LOSS
 from harness.tracking.figures import Points
 from harness.tracking.history import SWITCHED, RunHistory
 

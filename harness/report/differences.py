@@ -51,7 +51,8 @@ _WITHOUT_EFFECT = (
 )
 # Where the data are, and how they are read. The hash says whether they are the same.
 _WAYS_TO_DATA = ("data.path", "data.format", "data.text_key", "data.tokenizer", "data.revision")
-_PRECISIONS = ("requested", "resolved", "effective")
+PRECISIONS = ("requested", "resolved", "effective")
+"""A plan's precisions, as its keys."""
 _MACHINE_TAGS = ("card", "tier", "engine", "ranks")
 _VERSION = "version."
 # Events that change what later steps compute.
@@ -119,7 +120,7 @@ def _hash(history: RunHistory, part: str, prefix: str) -> dict[str, Any]:
 
 def _precisions(history: RunHistory) -> dict[str, Any]:
     """Requested, resolved and effective precision."""
-    return {name: history.plan[name] for name in _PRECISIONS if history.plan.get(name)}
+    return {name: history.plan[name] for name in PRECISIONS if history.plan.get(name)}
 
 
 def _layers(history: RunHistory) -> dict[str, str]:
@@ -297,7 +298,7 @@ def _with_effect(given: Sequence[Difference]) -> list[Difference]:
                 found.append(each)
         elif each.kind == PLAN and each.key == "resolved":
             found.append(each)
-        elif each.kind == PLAN and each.key not in _PRECISIONS:
+        elif each.kind == PLAN and each.key not in PRECISIONS:
             layers.append(each)
         elif each.kind != PLAN and not (each.kind == RECIPE and has_name):
             found.append(each)

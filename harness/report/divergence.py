@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,15 +134,7 @@ def compare(a: RunHistory, b: RunHistory) -> Compared:
         return found
     counted = _compare(_as_it_counts(a), _as_it_counts(b), place)
     if counted.splits:
-        return Compared(
-            counted.steps,
-            counted.first,
-            counted.last,
-            counted.slots,
-            counted.same_norm,
-            counted.splits,
-            again=True,
-        )
+        return replace(counted, again=True)
     return found
 
 

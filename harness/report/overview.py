@@ -24,7 +24,7 @@ from harness.core.errors import clipped, shown
 from harness.core.facts import as_it_ran, jsonable
 from harness.core.files import read_mapping
 from harness.report.explain import catalogue
-from harness.tracking.existing import LOSS
+from harness.tracking.existing import LOSS, VAL_LOSS
 from harness.tracking.history import SWITCHED, read_plan
 from harness.tracking.journal import JOURNAL, MAX_ROW, METRICS_LINE, decode
 
@@ -73,7 +73,6 @@ _BY_STATUS = {
 _ENDED = (State.DONE, State.HALTED, State.STOPPED)
 # Any of these makes a folder one of a run.
 _OF_A_RUN = (JOURNAL, "config.yaml", "plan.json", "checkpoints", "outcome.json")
-VAL_LOSS = "val/loss"
 _DEMOTED = "guard/demoted_layers"
 
 _ENDS = ("run.failed", "guard.halt", "guard.rollback")
@@ -88,7 +87,8 @@ class Overview:
     """One folder of a folder of runs. None: not known.
 
     path: of the folder.
-        reason: why it is in that state, where there is more to say.
+    state: how it stands.
+    reason: why it is in that state, where there is more to say.
     step, steps: the last step with figures, and how many there will be.
     recipe: as the config names it.
     train_loss, val_loss: the last ones, in the unit of the run's data.

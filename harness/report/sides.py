@@ -23,11 +23,10 @@ from harness.core.facts import jsonable
 from harness.report import short
 from harness.report.differences import SEEDS, machine, read_start
 from harness.report.intervals import of_independent, of_paired
-from harness.tracking.existing import LOSS
+from harness.tracking.existing import LOSS, VAL_LOSS
 from harness.tracking.figures import Points
 from harness.tracking.history import RunHistory
 
-VAL_LOSS = "val/loss"
 WARM_UP = 5
 """First steps that medians of speed leave out: compilation, caches. Of a run of fewer than twice as many, half."""
 WINDOW = 10

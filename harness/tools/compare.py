@@ -15,11 +15,13 @@ from typing import Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, HarnessError, Problem, clipped, some
+from harness.core.plan_text import aligned
 from harness.core.screen import say
-from harness.report import aligned, short
+from harness.report import short
 from harness.report.differences import (
     CONFIG,
     PLAN,
+    PRECISIONS,
     SEEDS,
     Causes,
     Difference,
@@ -208,14 +210,14 @@ def lines_of(made: Comparison) -> list[str]:
 
 def _given_lines(made: Comparison) -> list[str]:
     """What differs, one line each; layers of the plan by how their precision differs."""
-    listed = [each for each in made.given if each.kind != PLAN or each.key in _PLAN_KEYS]
+    listed = [each for each in made.given if each.kind != PLAN or each.key in PRECISIONS]
     if len(made.a.runs) > 1 or len(made.b.runs) > 1:
         listed = [each for each in listed if each.kind != CONFIG or each.key not in SEEDS]
     rows = [("differs", "A", "B")]
     rows += [(_named(each), _value(each.a), _value(each.b)) for each in listed[:_MOST_KEYS]]
     layers: dict[tuple[Any, Any], list[str]] = {}
     for each in made.given:
-        if each.kind == PLAN and each.key not in _PLAN_KEYS:
+        if each.kind == PLAN and each.key not in PRECISIONS:
             layers.setdefault((each.a, each.b), []).append(each.key)
     for (a, b), names in layers.items():
         rows.append((f"plan: {some(names, 3)}", _value(a), _value(b)))
@@ -225,9 +227,6 @@ def _given_lines(made: Comparison) -> list[str]:
     if len(listed) > _MOST_KEYS:
         lines.append(f"and {len(listed) - _MOST_KEYS} more: --json lists them")
     return lines
-
-
-_PLAN_KEYS = ("requested", "resolved", "effective")
 
 
 def _named(each: Difference) -> str:

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem, shown
+from harness.core.plan_text import aligned
 from harness.core.screen import say
-from harness.report import aligned, short
+from harness.report import short
 from harness.report.overview import Overview, Severity, State, overview
 from harness.run_folder import RUNS, is_locked
 from harness.tracking.journal import JOURNAL

@@ -23,6 +23,7 @@ from harness.core.files import read_mapping
 
 LOSS = "train/loss"
 """The metric that every step has."""
+VAL_LOSS = "val/loss"
 _MOST_SPANS = 8
 _DIGITS = 18
 Metrics = dict[str, float]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.capability.cards import Tier
-from harness.core.findings import Finding
+from harness.core.findings import Finding, warning
 from harness.core.protocols import Batch
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.convert import autocast_dtype
@@ -63,16 +63,12 @@ def lint_model(
         fix = "let forward depend on shapes alone, as torch.compile wants it, too"
         what = "the forward cannot be traced"
         where = type(model).__name__
-        untraced = _warning("model.untraced", where, what, why, fix)
+        untraced = warning("model.untraced", where, what, why, fix)
         if fails:
             fix = "make one forward on a batch of the data work"
             untraced = Finding("model.fails", "error", where, "the forward fails", why, fix)
         found.append(untraced)
     return found, graph
-
-
-def _warning(code: str, where: str, what: str, why: str, fix: str) -> Finding:
-    return Finding(code, "warning", where, what, why, fix)
 
 
 def _merged(graph: Graph) -> list[Finding]:
@@ -93,7 +89,7 @@ def _merged(graph: Graph) -> list[Finding]:
             where += f" and {others} more"
         if place.line:
             where = f"{where} ({place.line})" if where else place.line
-        found.append(_warning(fault.code, where, fault.what, fault.why, fault.fix))
+        found.append(warning(fault.code, where, fault.what, fault.why, fault.fix))
     return found
 
 
@@ -120,7 +116,7 @@ def _unfit(model: nn.Module, recipe: Recipe, rung: Rung, keep_fp32: Sequence[str
         where = linears[0]
         if len(linears) > 1:
             where += f" and {len(linears) - 1} more"
-        found.append(_warning("model.fp8_kept_out", where, "stays out of FP8", reason, fix))
+        found.append(warning("model.fp8_kept_out", where, "stays out of FP8", reason, fix))
     return found
 
 
