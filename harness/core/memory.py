@@ -56,9 +56,11 @@ def process_room() -> int | None:
 
 
 def size_text(count: int) -> str:
-    """Bytes as people read them: `1.5 GiB`."""
-    size = count / 2**20
-    for unit in ("MiB", "GiB", "TiB"):
+    """Bytes as people read them: `300 B`, `1.5 GiB`."""
+    if count < 1024:
+        return f"{count} B"
+    size = count / 1024
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             return f"{size:,.1f} {unit}"
         size /= 1024

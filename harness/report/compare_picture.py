@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.report import label
 from harness.report.fp8_pictures import GRID, INK, save
-from harness.report.sides import Side
+from harness.report.sides import Side, shared_steps
 from harness.tracking.existing import LOSS, VAL_LOSS
 from harness.tracking.figures import Points
 from harness.tracking.history import SWITCHED, RunHistory
@@ -130,10 +130,8 @@ def _means(
     a: Sequence[RunHistory], b: Sequence[RunHistory]
 ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """(steps that all runs have, mean loss of a's runs, mean loss of b's runs)."""
-    points: list[Any] = [run.points(LOSS) for run in (*a, *b)]
-    shared = points[0].steps
-    for each in points[1:]:
-        shared = np.intersect1d(shared, each.steps, assume_unique=True)
+    shared = np.array(shared_steps((*a, *b), LOSS), np.int64)
+    points = [run.points(LOSS) for run in (*a, *b)]
     values = np.stack([each.figures[np.searchsorted(each.steps, shared)] for each in points])
     with np.errstate(invalid="ignore", over="ignore"):
         return shared, values[: len(a)].mean(axis=0), values[len(a) :].mean(axis=0)

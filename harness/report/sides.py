@@ -164,24 +164,24 @@ class Gap:
 def loss_gaps(a: Side, b: Side) -> list[Gap]:
     """The gaps at the last step that all runs have, over the last window, and in validation; those that there are."""
     found: list[Gap] = []
-    steps = _shared_steps(a, b, LOSS)
+    runs = (*a.runs, *b.runs)
+    steps = shared_steps(runs, LOSS)
     if steps:
         found.append(_gap("last", a, b, LOSS, steps[-1:]))
         count = max(WINDOW, len(steps) // 10)
         found.append(_gap("window", a, b, LOSS, steps[-count:]))
-    validated = _shared_steps(a, b, VAL_LOSS)
+    validated = shared_steps(runs, VAL_LOSS)
     if validated:
         found.append(_gap("validation", a, b, VAL_LOSS, validated[-1:]))
     return found
 
 
-def _shared_steps(a: Side, b: Side, metric: str) -> list[int]:
+def shared_steps(runs: Sequence[RunHistory], metric: str) -> list[int]:
     """Steps in which every run has the metric, ascending."""
-    shared: set[int] | None = None
-    for run in (*a.runs, *b.runs):
-        steps = set(run.points(metric).steps.tolist())
-        shared = steps if shared is None else shared & steps
-    return sorted(shared or ())
+    shared = set(runs[0].points(metric).steps.tolist())
+    for run in runs[1:]:
+        shared &= set(run.points(metric).steps.tolist())
+    return sorted(shared)
 
 
 def _gap(what: str, a: Side, b: Side, metric: str, steps: Sequence[int]) -> Gap:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem, shown
+from harness.core.memory import size_text
 from harness.core.plan_text import aligned
 from harness.core.screen import say
 from harness.report import short
@@ -181,12 +182,3 @@ def age_text(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def size_text(count: float) -> str:
-    """`3.2 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1024
-    return f"{count:.1f} TiB"
