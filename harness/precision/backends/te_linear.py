@@ -244,7 +244,7 @@ class PlannedLinear(nn.Module):
         # TE computes in the dtype of torch's autocast: it is entered where the model has switched it off.
         in_fp8 = watch.active and not self.demoted
         needs_autocast = watch.active and not autocast_on
-        with self._autocast(in_fp8), _in_bf16(input.device.type, needs_autocast):
+        with _in_bf16(input.device.type, needs_autocast):
             out = self._product(input, before, in_fp8)
 
         # TE cannot give gradients of gradients, nor go backward twice: that is refused by name.
@@ -279,10 +279,11 @@ class PlannedLinear(nn.Module):
         delayed = self.shared.delayed
         if delayed:
             self._match_recomputation(before)
-        # Only delayed scaling records amaxes in a cast. A copy's quantizers record nowhere anyway.
-        if not delayed or self.follows or self._records():
-            return filled_up(run, input, self.shared.multiple)
-        return self._silently(run, input, before)
+        with self._autocast():
+            # Only delayed scaling records amaxes in a cast. A copy's quantizers record nowhere anyway.
+            if not delayed or self.follows or self._records():
+                return filled_up(run, input, self.shared.multiple)
+            return self._silently(run, input, before)
 
     def _measure_call(self, input: Tensor, before: Sequence[Any], out: Tensor) -> None:
         """Measure input and weight of this forward now, and grad_output when its backward runs."""
@@ -297,20 +298,18 @@ class PlannedLinear(nn.Module):
         if out.requires_grad and (watch.everything or self.demoted or self._samples()):
             out.register_hook(lambda grad: self._measure(2, grad))
 
-    def _autocast(self, in_fp8: bool) -> AbstractContextManager[Any]:
-        """TE's autocast for this layer: this model's recipe, or off.
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """TE's autocast with this model's recipe.
 
         TE has one autocast state for the process, so another model's may be on. Entering it where it is right already
         would only cost time.
         """
         library, recipe = self.shared.library, self.shared.recipe
         state = library.manager.quantization_state
-        as_it_is = state.fp8_enabled == in_fp8
-        if in_fp8:
-            as_it_is = as_it_is and state.fp8_recipe is recipe
+        as_it_is = state.fp8_enabled and state.fp8_recipe is recipe
         if as_it_is:
             return nullcontext()
-        return library.pytorch.autocast(in_fp8, recipe=recipe)
+        return library.pytorch.autocast(True, recipe=recipe)
 
     def takes_over(self, norm: nn.Module, x: Tensor) -> bool:
         """Whether this layer will compute `norm`, which feeds it, of `x` in one block with itself.
