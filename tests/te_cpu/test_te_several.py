@@ -107,7 +107,9 @@ def teacher_of_its_own(backend: str) -> list[list[dict[str, Any]]]:
             bf16 = teacher.model(10 * x).float()  # its own context is not entered: plain
             with torch.no_grad(), teacher.precision.context():
                 fp8 = teacher.model(x).float()
-            loss = nn.functional.mse_loss(student.model(x).float(), bf16.detach() + fp8)
+            with teacher.precision.context():
+                made = student.model(x).float()  # the inner context is of another recipe
+            loss = nn.functional.mse_loss(made, bf16.detach() + fp8)
         student.precision.backward(loss)
         student.step()
         plain(teacher, number)

@@ -13,8 +13,8 @@ It ran on an H100 (docs/studies/hopper.md, tests/gpu). On the CPU its tests run 
 The te* files rely on the following facts. They were read in the Python sources of TE 2.20.2 (quantization.py,
 module/{base,linear,layernorm_mlp}.py, distributed.py), in csrc/quantizer.cpp and in recipe/delayed_scaling.cu:
 
-- A module runs in BF16 in an autocast with `enabled=False` inside an enabled one. It then touches no FP8 state,
-  whatever the scaling.
+- Under FSDP2 a module drops its cast of the weight after forward. Outside of FP8 its backward then fails, so a layer in
+  BF16 calls no module of TE: it is torch's product of its own Parameters.
 - `fp8_meta["scaling_fwd" | "scaling_bwd"]` exists after `init_fp8_metadata` ran inside an enabled autocast, and lives
   as long as the module. Outside of an autocast `init_fp8_metadata` does nothing.
 - Under delayed scaling a cast reads its quantizer's scale and raises its amax. Both are views of `fp8_meta`'s state.
@@ -60,7 +60,7 @@ from harness.precision.scaling import SampledStats
 
 
 class TransformerEngineBackend:
-    """One outer te.autocast with one recipe object for the whole run. Demoted layers disable it for themselves.
+    """One outer te.autocast with one recipe object for the whole run. Demoted layers do not call TE.
 
     Under delayed scaling histories roll when the recipe says (`fp8.roll`), after one MAX over ranks. A demoted layer
     still records amaxes, which roll like any other, so that it returns to FP8 with a warm scale.
