@@ -190,6 +190,8 @@ def save_together(
     A rank is told when rank 0 has ended, or the other one has failed: in training ranks learn it in a collective.
     """
     children: list[int] = []
+    # Held back until a rank can hear it: rank 0 may have ended before rank 1 has come so far.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     for rank in (0, 1):
         child = os.fork()
         if child:
@@ -204,6 +206,7 @@ def save_together(
                 threading.Thread(target=meeting.give_up, args=("is told",)).start()
 
             signal.signal(signal.SIGUSR1, told)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
             arm(rank)
             save_piece(root, step, rank, meeting)
             code = 0

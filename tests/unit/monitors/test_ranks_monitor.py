@@ -39,7 +39,7 @@ def test_ranks_that_called_other_blocks_halt_the_run_with_the_step(make_facts: M
     assert (verdict.code, verdict.healthy, verdict.skip) == ("ranks.calls", False, False)
     assert "ranks called other blocks in step 7" in verdict.text
     assert isinstance(verdict.proposal, Halt)
-    assert "engine.name=ddp" in verdict.proposal.fix
+    assert "train with DDP" in verdict.proposal.fix
 
 
 def test_a_straggler_is_told_once_a_streak_and_again_after_a_recovery(
