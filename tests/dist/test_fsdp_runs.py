@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from harness.core.files import read_json
 from tests.support.pairs import assert_same_state, different, figures, ran, state
+from tests.support.runs import ROOT, events, train_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -79,6 +82,61 @@ def test_a_rank_that_is_killed_in_a_save_costs_no_bit(tmp_path: Path) -> None:
     assert_same_state(state(again, 12), state(straight, 12))
     alone = state(ran(tmp_path / "alone", "fsdp", "r", *fixed, ranks=1), 12)
     torch.testing.assert_close(alone["model"], state(straight, 12)["model"])
+
+
+class Turning(nn.Module):
+    """Two blocks of one shape. From the third step on rank 1 calls the second one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.steps = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += self.training
+        blocks = list(self.blocks)
+        if self.steps > 2 and os.environ["RANK"] == "1":
+            blocks.reverse()
+        for block in blocks:
+            x = torch.tanh(block(x))
+        return (x - y).square().mean()
+
+
+def build_turning(**_: object) -> nn.Module:
+    return Turning()
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        x = torch.full((8,), number / 64)
+        return {"x": x, "y": x}
+
+
+@pytest.mark.slow
+@pytest.mark.faults(20)
+def test_ranks_that_call_blocks_in_another_order_halt_the_run(tmp_path: Path) -> None:
+    done = train_ranks(
+        tmp_path,
+        2,
+        *("--config", "tiny", "--recipe", "fp32", "--name", "r"),
+        "model.target=tests.dist.test_fsdp_runs:build_turning",
+        "data.target=tests.dist.test_fsdp_runs:Numbers",
+        "data.path=null",
+        "engine.name=fsdp",
+        "train.steps=6",
+        "train.global_batch=4",
+        "train.micro_batch=2",
+        program=ROOT / "launch/train.py",
+    )
+    assert done.returncode == 3, done.stdout
+    run = tmp_path / "runs/r"
+    [found] = events(run, "ranks.calls")
+    assert found["step"] == 3
+    assert read_json(run / "outcome.json")["exit_code"] == 3
+    assert "call every block" in done.stdout
 
 
 def _killed_in_a_save() -> None:
