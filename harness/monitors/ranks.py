@@ -87,7 +87,7 @@ class RanksMonitor(KeptWindow):
 def _other_calls(facts: StepFacts) -> Verdict:
     text = f"ranks called other blocks in step {facts.step}, or in another order: each gathered halves of other weights"
     text += ", so the update was skipped"
-    fix = "call every block on every rank as often and in the same order, also without gradients, or train with DDP"
+    fix = "Call every block on every rank as often and in the same order, also without gradients, or train with DDP"
     return Verdict("ranks.calls", facts.step, text, healthy=False, proposal=Halt(text, fix))
 
 

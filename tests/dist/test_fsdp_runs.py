@@ -136,7 +136,7 @@ def test_ranks_that_call_blocks_in_another_order_halt_the_run(tmp_path: Path) ->
     [found] = events(run, "ranks.calls")
     assert found["step"] == 3
     assert read_json(run / "outcome.json")["exit_code"] == 3
-    assert "call every block" in done.stdout
+    assert "Call every block" in done.stdout
 
 
 def _killed_in_a_save() -> None:
