@@ -45,6 +45,7 @@ from harness.core.files import (
 from harness.core.schema import read_yaml, validate
 
 RUNS = Path("runs")
+"""Where runs are made. It may be a link to another disk."""
 _SOURCE = "started_from.json"
 _RESERVE = ".reserve"
 # Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.
@@ -222,6 +223,11 @@ def adopt_vocab(folder: Path, config: RunConfig) -> RunConfig:
         return config
     vocab = saved.model.args.get("vocab")
     return config if vocab is None else _with_vocab(config, vocab)
+
+
+def place_of_runs() -> Path:
+    """A folder on the disk that a new run would be written to: `RUNS`, or the working folder, which would hold it."""
+    return RUNS if RUNS.is_dir() else Path()
 
 
 def fit_vocab(config: RunConfig, ids: int, vocab: int | None) -> RunConfig:

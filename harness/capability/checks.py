@@ -59,8 +59,8 @@ def machine_findings(facts: MachineFacts, clocks: Clocks) -> list[Finding]:
     if facts.disk_free_bytes < LOW_DISK_GIB * GIB:
         what = f"{size_text(facts.disk_free_bytes)} free"
         why = "a run keeps three checkpoints and writes a fourth, of 12 bytes for each parameter"
-        fix = "free space, or start in a folder on a larger disk"
-        found.append(warning("machine.disk", "working folder", what, why, fix))
+        fix = "free space, or let runs be a link to a folder on a larger disk"
+        found.append(warning("machine.disk", "folder of runs", what, why, fix))
     if len(facts.devices) > 1 and facts.torch_cuda and facts.nccl is None:
         why = "ranks on several GPUs exchange gradients through NCCL"
         fix = "install a build of torch for CUDA on Linux, which brings NCCL along"
@@ -79,7 +79,7 @@ def _clock_findings(clocks: Clocks) -> list[Finding]:
         what = f"the file system's clock is {skew} this machine's"
         why = "which file is newer decides about caches and about changed data"
         fix = "set both clocks by NTP"
-        found.append(warning("machine.clock", "working folder", what, why, fix))
+        found.append(warning("machine.clock", "folder of runs", what, why, fix))
     if clocks.installed is not None and clocks.after < clocks.installed - _DAY:
         what = "the clock is behind the day on which torch was installed here"
         why = "certificates of servers are not valid yet, and MLflow shows the run in the past"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -132,9 +131,11 @@ def diagnose(
     from harness.precision.decision import decide
     from harness.precision.plan import resolve
     from harness.precision.recipe import load_recipe
+    from harness.run_folder import place_of_runs
 
-    facts = probe() if facts is None else facts
-    findings = machine_findings(facts, read_clocks(Path.cwd()))
+    place = place_of_runs()
+    facts = probe(place) if facts is None else facts
+    findings = machine_findings(facts, read_clocks(place))
     if (config is None or config.tracking.mlflow) and (silent := unanswered(tracking_uri())):
         findings.append(silent)
     if config is None:
@@ -272,7 +273,7 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
     rows.append(("memory", size_text(facts.memory_bytes)))
-    disk = size_text(facts.disk_free_bytes) + " free here"
+    disk = size_text(facts.disk_free_bytes) + " free for runs"
     if facts.disk_free_bytes < LOW_DISK_GIB * GIB:
         disk += ": little, keep room for three checkpoints (12 bytes per parameter each)"
     rows.append(("disk", disk))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from harness.checkpoint.recovery import fallback_folders
 from harness.checkpoint.store import Store
 from harness.core.deferred import computing
 from harness.core.errors import CheckpointError, ExitCode, Problem
+from harness.core.findings import Finding
 from harness.core.memory import size_text
 from harness.core.state import state_bytes
 from harness.engines.process_group import lost_rank_named
+from harness.optim.lints import epsilon_finding
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import too_high
-from harness.run_folder import RUNS, RunLock, read_outcome
+from harness.run_folder import RunLock, place_of_runs, read_outcome
+from harness.tools.examine import lint_run
 from harness.tools.preflight import memory_text
 from harness.tools.resume import (
     StartingPoint,
@@ -66,6 +70,10 @@ def check(request: Request) -> int:
             for line in _report(request, place, job, worker):
                 console.say(line)
             console.say(_beginning(start, worker))
+            # The other ranks wait below: what rank 0 finds holds for them, too.
+            if worker.is_lead:
+                for finding in _findings(request, job):
+                    console.say(f"{finding.severity} {finding}")
             # Other ranks may still read what rank 0 removes.
             worker.group.barrier()
     console.say(
@@ -88,7 +96,7 @@ def _data_place(start: StartingPoint, worker: Worker) -> Iterator[StartingPoint]
     try:
         if worker.is_lead:
             try:
-                made = tempfile.mkdtemp(prefix=".dry-run-", dir=RUNS if RUNS.is_dir() else Path())
+                made = tempfile.mkdtemp(prefix=".dry-run-", dir=place_of_runs())
             except OSError as error:
                 what = "no folder can be made here"
                 fix = "start from a working folder that you may write to"
@@ -115,6 +123,17 @@ def _report(request: Request, place: StartingPoint, job: Job, worker: Worker) ->
     size = state_bytes(job.model, optimizer_bytes(job.model, job.config.train))
     lines.append(f"disk: each checkpoint takes about {size_text(size)}, and there is room for them")
     return lines
+
+
+def _findings(request: Request, job: Job) -> list[Finding]:
+    """What `harness doctor --config` says of model, optimizer and data. None of it keeps the run from starting."""
+    config, plan = job.config, job.plan
+    scale = request.recipe.loss_scale.init if plan.rung.precision == "fp16" else None
+    epsilon = epsilon_finding(config.train, scale)
+    found = [] if epsilon is None else [epsilon]
+    # What the model prints as it runs is not part of the answer.
+    with redirect_stdout(sys.stderr):
+        return found + lint_run(config, request.recipe, plan, job.model, job.task, job.data)
 
 
 def _beginning(start: StartingPoint, worker: Worker) -> str:

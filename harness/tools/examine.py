@@ -36,7 +36,7 @@ from harness.precision.lints.graph import Graph
 from harness.precision.lints.model import lint_model
 from harness.precision.plan import Plan, make_plan, resolve, take_rung
 from harness.precision.recipe import Recipe, Rung
-from harness.run_folder import RUNS, fit_vocab
+from harness.run_folder import fit_vocab, place_of_runs
 from harness.telemetry import undeliverable
 from harness.tools.preflight import lacks_memory
 
@@ -81,7 +81,7 @@ def examine(config: RunConfig, recipe: Recipe, facts: MachineFacts) -> Examined:
         if data is not None:
             with _reported(found, "model.vocabulary"):
                 config = fit_vocab(config, data.ids, data.vocab)
-        _model(examined, config, recipe, rung, worker, data)
+        _model(examined, config, recipe, worker, data)
     return examined
 
 
@@ -116,7 +116,6 @@ def _model(
     examined: Examined,
     config: RunConfig,
     recipe: Recipe,
-    rung: Rung,
     worker: Worker,
     data: RunData | None,
 ) -> None:
@@ -142,20 +141,38 @@ def _model(
     if config.engine.compile == "blocks":
         found += refused("config.engine", check_compile(plan.rung, model, worker.device))
     task = Task(model, config.model.target, data.unit if data else "loss")
+    found += lint_run(config, recipe, plan, model, task, data)
+
+
+def lint_run(
+    config: RunConfig,
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    task: Task,
+    data: RunData | None,
+) -> list[Finding]:
+    """The lints of model and data. They build and read once more what they need, and leave all as it was.
+
+    model: not converted; it may be without memory.
+    data: None if they could not be opened.
+    """
+    found: list[Finding] = []
     batch = _first_batch(config, data)
     graph = Graph()
     if batch is not None:
         with _reported(found, "model.refused"):
-            lints, graph = lint_model(model, task.loss, batch, recipe, rung, plan)
+            lints, graph = lint_model(model, task.loss, batch, recipe, plan.rung, plan)
             # Such a model may be traced if it has values.
             if graph.error and _is_meta(model):
-                model = _built(config)
-                task = Task(model, config.model.target, task.unit)
-                lints, graph = lint_model(model, task.loss, batch, recipe, rung, plan)
+                whole = _built(config)
+                task = Task(whole, config.model.target, task.unit)
+                lints, graph = lint_model(whole, task.loss, batch, recipe, plan.rung, plan)
             found += lints
     if data is not None:
         with _reported(found, "data.refused"):
             found += _data(data, task, graph, config)
+    return found
 
 
 def _without_memory(config: RunConfig) -> nn.Module | None:
@@ -195,9 +212,7 @@ def _planned(recipe: Recipe, worker: Worker, model: nn.Module) -> Plan:
 def _room(config: RunConfig, model: nn.Module, worker: Worker) -> list[Finding]:
     """Errors if the run's checkpoints or its state do not fit here."""
     optimizer = optimizer_bytes(model, config.train)
-    # As for a new run: `runs` may be a link to another disk.
-    folder = RUNS if RUNS.is_dir() else Path()
-    found = refused("machine.disk", lacks_room(folder, state_bytes(model, optimizer), 0))
+    found = refused("machine.disk", lacks_room(place_of_runs(), state_bytes(model, optimizer), 0))
     problem = lacks_memory(model, optimizer, worker)
     problems: Sequence[Problem] = [problem] if problem else []
     return [*found, *refused("machine.memory", problems)]

@@ -275,6 +275,8 @@ def _go_on_in_folder(start: StartingPoint, job: Job) -> None:
         forget_outcome(start.folder)
 
 
+# Parameters of a model that trains in minutes on any CPU.
+_FIRST_TRY = 1_000_000
 _REPLACED = ("config.yaml", "plan.json", "outcome.json")
 
 
@@ -327,7 +329,18 @@ def first_lines(request: Request, job: Job, worker: Worker, facts: Mapping[str, 
     stats_every = request.recipe.fp8.stats_every if job.plan.fp8_layers() else None
     if text := left_out(config, stats_every, worker.group.world_size):
         lines.append(text)
+    size = sum(parameter.numel() for parameter in job.model.parameters())
+    if worker.device.type == "cpu" and size > _FIRST_TRY and _slow_products(job.plan, worker):
+        lines.append(
+            "this CPU has no bf16 instructions, so a step takes several times as long as in float32: "
+            "for a first try take --config tiny, or --recipe fp32"
+        )
     return lines
+
+
+def _slow_products(plan: Plan, worker: Worker) -> bool:
+    """Whether the layers multiply in a precision for which this CPU has no instructions."""
+    return plan.rung.precision in ("bf16", "fp8") and not worker.facts.cpu_bf16_isa
 
 
 class Doubt(NamedTuple):

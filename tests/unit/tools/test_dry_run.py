@@ -9,6 +9,30 @@ import pytest
 from tests.support import runs
 
 
+UNSAFE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x, y):
+        return -(torch.log(torch.softmax(self.inner(x), -1)) * y).sum(-1).mean()
+
+def build(**_):
+    return Net()
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return {"x": torch.ones(32), "y": torch.full((32,), 1 / 32)}
+"""
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`. A run's lock has the process that held it last."""
     found: dict[str, bytes] = {}
@@ -48,6 +72,17 @@ def test_it_reports_what_training_begins_with_and_writes_nothing(tmp_path: Path)
     trained = runs.train(tmp_path, *doubtful)
     assert trained.returncode == 0, trained.stdout
     assert table_of(checked.stdout) == table_of(trained.stdout) != []
+
+
+def test_it_lists_what_doctor_finds_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "unsafe.py").write_text(UNSAFE)
+    done = runs.train(
+        tmp_path, "--dry-run", "--recipe", "fp32", "model.target=unsafe:build", "data.target=unsafe:Pairs", "data.path=null"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "warning numerics.log_softmax" in done.stdout
+    assert "warning data.repeated" in done.stdout
+    assert "dry run: all checks passed" in done.stdout
 
 
 @pytest.mark.parametrize(
