@@ -95,6 +95,11 @@ def everything(precision: Precision, model: nn.Module, facts: list[Any]) -> list
     return [*weights, *state["tensors"].values(), torch.get_rng_state(), *facts]
 
 
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad.clone()
+
+
 def run(watch: Callable[[nn.Module], Any] | None, checkpointed: bool) -> list[Any]:
     precision, model = prepared(recipe(fp8={**EVERY_STEP, "amax_history_len": 3}))
     optimizer = adamw(model)
@@ -110,7 +115,7 @@ def run(watch: Callable[[nn.Module], Any] | None, checkpointed: bool) -> list[An
             )
             loss = nn.functional.mse_loss(out.float(), y)
         precision.backward(loss)
-        facts += [loss.detach(), *[each.grad.clone() for each in model.parameters()]]
+        facts += [loss.detach(), *[_gradient(each) for each in model.parameters()]]
         precision.step(optimizer)
         stats = precision.stats()
         assert stats is not None
@@ -131,14 +136,14 @@ def test_it_leaves_no_trace(checkpointed: bool) -> None:
     with_watch = run(lambda model: Counterfactual(model), checkpointed)
     assert len(without) == len(with_watch)
     for one, other in zip(without, with_watch, strict=True):
-        # NaN, of figures that were not sampled, equals NaN here.
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        bits = [each.detach().reshape(-1).view(torch.uint8) for each in (one, other)]
+        assert torch.equal(*bits)
 
 
 def test_blocks_win_where_one_channel_is_hot() -> None:
     precision, model = hot_model(2.0**24)
     comparison = watched(precision, model, 4)
-    best = comparison.slots[0]
+    best = next(row for row in comparison.slots if row.role == "input")
     assert best.slot == "second.input"
     assert best.best in ("mxfp8", "mxfp8_ocp")
     # 255 of 256 values are lost under one scale; 127 with blocks of 128, 31 with blocks of 32.
@@ -147,7 +152,7 @@ def test_blocks_win_where_one_channel_is_hot() -> None:
     assert best.median["mxfp8"].underflow == pytest.approx(31 / 256, abs=0.01)
     assert best.gain_db["mxfp8"] > best.gain_db["block"] > 2 > best.gain_db["current"]
     # SQNR of the tensor does not see it: the hot channel is all of the signal.
-    assert best.median[DELAYED].sqnr_db >= best.median["mxfp8"].sqnr_db - 1
+    assert best.median[DELAYED].sqnr_db > 100 > 1 > best.median[DELAYED].even_db
 
     gains = {(gain.role, gain.scheme): gain for gain in comparison.gains}
     assert gains["input", "mxfp8"].helped == ("second.input",)
@@ -259,7 +264,7 @@ def test_a_model_compiled_around_the_watch_computes_the_same() -> None:
     for on in (False, True):
         precision, model = prepared(recipe())
         optimizer = adamw(model)
-        compiled = torch.compile(model, backend="eager")
+        compiled: Any = torch.compile(model, backend="eager")
         watch = Counterfactual(model, every=1)
         if on:
             watch.__enter__()
@@ -300,7 +305,7 @@ def test_looking_at_a_parametrized_weight_would_change_it() -> None:
         model(x)
     once = norm.parametrizations.weight[0]._u.clone()
     assert not torch.equal(before, once), "each look is a step of the power iteration"
-    again = copy.deepcopy(norm.parametrizations.weight[0])
+    again: Any = copy.deepcopy(norm.parametrizations.weight[0])
     again(norm.parametrizations.weight.original)
     with watch, precision.context():
         model(x)
