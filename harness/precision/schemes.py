@@ -9,11 +9,11 @@
 `scaling.quantize` casts under every one of them. Here are only the scales, as factors: q = round(x * scale).
 
 Sources:
-- current, block: Transformer Engine 2.20, `Float8CurrentScaling` and `Float8BlockScaling`; the rule is
-  `compute_scale_from_amax` in `transformer_engine/common/recipe/recipe_common.cuh`. A block's scale is rounded down to
+- current, block: Transformer Engine 2.20, Float8CurrentScaling and Float8BlockScaling; the rule is
+  compute_scale_from_amax in transformer_engine/common/recipe/recipe_common.cuh. A block's scale is rounded down to
   a power of two, unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1. The blocks are those of DeepSeek-V3 (arXiv 2412.19437),
   whose scales are no powers of two.
-- mxfp8: Transformer Engine 2.20, `MXFP8BlockScaling`. The stored scale is amax / 448, rounded up to a power of two, so
+- mxfp8: Transformer Engine 2.20, MXFP8BlockScaling. The stored scale is amax / 448, rounded up to a power of two, so
   nothing is clipped (arXiv 2506.08027).
 - mxfp8_ocp: OCP Microscaling Formats (MX) Specification 1.0, section 6.3. The stored scale is the largest power of two
   in amax, over the largest in the format (2^8). Values over 1.75 times a power of two are clipped. torchao's MX formats

@@ -335,9 +335,9 @@ def test_the_report_is_plain_data_and_its_lines_are_safe() -> None:
 
 def test_a_cast_without_error_is_exact() -> None:
     precision = Precision(recipe(fp8=EVERY_STEP))
-    model = precision.prepare(nn.Sequential(nn.Linear(16, 16, bias=False)))
-    with torch.no_grad():
-        model[0].weight.fill_(0.5)
+    linear = nn.Linear(16, 16, bias=False)
+    nn.init.constant_(linear.weight, 0.5)
+    model = precision.prepare(nn.Sequential(linear))
     report = watched(precision, model, 1)
     row = of(report, "00.weight")
     assert row.median[DELAYED].even_db == row.median["mxfp8"].sqnr_db == EXACT_DB
