@@ -251,6 +251,11 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
         try:
             with safe_open(file, framework="pt"):
                 pass
+        except MemoryError as error:
+            # It is mapped into memory as a whole, which a limit of the process (`ulimit -v`) may refuse.
+            what = f"cannot be mapped into memory: {' '.join(str(error).split())}"
+            fix = "raise the limit of this process's address space (ulimit -v), or save in smaller shards"
+            problems.append(Problem(what, str(file), fix=fix))
         except (OSError, SafetensorError) as error:
             what = f"is damaged: {' '.join(str(error).split())}"
             if not file.is_file():
