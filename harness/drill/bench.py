@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from harness.core.config import RunConfig, merge
 from harness.core.errors import EXIT_CODE_FILE, ConfigError, Problem
 from harness.core.files import home, resource_dir, with_this_package
 from harness.core.schema import validate
-from harness.drill.child import MARK, Child, Missed, end_marked
+from harness.drill.child import MARK, Child, Missed, end_marked, marked
 from harness.drill.judge import Ran, ended_well
 from harness.run_folder import RUNS, is_checkpoint_name
 from harness.tracking.existing import LOSS
@@ -130,7 +131,7 @@ class Bench:
         for name, each in ((USERS, users), (SHORT, short)):
             text = yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False)
             (folder / name).write_text(text)
-        return cls(folder, short, patience, _mark=f"{os.getpid()}-{folder}")
+        return cls(folder, short, patience, _mark=f"{os.getpid()}-{time.time_ns()}")
 
     @property
     def steps(self) -> int:
@@ -197,6 +198,10 @@ class Bench:
         """Delete the checkpoints of an exercise's runs; journals and logs stay."""
         for run in self.run(exercise).parent.glob(f"{exercise}*"):
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+    def has_processes(self) -> bool:
+        """Whether any process that was started here, or that such a process started, still lives."""
+        return bool(marked(self._mark))
 
     def sweep(self) -> None:
         """End every process that was started here and still lives."""

@@ -20,7 +20,9 @@ from harness.drill.judge import code_text
 
 MARK = "HARNESS_DRILL"
 # Seconds between two looks: for an event of a run, and for one that lasts milliseconds.
-_LOOK, _SHORT_LOOK = 0.02, 0.0005
+_LOOK, _SHORT_LOOK = 0.02, 0.001
+# How often processes are looked for and killed, at most: one that waits for a disk ends later.
+_SWEEPS = 500
 # Characters of a screen that are kept in memory; all are in the log.
 _KEPT = 1 << 20
 
@@ -139,9 +141,10 @@ class Child:
                 os.killpg(self.process.pid, number)
 
 
-def end_marked(mark: str) -> None:
-    """SIGKILL every process of this user that has `mark` in its environment, except this one."""
+def marked(mark: str) -> list[int]:
+    """Every process of this user that has `mark` in its environment, except this one. Zombies have no environment."""
     wanted = f"{MARK}={mark}".encode()
+    found: list[int] = []
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
@@ -150,5 +153,17 @@ def end_marked(mark: str) -> None:
         except OSError:  # gone, or another user's
             continue
         if wanted in variables:
+            found.append(int(entry))
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """SIGKILL all that `marked` finds, and whatever they start meanwhile; then wait until they have ended."""
+    for _ in range(_SWEEPS):
+        left = marked(mark)
+        if not left:
+            return
+        for pid in left:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK)

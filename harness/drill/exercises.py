@@ -11,12 +11,13 @@ import resource
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.core.errors import ExitCode
+from harness.core.errors import ExitCode, clipped
 from harness.core.files import read_mapping, step_name
 from harness.drill.bench import TRACKER, USERS, Bench, is_saving, last_step, saved_steps
 from harness.drill.child import Child, Missed
@@ -47,6 +48,8 @@ from harness.tracking.journal import delivered
 _TRIES = 3
 _CLI = ("-m", "harness.cli")
 _MOST_FINDINGS = 20
+# Characters of an error that a page quotes.
+_MOST_TEXT = 240
 
 
 def preflight(bench: Bench) -> Account:
@@ -67,7 +70,7 @@ def preflight(bench: Bench) -> Account:
 
     notes = [f"{each['severity']} {each['code']}: {each['what']}" for each in found]
     done = "harness doctor and harness train --dry-run on the config as it is"
-    return Account(done, "no fault is meant", checks, notes=notes[:_MOST_FINDINGS])
+    return Account(done, "none is meant", checks, notes=notes[:_MOST_FINDINGS])
 
 
 def _findings(text: str) -> list[dict[str, Any]]:
@@ -91,7 +94,7 @@ def soak(bench: Bench) -> Account:
         got = "has all rows" if delivered(first.run_dir) else "had not got all rows in time"
         notes.append(f"MLflow ({TRACKER} in the drill's folder) {got}")
     done = f"{bench.steps} steps, twice, from the same config"
-    return Account(done, "no fault is meant", checks, notes=notes)
+    return Account(done, "none is meant", checks, notes=notes)
 
 
 def sigterm(bench: Bench) -> Account:
@@ -248,7 +251,6 @@ def disk(bench: Bench) -> Account:
         child.until(lambda: paused in child.screen or child.ended, paused, bench.patience)
         _limit_files(child, None)
     code = child.finish(bench.patience)
-    refused = [line.strip() for line in child.screen.splitlines() if "checkpoint.failed" in line]
     met = full_disk_met(policy, code)
     ran, history = bench.ran(name, code)
     if code != ExitCode.DONE:
@@ -258,9 +260,11 @@ def disk(bench: Bench) -> Account:
         ended_well(ran, bench.steps),
         same_bits(compare(history, reference), bench.steps),
     ]
+    refused = [event["text"] for event in history.events if event["code"] == "checkpoint.failed"]
     fault = ""
     if refused:
-        fault = f"with files of at most {limit:,} bytes (RLIMIT_FSIZE of {run.name}): {refused[0]}"
+        why = clipped(" ".join(refused[0].split()), _MOST_TEXT)
+        fault = f"with files of at most {limit:,} bytes (RLIMIT_FSIZE of {run.name}): {why}"
     done = "after its first save the run's files may not grow beyond half a checkpoint's; later they may again"
     return Account(done, fault, checks)
 
@@ -308,18 +312,22 @@ def tracker(bench: Bench) -> Account:
             "no_proxy": "127.0.0.1",
             "NO_PROXY": "127.0.0.1",
         }
-        overrides = ("tracking.mlflow=true", "tracking.drain_seconds=5")
+        overrides = ("tracking.mlflow=true", "tracking.drain_seconds=10")
         child = bench.train("tracker", *overrides, variables=variables)
         code = child.finish(bench.patience)
-    ran, history = bench.ran("tracker", code)
-    refused = _refused(history.run_dir / "shipper.log")
+        ran, history = bench.ran("tracker", code)
+        # The shipper outlives its run by half a minute. It may not have called anybody yet.
+        log = history.run_dir / "shipper.log"
+        while not _refused(log) and bench.has_processes():
+            time.sleep(0.1)
+        refused = _refused(log)
     checks = [
         ended_well(ran, bench.steps),
         same_bits(compare(history, reference), bench.steps),
         sync_named(child.screen),
     ]
     done = f"MLFLOW_TRACKING_URI={address}, where nothing listens"
-    return Account(done, refused and f"shipper.log: {refused}", checks)
+    return Account(done, f"shipper.log: {refused}" if refused else "", checks)
 
 
 def _refused(log: Path) -> str:
@@ -328,7 +336,8 @@ def _refused(log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.strip() for line in lines if "refused" in line), "")
+    found = [line.strip() for line in lines if "refused" in line]
+    return clipped(found[0], _MOST_TEXT) if found else ""
 
 
 @contextmanager

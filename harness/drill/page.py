@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import time
@@ -96,7 +97,7 @@ def facts_of(bench: Bench, began: float, overrides: Sequence[str]) -> dict[str, 
         "steps of a run": str(bench.steps),
         "config, SHA-256": file_sha256(bench.folder / USERS),
         "config of the runs, SHA-256": file_sha256(bench.folder / SHORT),
-        "machine": f"{socket.gethostname()}, {platform.platform()}",
+        "machine": f"{socket.gethostname()}, {os.cpu_count()} cores, {platform.platform()}",
         "harness": harness_version(),
     }
 

@@ -1,4 +1,4 @@
-"""`harness drill` on real runs: all verdicts on the tiny config, one broken model, and nothing of the user's touched."""
+"""`harness drill` on real runs: all verdicts on the tiny config, a broken model, nothing of the user's touched."""
 
 from __future__ import annotations
 
@@ -131,7 +131,17 @@ def test_the_whole_drill_of_the_tiny_config_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     content: dict[str, Any] = json.loads(done.stdout)
     verdicts = {each["name"]: each["verdict"] for each in content["exercises"]}
-    names = ("preflight", "soak", "sigterm", "sigkill", "bit", "disk", "tracker", "ranks", "rollback")
+    names = (
+        "preflight",
+        "soak",
+        "sigterm",
+        "sigkill",
+        "bit",
+        "disk",
+        "tracker",
+        "ranks",
+        "rollback",
+    )
     assert verdicts == dict.fromkeys(names, "passed")
     faults = {each["name"]: each["fault"] for each in content["exercises"]}
     assert "exit code 75" in faults["sigterm"]
