@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.core.errors import ExitCode, clipped
+from harness.core.errors import ExitCode
 from harness.core.files import read_mapping, step_name
 from harness.drill.bench import TRACKER, USERS, Bench, is_saving, last_step, saved_steps
 from harness.drill.child import Child, Missed
@@ -27,6 +27,7 @@ from harness.drill.judge import (
     Ran,
     code_text,
     ended_well,
+    failed_save,
     found_by_verify,
     full_disk_met,
     killed,
@@ -48,8 +49,8 @@ from harness.tracking.journal import delivered
 _TRIES = 3
 _CLI = ("-m", "harness.cli")
 _MOST_FINDINGS = 20
-# Characters of an error that a page quotes.
-_MOST_TEXT = 240
+# Seconds between two looks at a log.
+_LOOK = 0.1
 
 
 def preflight(bench: Bench) -> Account:
@@ -260,10 +261,9 @@ def disk(bench: Bench) -> Account:
         ended_well(ran, bench.steps),
         same_bits(compare(history, reference), bench.steps),
     ]
-    refused = [event["text"] for event in history.events if event["code"] == "checkpoint.failed"]
+    why = failed_save(child.screen)
     fault = ""
-    if refused:
-        why = clipped(" ".join(refused[0].split()), _MOST_TEXT)
+    if why:
         fault = f"with files of at most {limit:,} bytes (RLIMIT_FSIZE of {run.name}): {why}"
     done = "after its first save the run's files may not grow beyond half a checkpoint's; later they may again"
     return Account(done, fault, checks)
@@ -318,26 +318,26 @@ def tracker(bench: Bench) -> Account:
         ran, history = bench.ran("tracker", code)
         # The shipper outlives its run by half a minute. It may not have called anybody yet.
         log = history.run_dir / "shipper.log"
-        while not _refused(log) and bench.has_processes():
-            time.sleep(0.1)
-        refused = _refused(log)
+        while not _refused(log, port) and bench.has_processes():
+            time.sleep(_LOOK)
+        refused = _refused(log, port)
     checks = [
         ended_well(ran, bench.steps),
         same_bits(compare(history, reference), bench.steps),
         sync_named(child.screen),
     ]
     done = f"MLFLOW_TRACKING_URI={address}, where nothing listens"
-    return Account(done, f"shipper.log: {refused}" if refused else "", checks)
+    return Account(done, refused, checks)
 
 
-def _refused(log: Path) -> str:
-    """The first line of the shipper's log that says that nobody listens; empty if there is none."""
+def _refused(log: Path, port: int) -> str:
+    """How often the shipper was refused at `port`, by its log; empty if it was not."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    found = [line.strip() for line in lines if "refused" in line]
-    return clipped(found[0], _MOST_TEXT) if found else ""
+    refused = [line for line in lines if f":{port}" in line and "refused" in line]
+    return f"{log.name}: {len(refused)} calls were refused at port {port}" if refused else ""
 
 
 @contextmanager

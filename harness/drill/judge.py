@@ -197,6 +197,19 @@ def found_by_verify(code: int, text: str, checkpoint: Path, file: str) -> Check:
     return Check(expected, seen, code == ExitCode.FAILED and bool(named))
 
 
+def failed_save(text: str) -> str:
+    """Evidence that a checkpoint could not be written: the first such error of a run's screen; empty if there is none.
+
+    The journal may have lost the event: it lies on the same disk.
+    """
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        if "checkpoint.failed: " in line:
+            reason = lines[place + 1 : place + 2]
+            return " ".join(each.strip(" !") for each in [line, *reason])
+    return ""
+
+
 def full_disk_met(policy: str, code: int) -> Check:
     """What a run does while its checkpoints cannot be written. policy: checkpoint.on_failure; code: of that process."""
     expected, codes = {

@@ -15,6 +15,7 @@ from harness.drill.judge import (
     Ran,
     Verdict,
     ended_well,
+    failed_save,
     found_by_verify,
     full_disk_met,
     killed,
@@ -115,6 +116,15 @@ def test_damage_that_verify_misses_or_finds_elsewhere() -> None:
 def test_a_full_disk_by_policy(policy: str, right: tuple[int, ...], wrong: tuple[int, ...]) -> None:
     assert all(full_disk_met(policy, code).holds for code in right)
     assert not any(full_disk_met(policy, code).holds for code in wrong)
+
+
+def test_a_full_disk_is_shown_by_a_save_that_failed() -> None:
+    told = "! step 6: checkpoint.failed: step-6: the checkpoint was not written\n    why: File too large\n    fix: x\n"
+    evidence = failed_save(f"step 5\n{told}{told.replace('6', '9')}")
+    assert "step 6" in evidence
+    assert "File too large" in evidence
+    assert "step 9" not in evidence
+    assert not failed_save("step 5\nstep 6\n")
 
 
 def test_a_screen_that_names_no_sync() -> None:
