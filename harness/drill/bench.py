@@ -103,11 +103,13 @@ class Bench:
 
     folder: absolute.
     config: of the drill's runs.
+    delivers: whether the user's config sends its journal to MLflow.
     patience: seconds that any one event is waited for.
     """
 
     folder: Path
     config: RunConfig
+    delivers: bool
     patience: float
     _here: Path = field(default_factory=Path.cwd)
     _mark: str = ""
@@ -131,7 +133,9 @@ class Bench:
         for name, each in ((USERS, users), (SHORT, short)):
             text = yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False)
             (folder / name).write_text(text)
-        return cls(folder, short, patience, _mark=f"{os.getpid()}-{time.time_ns()}")
+        return cls(
+            folder, short, config.tracking.mlflow, patience, _mark=f"{os.getpid()}-{time.time_ns()}"
+        )
 
     @property
     def steps(self) -> int:
@@ -183,9 +187,8 @@ class Bench:
         It alone delivers to MLflow where the config wants that, into the drill's SQLite file.
         """
         if self._undisturbed is None:
-            wanted = (self.folder / USERS).read_text()
-            mlflow = yaml.safe_load(wanted)["tracking"]["mlflow"]
-            ran, history = self.to_its_end(UNDISTURBED, f"tracking.mlflow={str(mlflow).lower()}")
+            wanted = f"tracking.mlflow={str(self.delivers).lower()}"
+            ran, history = self.to_its_end(UNDISTURBED, wanted)
             check = ended_well(ran, self.steps)
             if not check.holds:
                 raise Missed(

@@ -6,7 +6,6 @@ The judgements are in judge.py.
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import socket
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import ExitCode
-from harness.core.files import read_mapping, step_name
+from harness.core.files import parse_json, read_mapping, step_name
 from harness.drill.bench import TRACKER, USERS, Bench, is_saving, last_step, saved_steps
 from harness.drill.child import Child, Missed
 from harness.drill.judge import (
@@ -77,7 +76,7 @@ def preflight(bench: Bench) -> Account:
 def _findings(text: str) -> list[dict[str, Any]]:
     """The findings in what `harness doctor --json` printed; empty if it printed none."""
     try:
-        return list(json.loads(text)["findings"])
+        return list(parse_json(text.encode())["findings"])
     except (ValueError, KeyError, TypeError):
         return []
 
@@ -91,7 +90,7 @@ def soak(bench: Bench) -> Account:
         same_bits(compare(second, first), bench.steps, "the first run's"),
     ]
     notes: list[str] = []
-    if first.run["params"].get("tracking.mlflow"):
+    if bench.delivers:
         got = "has all rows" if delivered(first.run_dir) else "had not got all rows in time"
         notes.append(f"MLflow ({TRACKER} in the drill's folder) {got}")
     done = f"{bench.steps} steps, twice, from the same config"
@@ -301,9 +300,9 @@ def _limit_files(child: Child, limit: int | None) -> None:
 
 def tracker(bench: Bench) -> Account:
     """A tracking server that does not answer."""
-    reference = bench.undisturbed()
-    if not reference.run["params"].get("tracking.mlflow"):
+    if not bench.delivers:
         return not_applicable("tracking.mlflow is false: this config has no tracker")
+    reference = bench.undisturbed()
     with closed_port() as port:
         address = f"http://127.0.0.1:{port}"
         # A proxy would be asked in its place.
