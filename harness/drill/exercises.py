@@ -83,7 +83,13 @@ def _findings(text: str) -> list[dict[str, Any]]:
 
 def soak(bench: Bench) -> Account:
     """Two undisturbed runs: are they the same, bit for bit?"""
-    first = bench.undisturbed()
+    done = f"{bench.steps} steps, twice, from the same config"
+    try:
+        first = bench.undisturbed()
+    except Missed as error:
+        return Account(
+            done, "none is meant", [Check("the first run ends as planned", str(error), False)]
+        )
     ran, second = bench.to_its_end("soak-2")
     checks = [
         ended_well(ran, bench.steps),
@@ -93,7 +99,6 @@ def soak(bench: Bench) -> Account:
     if bench.delivers:
         got = "has all rows" if delivered(first.run_dir) else "had not got all rows in time"
         notes.append(f"MLflow ({TRACKER} in the drill's folder) {got}")
-    done = f"{bench.steps} steps, twice, from the same config"
     return Account(done, "none is meant", checks, notes=notes)
 
 

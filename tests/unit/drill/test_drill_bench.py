@@ -12,8 +12,9 @@ import pytest
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import ConfigError
 from harness.drill.bench import Bench, short_config, users_config
-from harness.drill.exercises import closed_port, lacks_ranks
-from harness.drill.judge import Account, Check
+from harness.drill.child import Missed
+from harness.drill.exercises import closed_port, lacks_ranks, sigterm, soak
+from harness.drill.judge import Account, Check, Verdict
 from harness.drill.page import Drill, Result, write
 
 
@@ -100,6 +101,17 @@ def _lives(pid: int) -> bool:
         return "zombie" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def test_a_run_that_fails_undisturbed_fails_soak_and_is_tried_once(tmp_path: Path) -> None:
+    bench = Bench.open(tmp_path / "drill", load_config("tiny", ["data.path=/no/such"]), 12, 300)
+    account = soak(bench)
+    assert account.verdict is Verdict.FAILED
+    assert "ended with 2" in account.checks[0].seen
+    with pytest.raises(Missed, match="the undisturbed run failed"):
+        sigterm(bench)
+    logs = [path.name for path in (bench.folder / "logs").iterdir()]
+    assert logs == ["soak-1.log"]
 
 
 def test_nobody_listens_on_the_dead_trackers_port() -> None:
