@@ -72,7 +72,8 @@ def test_a_model_that_is_never_the_same_fails_soak_and_meets_no_tracker(tmp_path
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         done = harness(
             tmp_path, *TINY, "model.target=mine:Noisy", "--only", "soak", "--steps", "8", "--json",
-            MLFLOW_TRACKING_URI=address,
+            # Waited for, so that whatever would be called has been called.
+            "tracking.drain_seconds=600", MLFLOW_TRACKING_URI=address,
         )  # fmt: skip
         assert not select.select([listener], [], [], 0)[0], "the configured tracker was called"
     assert done.returncode == 1, done.stdout + done.stderr
