@@ -65,6 +65,10 @@ COMMANDS = {
         "tools.doctor",
         "Report what this machine can run, and what in a config is unsafe. Findings say what, why and fix.",
     ),
+    "drill": (
+        "tools.drill",
+        "Rehearse kills, damage and outages on short runs of a config. A verdict for each, and a page to file.",
+    ),
     "estimate": (
         "tools.estimate",
         "Predict a run's memory and speed on another card. Nothing runs on a GPU.",

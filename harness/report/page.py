@@ -88,7 +88,7 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
     name = escape(shown(history.run_dir.name))
     sections = [
         f"<h1>Run {name}</h1>",
-        _table((), account(history)),
+        table((), account(history)),
         *_link(history.run_dir),
     ]
     if made:
@@ -117,7 +117,7 @@ def _plan(plan: Mapping[str, Any]) -> list[str]:
         rows.append((row.name, row.count, row.precision, row.backend, shape, row.reason))
     lines = escape(shown("\n".join(rung_lines(plan))))
     headings = ("layers", "count", "precision", "backend", "shape", "why")
-    return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", _table(headings, rows)]
+    return ["<h2>Precision plan</h2>", f"<pre>{lines}</pre>", table(headings, rows)]
 
 
 def _link(run_dir: Path) -> list[str]:
@@ -154,7 +154,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     count, more = len(events), ""
     if count > MAX_EVENTS:
         more = f"<p>The first {MAX_EVENTS} of {count}; all are in journal.jsonl.</p>"
-    return ["<h2>Events</h2>", more, _table(("step", "attempt", "time", "code", "details"), rows)]
+    return ["<h2>Events</h2>", more, table(("step", "attempt", "time", "code", "details"), rows)]
 
 
 def _details(event: Mapping[str, Any]) -> str:
@@ -173,7 +173,8 @@ def _moment(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """HTML of a table; every cell is escaped. headings: none for rows of label and text."""
     lines: list[str] = []
     for row in rows:
         cells = "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row)

@@ -278,4 +278,25 @@ SURVIVAL: tuple[Mutation, ...] = (
         "if waiting <= step:",
         "tests/unit/checkpoint/test_saver.py -k waits_for_its_save",
     ),
+    Mutation(
+        1,
+        "a drill passes nothing whose fault is not shown",
+        "if not self.fault or not self.checks:",
+        "if not self.checks:",
+        "tests/unit/drill/test_drill_judge.py -k fault_that_is_not_shown",
+    ),
+    Mutation(
+        1,
+        "a drill works in no folder that holds anything",
+        "if not is_empty:",
+        "if False:",
+        "tests/unit/drill/test_drill_bench.py -k anything_in_it",
+    ),
+    Mutation(
+        1,
+        "a drill never calls the configured tracker",
+        '_LEFT_OUT_BEGIN = ("MLFLOW_", ',
+        "_LEFT_OUT_BEGIN = (",
+        "tests/unit/drill/test_drill_bench.py -k no_tracker",
+    ),
 )

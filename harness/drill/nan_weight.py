@@ -1,0 +1,53 @@
+"""Runs `harness` with one weight of the model made NaN, once: the fault of the drill's exercise `rollback`.
+
+    python -m harness.drill.nan_weight STEP EVIDENCE train --config ...
+
+After optimizer step STEP all values of the first weight with a gradient become NaN, as if memory had failed. EVIDENCE
+is the file that is then written. It is a program of its own: no option of `harness train` leads here.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.core.files import write_json
+
+
+class _Damage:
+    """A hook that torch calls after every optimizer step; it damages a weight after step `step`."""
+
+    def __init__(self, step: int, evidence: Path) -> None:
+        self.step = step
+        self.evidence = evidence
+        self.steps = 0
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        if self.steps != self.step:
+            return
+        import torch
+
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.fill_(float("nan"))
+                    write_json(self.evidence, {"step": self.step, "shape": list(parameter.shape)})
+                    return
+
+
+def main() -> None:
+    """Register the damage, then run the command line as `python -m harness.cli` does."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    step, evidence, *rest = sys.argv[1:]
+    register_optimizer_step_post_hook(_Damage(int(step), Path(evidence)))
+    sys.argv[1:] = rest
+    runpy.run_module("harness.cli", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The record of a drill: drill.json for programs, and drill.html to file: one page that needs no network."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from harness.core.errors import ExitCode, clock, shown
+from harness.core.files import atomic_file, file_sha256, harness_version, write_json
+from harness.core.secrets import scrubbed
+from harness.drill.bench import SHORT, USERS, Bench
+from harness.drill.judge import Account, Verdict
+from harness.report.page import STYLE, table
+from harness.tracking.history import RunHistory
+from harness.tracking.journal import JOURNAL
+
+JSON, HTML = "drill.json", "drill.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One exercise, done. about: in a few words; seconds: how long it took."""
+
+    name: str
+    about: str
+    account: Account
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """What drill.json has of it."""
+        return {
+            "name": self.name,
+            "about": self.about,
+            "verdict": self.account.verdict,
+            "reason": self.account.reason,
+            "done": self.account.done,
+            "fault": self.account.fault,
+            "checks": [asdict(check) for check in self.account.checks],
+            "notes": list(self.account.notes),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A whole drill.
+
+    config_name: as it was given.
+    results: of the exercises, in order.
+    facts: where, when and of what, by name.
+    """
+
+    config_name: str
+    results: Sequence[Result]
+    facts: Mapping[str, str]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """1 if an exercise failed or was not shown, else 0."""
+        good = (Verdict.PASSED, Verdict.NOT_APPLICABLE)
+        if all(result.account.verdict in good for result in self.results):
+            return ExitCode.DONE
+        return ExitCode.FAILED
+
+    @property
+    def summary(self) -> str:
+        """`7 passed, 1 failed`."""
+        counts = Counter(result.account.verdict for result in self.results)
+        return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+
+    def as_json(self) -> dict[str, Any]:
+        """What drill.json has, and --json prints."""
+        return {
+            "exit_code": int(self.exit_code),
+            "summary": self.summary,
+            "config": self.config_name,
+            "facts": dict(self.facts),
+            "exercises": [result.as_json() for result in self.results],
+        }
+
+
+def facts_of(bench: Bench, began: float, overrides: Sequence[str]) -> dict[str, str]:
+    """Where, when and of what. began: seconds since 1970; overrides: of the command line."""
+    found = {
+        "began": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began)),
+        "took": clock(time.time() - began),
+        "folder": str(bench.folder),
+        "overrides": scrubbed(" ".join(overrides)),
+        "steps of a run": str(bench.steps),
+        "config, SHA-256": file_sha256(bench.folder / USERS),
+        "config of the runs, SHA-256": file_sha256(bench.folder / SHORT),
+        "machine": f"{socket.gethostname()}, {os.cpu_count()} cores, {platform.platform()}",
+        "harness": harness_version(),
+    }
+
+    # What the runs say of themselves: versions, commit, card, and in what they computed.
+    tags: Mapping[str, str] = {}
+    for run in sorted(bench.run("any").parent.glob("*")):
+        if (run / JOURNAL).is_file() and not tags:
+            tags = RunHistory.read(run).run["tags"]
+    for name in sorted(tags):
+        if name.startswith(("version.", "precision.")):
+            found[name] = tags[name]
+    for name in ("tier", "card", "engine", "recipe.sha256", "git.commit"):
+        if name in tags:
+            found[name] = tags[name]
+    return found
+
+
+def write(folder: Path, drill: Drill) -> None:
+    """Write drill.json and drill.html into the drill's folder. Raises OSError."""
+    write_json(folder / JSON, drill.as_json())
+    with atomic_file(folder / HTML) as stream:
+        stream.write(_html(drill).encode())
+
+
+def _html(drill: Drill) -> str:
+    name = escape(shown(drill.config_name))
+    sections = [
+        f"<h1>Drill of {name}: {escape(drill.summary)}</h1>",
+        table((), list(drill.facts.items())),
+        "<h2>Verdicts</h2>",
+        _verdicts(drill.results),
+    ]
+    for result in drill.results:
+        sections += _section(result)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>Drill of {name}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(sections)
+        + "\n</body></html>\n"
+    )
+
+
+def _verdicts(results: Sequence[Result]) -> str:
+    rows: list[Sequence[str]] = []
+    for result in results:
+        account = result.account
+        cells = (result.name, result.about, account.verdict, clock(result.seconds), _why(account))
+        rows.append(cells)
+    return table(("exercise", "of", "verdict", "took", "why"), rows)
+
+
+def _section(result: Result) -> list[str]:
+    account = result.account
+    sections = [f"<h2>{escape(result.name)}: {escape(account.verdict)}</h2>"]
+    rows = [("done", account.done), ("fault", account.fault or "none was shown")]
+    if account.reason:
+        rows.append(("reason", account.reason))
+    rows += [("note", note) for note in account.notes]
+    sections.append(table((), rows))
+    if account.checks:
+        checks = [
+            (each.expected, each.seen, "yes" if each.holds else "NO") for each in account.checks
+        ]
+        sections.append(table(("expected", "seen", "holds"), checks))
+    return sections
+
+
+def _why(account: Account) -> str:
+    """One line: what did not hold, or why there is nothing to judge; of a passed exercise, its fault."""
+    wrong = [check for check in account.checks if not check.holds]
+    if account.verdict is Verdict.FAILED:
+        return f"expected: {wrong[0].expected}; seen: {wrong[0].seen}"
+    return account.reason or account.fault
