@@ -301,9 +301,10 @@ class Branches:
             raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))
         return max(attempts)
 
-    def ran_again(self, step: int) -> bool:
-        """Whether `attempt_of` gives another attempt than the first that ran `step`."""
-        return self.attempt_of(step) != min(self._rows(step), default=self.attempt_of(step))
+    def is_first_or_last(self, step: int) -> tuple[bool, bool]:
+        """Whether `attempt_of` gives the attempt that ran `step` first, and whether it gives the run's last attempt."""
+        attempt = self.attempt_of(step)
+        return attempt == min(self._rows(step), default=attempt), attempt == self.ledger.attempt
 
     def ledger_of(self, step: int) -> RunLedger:
         """The run's ledger as it was when `step` ran: without the rollbacks that came later."""

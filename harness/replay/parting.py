@@ -192,6 +192,7 @@ class Search:
             self._progress(b, step, end)
             place = log.difference(step - base, taken)
             if place is not None:
+                b.close()
                 strangers = self._strangers(step)
                 parted = self._observed(base, step, place, log, taken, kept, strangers)
                 return Parting(base, step, parted, strangers=strangers, generators=generators)
@@ -253,7 +254,8 @@ class Search:
         for side in (self._a, self._b):
             each = side.difference
             if each is not None and each.step <= last:
-                text = f"step {each.step}, {each.metric}: {each.here!r} here, {each.journal!r} in its journal"
+                figure = f"{each.tensor} {each.kind}"
+                text = f"step {each.step}, {figure}: {each.a!r} in the run, {each.b!r} here"
                 found[side.letter] = text
         return found
 

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
-from harness.core.facts import StepFacts
 from harness.core.protocols import Meta, Tensors
-from harness.replay.flight import Branches, Difference
+from harness.replay.flight import Branches
 from harness.replay.investigate import Builder, Kept, Rerun
 from harness.replay.step_tensors import Place, StepTensors
+from harness.report.divergence import Split, compare_rerun
+from harness.tracking.history import RunHistory
 
 
 class Replayed:
     """A run that is run again.
 
     letter: A or B, for texts.
-    branches: of the run's folder.
+    history: of the run's folder; branches: its attempts and checkpoints.
     last: the last step that may be run again; it chooses the branch among a run's attempts.
     config: the run's present one, for one process.
     build: makes the run in its initial state.
-    difference: the first figure of a step run again that is not the journal's.
+    difference: the first recorded figure of a step run again that is not the run's own, its A the run's.
     """
 
     def __init__(
-        self, letter: str, branches: Branches, last: int, config: RunConfig, build: Builder
+        self,
+        letter: str,
+        history: RunHistory,
+        branches: Branches,
+        last: int,
+        config: RunConfig,
+        build: Builder,
     ) -> None:
         self.letter = letter
+        self.history = history
         self.branches = branches
         self.last = last
-        self.difference: Difference | None = None
+        self.difference: Split | None = None
         self._config = config
         self._build = build
-        self._attempt = branches.attempt_of(last)
         # What is run again, and the setting that it was built with.
         self._rerun: Rerun | None = None
         self._setting: tuple[RunConfig, int] | None = None
@@ -106,10 +113,20 @@ class Replayed:
         self.rerun.resume(kept)
 
     def close(self) -> None:
-        """Release what is run again."""
-        if self._rerun is not None:
-            self._rerun.close()
+        """Release what is run again, and compare the figures of its steps with those of the run."""
+        if self._rerun is None:
+            return
+        # The re-run has a journal and a file of FP8 figures as the run itself, in a folder of its own.
+        folder = self._rerun.run.folder
+        self._rerun.close()
         self._rerun = None
+        is_last_attempt = self.branches.attempt_of(self.last) == self.branches.ledger.attempt
+        rerun = RunHistory.read(folder)
+        compared = compare_rerun(self.history, rerun, counted=is_last_attempt)
+        if compared.splits:
+            first = compared.splits[0]
+            if self.difference is None or first.step < self.difference.step:
+                self.difference = first
 
     def state(self, wanted: Place | None = None) -> StepTensors:
         """The present state, as the next step begins with it."""
@@ -118,12 +135,11 @@ class Replayed:
         return found
 
     def step(self) -> StepTensors:
-        """Run the next step, without hooks, and compare its figures with the journal's."""
+        """Run the next step, without hooks."""
         self._follow_changes()
         found = StepTensors()
         facts = self.rerun.noted(found, every=False)
         self.rerun.judge(facts)
-        self._compare(facts)
         return found
 
     def observed(self, kept: Kept, wanted: Place | None = None) -> StepTensors:
@@ -133,10 +149,6 @@ class Replayed:
         self.rerun.noted(found, every=True)
         self.rerun.restore(kept)
         return found
-
-    def _compare(self, facts: StepFacts) -> None:
-        if self.difference is None:
-            self.difference = self.branches.difference(facts, self._attempt)
 
     def _new(self, step: int) -> None:
         """Build the run as it was set up in `step`, in its initial state."""

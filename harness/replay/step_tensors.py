@@ -164,7 +164,7 @@ def _hash(tensor: Tensor) -> bytes:
     digest.update(f"{on_host.dtype} {tuple(on_host.shape)} ".encode())
     # A tensor of no dimension, or of complex numbers, has no view as bytes.
     flat = torch.view_as_real(on_host) if on_host.is_complex() else on_host
-    digest.update(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))
+    digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -231,17 +231,20 @@ def _side(
         raise ConfigError(Problem("the run has no config.yaml", where, why, fix))
     branches = Branches(folder)
     # The first time that a step was executed is what the recorded figures are of, unless only later times differ.
-    if compared.splits and not compared.again and branches.ran_again(last):
-        what = f"step {last} ran again after a rollback, and how it ran at first cannot be repeated"
+    is_first, is_last = branches.is_first_or_last(last)
+    wanted = is_last if compared.again or not compared.splits else is_first
+    if not wanted or not (is_last or branches.attempt_of(last) == 1):
+        what = f"step {last} ran several times, and the time that was compared cannot be run again"
+        why = "a rollback discarded it, and states of it are not kept"
         fix = f"look at that step alone: harness replay {where} --step {last}"
-        raise ConfigError(Problem(what, where, "its first attempt was discarded", fix))
+        raise ConfigError(Problem(what, where, why, fix))
     # One process plays all ranks, whatever engine the run had.
     config = load_config(str(folder / "config.yaml"), ["engine.name=auto"])
     check_recipe(folder, config.recipe)
     refuse_foreign_scale(branches, last)
     require_data(folder, config)
     build = partial(_build, branches, scratch, torch.get_num_threads())
-    return Replayed(letter, branches, last, config, build)
+    return Replayed(letter, history, branches, last, config, build)
 
 
 def _build(
