@@ -451,10 +451,10 @@ def flip_saved(root: Path, step: int, part: str, name: str, bit: int) -> None:
     values = tensors[part][tensor]
     values = values.clone()
     flat = values[..., int(column) : int(column) + 1] if column else values.reshape(-1)
-    # Of FP8 state the newest amax: row 0 of a history is empty between steps.
     at = random.Random(name).randrange(flat.numel())
     if column:
-        at = min(1, flat.numel() - 1)
+        # Of a history the newest amax, which is the last: the first row is empty between steps.
+        at = flat.numel() - 1
     row = flat.reshape(-1)
     row.view(torch.int32)[at] ^= 1 << bit
     if column:

@@ -65,6 +65,12 @@ def half(base: Path) -> Path:
     return train(base.parents[1], "half", "train.steps=2")
 
 
+@pytest.fixture(scope="module")
+def faster(base: Path) -> Path:
+    """The same run with another learning rate."""
+    return train(base.parents[1], "faster", "train.lr=0.004")
+
+
 def flip(run: Path, step: int, bit: int) -> None:
     """Flip a bit of one weight in a checkpoint, and seal it again as a whole one."""
     root = run / "checkpoints"
@@ -76,8 +82,8 @@ def flip(run: Path, step: int, bit: int) -> None:
     Store(root).save(step, tensors, meta)
 
 
-def test_another_rate_is_named_in_the_update_of_the_first_step(base: Path) -> None:
-    found = replayed(base, train(base.parents[1], "faster", "train.lr=0.004"))
+def test_another_rate_is_named_in_the_update_of_the_first_step(base: Path, faster: Path) -> None:
+    found = replayed(base, faster)
     assert at(found) == (1, "update", "lr")
     first = found["first_divergence"]
     assert (first["a"], first["b"]) == (
@@ -140,17 +146,15 @@ def test_a_run_that_does_not_come_back_is_named_and_nothing_is_said_of_it(base: 
     assert "an error of the hardware" in replay["meaning"]
 
 
-def test_the_rerun_of_a_run_that_does_not_come_back_is_no_divergence(base: Path) -> None:
+def test_the_rerun_of_a_run_that_does_not_come_back_is_no_divergence(
+    base: Path, faster: Path
+) -> None:
     """The re-runs part as well, and B's journal is not what its config gives: they need not part there."""
     other = base.parent / "odd-too"
-    shutil.copytree(base.parent / "faster", other)
+    shutil.copytree(faster, other)
     change_journal(other, 1)
-    journal = (other / "journal.jsonl").read_text()
-    (other / "journal.jsonl").write_text(journal.replace('"torch": "', '"torch": "9'))
-    journal = (other / "journal.jsonl").read_text()
-    (other / "journal.jsonl").write_text(
-        journal.replace('"version.torch": "', '"version.torch": "9')
-    )
+    journal = other / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"version.torch": "', '"version.torch": "9'))
     found = replayed(base, other)
     assert "phase" not in found["first_divergence"]
     assert found["replay"]["first_difference"]["tensor"] == "lr"
@@ -197,8 +201,8 @@ def test_a_step_that_a_rollback_discarded_is_refused(base: Path, tmp_path: Path)
     assert "harness replay" in text
 
 
-def test_without_replay_nothing_of_it_is_in_the_json(base: Path) -> None:
-    words = ["compare", str(base), str(base.parent / "again"), "--json", "--no-picture"]
+def test_without_replay_nothing_of_it_is_in_the_json(base: Path, faster: Path) -> None:
+    words = ["compare", str(base), str(faster), "--json", "--no-picture"]
     found = json.loads(CliRunner().invoke(app, words).stdout)
     assert not {"replay", "recorded_divergence"} & set(found)
 
