@@ -254,7 +254,9 @@ class Search:
         for side in (self._a, self._b):
             each = side.difference
             if each is not None and each.step <= last:
-                figure = f"{each.tensor} {each.kind}"
+                figure = each.kind
+                if each.tensor != each.kind:
+                    figure = f"{each.tensor} {each.kind}"
                 text = f"step {each.step}, {figure}: {each.a!r} in the run, {each.b!r} here"
                 found[side.letter] = text
         return found

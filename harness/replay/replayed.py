@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, Tensors
@@ -79,11 +80,18 @@ class Replayed:
         found.add_state(*self._read(step), after_update=False)
         return found
 
+    def _stores(self, step: int) -> list[Store]:
+        """The stores with a checkpoint of `step`. Raises CheckpointError if there is none, or none any more."""
+        found = [store for each, store in self.branches.checkpoints(self.last) if each == step]
+        if not found:
+            where = str(self.branches.folder)
+            fix = "call it again: a run that still trains deletes its older checkpoints"
+            raise CheckpointError(Problem(f"the checkpoint of step {step} is gone", where, fix=fix))
+        return found
+
     def _read(self, step: int) -> tuple[Tensors, Meta]:
         problems: list[Problem] = []
-        for each, store in self.branches.checkpoints(self.last):
-            if each != step:
-                continue
+        for store in self._stores(step):
             try:
                 return store.load(step)
             except CheckpointError as error:
@@ -96,9 +104,7 @@ class Replayed:
         if not base:
             return
         problems: list[Problem] = []
-        for each, store in self.branches.checkpoints(self.last):
-            if each != base:
-                continue
+        for store in self._stores(base):
             try:
                 self.rerun.start(base, store)
                 return

@@ -45,13 +45,11 @@ _MEANINGS = {
 class Replay:
     """What running both runs again showed.
 
-    names: of the two runs.
     compared: their recorded figures.
     parting: the search's result.
     elsewhere: by letter, what the run was computed with that is not here.
     """
 
-    names: Sequence[str]
     compared: Compared
     parting: Parting
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -209,8 +207,7 @@ def replay_pair(pair: tuple[RunHistory, RunHistory], compared: Compared) -> Repl
     for side, history in zip(sides, pair, strict=True):
         if side.letter in parting.strangers:
             elsewhere[side.letter] = _elsewhere(side, history, last)
-    names = [history.run_dir.name for history in pair]
-    return Replay(names, compared, parting, elsewhere)
+    return Replay(compared, parting, elsewhere)
 
 
 def _side(

@@ -141,7 +141,7 @@ def test_a_run_that_does_not_come_back_is_named_and_nothing_is_said_of_it(base: 
     assert replay["first_difference"] is None
     assert list(replay["not_reproduced"]) == ["b"]
     why = replay["not_reproduced"]["b"]["why"]
-    assert why == f"step 3, loss loss: {now!r} in the run, {was!r} here"
+    assert why == f"step 3, loss: {now!r} in the run, {was!r} here"
     assert "B did not compute that" in replay["meaning"]
     assert "an error of the hardware" in replay["meaning"]
 
