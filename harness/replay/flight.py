@@ -301,6 +301,11 @@ class Branches:
             raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))
         return max(attempts)
 
+    def is_first_or_last(self, step: int) -> tuple[bool, bool]:
+        """Whether `attempt_of` gives the attempt that ran `step` first, and whether it gives the run's last attempt."""
+        attempt = self.attempt_of(step)
+        return attempt == min(self._rows(step), default=attempt), attempt == self.ledger.attempt
+
     def ledger_of(self, step: int) -> RunLedger:
         """The run's ledger as it was when `step` ran: without the rollbacks that came later."""
         if step in self.records:
@@ -371,8 +376,8 @@ class Branches:
                 return Difference(facts.step, metric, row[metric], here)
         return None
 
-    def bases(self, step: int) -> Iterator[tuple[int, Store]]:
-        """Checkpoints before `step` on its branch, the best to start from first. They are not verified."""
+    def checkpoints(self, step: int) -> list[tuple[int, Store]]:
+        """All checkpoints on the branch of `step`, the same one perhaps in several stores. They are not verified."""
         # All there are, with the attempt that wrote them: the run's own, and those in repro bundles.
         attempt = self.attempt_of(step)
         current = Store(self.folder / "checkpoints", readonly=True)
@@ -383,8 +388,13 @@ class Branches:
 
         usable: list[tuple[int, Store]] = []
         for base, written_in, store in found:
-            if base < step and self._shared(base, written_in, attempt):
+            if self._shared(base, written_in, attempt):
                 usable.append((base, store))
+        return usable
+
+    def bases(self, step: int) -> Iterator[tuple[int, Store]]:
+        """Checkpoints before `step` on its branch, the best to start from first. They are not verified."""
+        usable = [each for each in self.checkpoints(step) if each[0] < step]
 
         # The same checkpoint may be in several stores: all copies of the best one, then those of the next.
         while usable:

@@ -17,7 +17,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from harness.core.state import RunLedger
 from harness.replay.answer import Answer, Gradient, Sample, growth, stopped_by_gate
 from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.origin import Finding, Origin, locate, watch
+from harness.replay.step_tensors import StepTensors, watched
 from harness.run import Run, Share, next_window, observe, train_step
 from harness.run_folder import read_plan
 
@@ -68,10 +69,17 @@ class Rerun:
     def start(self, step: int, store: Store) -> None:
         """Load the checkpoint of `step` and the budgets that were spent by then. Raises CheckpointError."""
         recovery = self.run.recovery
-        ledger = self.run.state.ledger
         recovery.store = store
-        meta = recovery.load(step)
+        self._resumed(recovery.load(step))
+
+    def resume(self, kept: Kept) -> None:
+        """`start`, from a state that `keep` gave."""
+        self.restore(kept)
+        self._resumed(kept[1])
+
+    def _resumed(self, meta: Meta) -> None:
         budgets = meta["budgets"]
+        ledger = self.run.state.ledger
         ledger.skips = budgets["skips"]
         ledger.switches = budgets["switches"]
         ledger.recent_skips = list(budgets["recent_skips"])
@@ -102,9 +110,13 @@ class Rerun:
     def advance(self) -> StepFacts:
         """Do the run's next step and judge it. Of the guard's actions only switches and limits are carried out."""
         facts = self.take()
+        self.judge(facts)
+        return facts
+
+    def judge(self, facts: StepFacts) -> None:
+        """End a step that was taken: count it and judge it, as `advance`."""
         self.run.state.advance()
         observe(self.run, facts)
-        return facts
 
     def take(self, limits: Limits | None = None) -> StepFacts:
         """Do the next step without advancing. limits: used in place of the step's own."""
@@ -118,6 +130,21 @@ class Rerun:
         with eager(self.compiled), watch(self.model, known, lines=True) as origin:
             facts = self.take(limits)
         return facts, origin
+
+    def noted(self, into: StepTensors, *, every: bool) -> StepFacts:
+        """`take`, with the hashes of its tensors.
+
+        every: those of all modules and gradients too, by hooks on eager code.
+        """
+        window = next_window(self.run)
+        shares = self.shares(window)
+        into.add_data(window, shares)
+        hooks = watched(self.model, into) if every else nullcontext()
+        with eager(self.compiled and every), hooks:
+            facts = train_step(self.run, window, shares).facts()
+        into.add_figures(facts)
+        into.add_state(*self.run.state.state_dict(), after_update=True)
+        return facts
 
     def located(self, finding: Finding) -> Finding:
         """Add operation and source line to a finding in forward, by `take` as eager code."""

@@ -639,21 +639,29 @@ class _Watcher:
         self.origin.gradients[self._parameters[id(parameter)]] = entry
 
 
-def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Floating-point tensors in nested tuples, lists, mappings and dataclasses, each with its path."""
+def tensors(
+    value: Any, path: str = "", *, whole_numbers: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors in nested tuples, lists, mappings and dataclasses, each with its path.
+
+    whole_numbers: tensors of whole numbers and of truth values as well.
+    """
     if isinstance(value, Tensor):
-        if (value.is_floating_point() or value.is_complex()) and value.layout == torch.strided:
+        taken = whole_numbers or value.is_floating_point() or value.is_complex()
+        if taken and value.layout == torch.strided:
             yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors(item, f"{path}.{key}")
+            yield from tensors(item, f"{path}.{key}", whole_numbers=whole_numbers)
     elif isinstance(value, list | tuple):
         alone = len(value) == 1
         for number, item in enumerate(value):
-            yield from tensors(item, path if alone else f"{path}.{number}")
+            place = path if alone else f"{path}.{number}"
+            yield from tensors(item, place, whole_numbers=whole_numbers)
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
-            yield from tensors(getattr(value, each.name), f"{path}.{each.name}")
+            item = getattr(value, each.name)
+            yield from tensors(item, f"{path}.{each.name}", whole_numbers=whole_numbers)
 
 
 def count_bad(tensor: Tensor) -> tuple[int, int]:

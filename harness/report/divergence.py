@@ -138,6 +138,15 @@ def compare(a: RunHistory, b: RunHistory) -> Compared:
     return found
 
 
+def compare_rerun(run: RunHistory, rerun: RunHistory, *, counted: bool) -> Compared:
+    """The first difference of a run and some of its steps that were run again, by `harness compare --replay`.
+
+    counted: steps of the run are taken as they count in the end; else as they were executed for the first time.
+    """
+    view = _as_it_counts if counted else _as_executed
+    return _compare(view(run), view(rerun), _places(run))
+
+
 def _has_repeats(history: RunHistory) -> bool:
     """Whether some steps may have been executed more than once."""
     restarted = any(event["code"] == "resume.mismatch" for event in history.events)

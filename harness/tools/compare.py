@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from harness.report.differences import (
 from harness.report.divergence import Compared, Split, compare
 from harness.report.sides import Gap, Ratio, Side, loss_gaps, memory, notes, pair, speed, two_sides
 from harness.run_folder import RUNS
+from harness.tools.compare_replay import Replay, replay_pair
 from harness.tracking.existing import LOSS
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, require_run
@@ -49,12 +50,18 @@ def command(
         bool, typer.Option("--no-picture", help="do not draw compare-A-B.png in the working folder")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="run both again, to the first tensor that differs in a bit"),
+    ] = False,
 ) -> int:
     """Print the comparison; the exit code is 0 whether the runs differ or not.
 
-    Raises ConfigError for runs that cannot be compared.
+    Raises ConfigError for runs that cannot be compared; with --replay also what `replay_pair` raises.
     """
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
+    if replay:
+        made = replace(made, replay=replay_pair(made.pair, made.compared))
     path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}
@@ -101,6 +108,7 @@ class Comparison:
     pair: the two runs whose steps were compared, one of each side.
     compared: their steps. causes: why they part; None if they do not.
     gaps: of the losses. notes: what makes figures hard to compare.
+    replay: what running both again showed; None if they were not.
     """
 
     a: Side
@@ -113,11 +121,21 @@ class Comparison:
     speed: Ratio | None
     memory: Ratio | None
     notes: Sequence[str]
+    replay: Replay | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What `harness compare --json` prints, without the picture."""
         first = self.compared.splits[0] if self.compared.splits else None
         causes = self.causes or Causes("")
+        found = self._without_replay(first, causes)
+        if self.replay is not None:
+            # To the bit, where both runs come back; else as it was recorded.
+            recorded = found["first_divergence"]
+            found["first_divergence"] = self.replay.first_divergence or recorded
+            found |= {"recorded_divergence": recorded, "replay": self.replay.as_json()}
+        return found
+
+    def _without_replay(self, first: Split | None, causes: Causes) -> dict[str, Any]:
         return {
             "a": self.a.as_json(),
             "b": self.b.as_json(),
@@ -205,7 +223,10 @@ def lines_of(made: Comparison) -> list[str]:
         lines.append(f"{side.letter}  {paths} (seed {seeds})")
     lines += ["", *_given_lines(made)]
     lines += ["", *_gap_lines(made)]
-    return [*lines, "", *_divergence_lines(made)]
+    lines += ["", *_divergence_lines(made)]
+    if made.replay is not None:
+        lines += ["", *made.replay.lines()]
+    return lines
 
 
 def _given_lines(made: Comparison) -> list[str]:

@@ -59,7 +59,7 @@ def replay(
     # One process plays all ranks, whatever engine the run had.
     config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
     check_recipe(branches.folder, config.recipe)
-    _refuse_foreign_scale(branches, step)
+    refuse_foreign_scale(branches, step)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:
         build = partial(rebuild, branches.folder, Path(scratch), join_worker(config, "python"))
         answer = Investigation(branches, step, config, build, say).answer(anomaly)
@@ -73,7 +73,7 @@ def replay(
     return 0
 
 
-def _refuse_foreign_scale(branches: Branches, step: int) -> None:
+def refuse_foreign_scale(branches: Branches, step: int) -> None:
     """Refuse fp16 under an engine with a loss scale of its own: no other engine can go on from its state."""
     from harness.build import ENGINES
     from harness.run_folder import read_plan
@@ -85,6 +85,15 @@ def _refuse_foreign_scale(branches: Branches, step: int) -> None:
         what = "DeepSpeed's fp16 cannot be replayed"
         fix = "start the run with torchrun, or with a bf16 or FP8 recipe"
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
+
+
+def require_data(folder: Path, config: RunConfig) -> None:
+    """Raise DataError if the run in `folder` has no copy of its data."""
+    record = "corpus.json" if config.data.target is None else "target.json"
+    if not (folder / "data" / record).is_file():
+        fix = "restore the data folder from another copy of this run"
+        what = "the run's copy of its text is missing"
+        raise DataError(Problem(what, str(folder / "data"), fix=fix))
 
 
 def rebuild(
@@ -116,11 +125,7 @@ def rebuild(
     plan, model = build_plan(config, recipe, worker, read_plan(folder))
 
     # The data are the run's own copy, not what is at data.path today.
-    record = "corpus.json" if config.data.target is None else "target.json"
-    if not (folder / "data" / record).is_file():
-        fix = "restore the data folder from another copy of this run"
-        what = "the run's copy of its text is missing"
-        raise DataError(Problem(what, str(folder / "data"), fix=fix))
+    require_data(folder, config)
     data = build_data(config, folder, worker)
 
     # No screen, no saves and no snapshots, and so no memory for copies of the state.

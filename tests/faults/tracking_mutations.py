@@ -337,4 +337,32 @@ TRACKING: tuple[Mutation, ...] = (
         "order = np.argsort(-np.arange(len(steps)))[np.argsort(steps[::-1], kind='stable')]",
         "tests/unit/tracking/test_long_journals.py -k one_by_one",
     ),
+    Mutation(
+        19,
+        "a re-run that is not the run's own says nothing of it",
+        "return self.parted is not None and not self.strangers",
+        "return self.parted is not None",
+        "tests/e2e/test_compare_replay.py -k no_divergence",
+    ),
+    Mutation(
+        19,
+        "figures of a re-run are compared with the run's own",
+        "        if compared.splits:\n            first = compared.splits[0]\n            if self.difference",
+        "        if False:\n            first = compared.splits[0]\n            if self.difference",
+        "tests/e2e/test_compare_replay.py -k does_not_come_back_is_named",
+    ),
+    Mutation(
+        19,
+        "a step that a rollback discarded is not taken for the one that replaced it",
+        "if not wanted or not (is_last or branches.attempt_of(last) == 1):",
+        "if False:",
+        "tests/e2e/test_compare_replay.py -k discarded_is_refused",
+    ),
+    Mutation(
+        19,
+        "states that differ in a checkpoint are not begun with",
+        "            if differs:\n                high = at\n",
+        "            if False:\n                high = at\n",
+        "tests/e2e/test_compare_replay.py -k one_bit_of_a_weight",
+    ),
 )

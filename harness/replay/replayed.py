@@ -1,0 +1,177 @@
+"""One run of a comparison, run again from a checkpoint or from its start, one step after the other."""
+
+from __future__ import annotations
+
+from harness.checkpoint.store import Store
+from harness.core.config import RunConfig
+from harness.core.errors import CheckpointError, Problem
+from harness.core.protocols import Meta, Tensors
+from harness.replay.flight import Branches
+from harness.replay.investigate import Builder, Kept, Rerun
+from harness.replay.step_tensors import Place, StepTensors
+from harness.report.divergence import Split, compare_rerun
+from harness.tracking.history import RunHistory
+
+
+class Replayed:
+    """A run that is run again.
+
+    letter: A or B, for texts.
+    history: of the run's folder; branches: its attempts and checkpoints.
+    last: the last step that may be run again; it chooses the branch among a run's attempts.
+    config: the run's present one, for one process.
+    build: makes the run in its initial state.
+    difference: the first recorded figure of a step run again that is not the run's own, its A the run's.
+    """
+
+    def __init__(
+        self,
+        letter: str,
+        history: RunHistory,
+        branches: Branches,
+        last: int,
+        config: RunConfig,
+        build: Builder,
+    ) -> None:
+        self.letter = letter
+        self.history = history
+        self.branches = branches
+        self.last = last
+        self.difference: Split | None = None
+        self._config = config
+        self._build = build
+        # What is run again, and the setting that it was built with.
+        self._rerun: Rerun | None = None
+        self._setting: tuple[RunConfig, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """For texts: A, and the folder's name."""
+        return f"{self.letter} ({self.branches.folder.name})"
+
+    @property
+    def starts_afresh(self) -> bool:
+        """Whether seed and config give the run's initial state."""
+        return self.branches.started_from is None
+
+    @property
+    def rerun(self) -> Rerun:
+        """What is run again, after `start` or `resume`."""
+        assert self._rerun is not None
+        return self._rerun
+
+    @property
+    def steps_done(self) -> int:
+        """The last step of the present state."""
+        return self.rerun.run.state.step
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the run computes in compiled code, which hooks do not see into."""
+        return self.rerun.compiled
+
+    def saved_steps(self, last: int) -> set[int]:
+        """Steps up to `last` that a checkpoint holds the state after; it is not verified."""
+        return {step for step, _ in self.branches.checkpoints(self.last) if step <= last}
+
+    def saved(self, step: int, wanted: Place | None = None) -> StepTensors:
+        """The state in the checkpoint of `step`. Raises CheckpointError if no copy of it verifies."""
+        found = StepTensors(wanted)
+        found.add_state(*self._read(step), after_update=False)
+        return found
+
+    def _stores(self, step: int) -> list[Store]:
+        """The stores with a checkpoint of `step`. Raises CheckpointError if there is none, or none any more."""
+        found = [store for each, store in self.branches.checkpoints(self.last) if each == step]
+        if not found:
+            where = str(self.branches.folder)
+            fix = "call it again: a run that still trains deletes its older checkpoints"
+            raise CheckpointError(Problem(f"the checkpoint of step {step} is gone", where, fix=fix))
+        return found
+
+    def _read(self, step: int) -> tuple[Tensors, Meta]:
+        problems: list[Problem] = []
+        for store in self._stores(step):
+            try:
+                return store.load(step)
+            except CheckpointError as error:
+                problems += error.problems
+        raise CheckpointError(problems)
+
+    def start(self, base: int) -> None:
+        """Go to the state after step `base`; 0: the initial state. Raises CheckpointError."""
+        self._new(base + 1)
+        if not base:
+            return
+        problems: list[Problem] = []
+        for store in self._stores(base):
+            try:
+                self.rerun.start(base, store)
+                return
+            except CheckpointError as error:
+                problems += error.problems
+        raise CheckpointError(problems)
+
+    def resume(self, kept: Kept) -> None:
+        """Go to a state that `rerun.keep` gave."""
+        _, meta = kept
+        self._new(int(meta["step"]) + 1)
+        self.rerun.resume(kept)
+
+    def close(self) -> None:
+        """Release what is run again, and compare the figures of its steps with those of the run."""
+        if self._rerun is None:
+            return
+        # The re-run has a journal and a file of FP8 figures as the run itself, in a folder of its own.
+        folder = self._rerun.run.folder
+        self._rerun.close()
+        self._rerun = None
+        is_last_attempt = self.branches.attempt_of(self.last) == self.branches.ledger.attempt
+        rerun = RunHistory.read(folder)
+        compared = compare_rerun(self.history, rerun, counted=is_last_attempt)
+        if compared.splits:
+            first = compared.splits[0]
+            if self.difference is None or first.step < self.difference.step:
+                self.difference = first
+
+    def state(self, wanted: Place | None = None) -> StepTensors:
+        """The present state, as the next step begins with it."""
+        found = StepTensors(wanted)
+        found.add_state(*self.rerun.run.state.state_dict(), after_update=False)
+        return found
+
+    def step(self) -> StepTensors:
+        """Run the next step, without hooks."""
+        self._follow_changes()
+        found = StepTensors()
+        facts = self.rerun.noted(found, every=False)
+        self.rerun.judge(facts)
+        return found
+
+    def observed(self, kept: Kept, wanted: Place | None = None) -> StepTensors:
+        """The step after `kept`, with hooks on every module. The state is `kept` again afterwards."""
+        self._follow_changes()
+        found = StepTensors(wanted)
+        self.rerun.noted(found, every=True)
+        self.rerun.restore(kept)
+        return found
+
+    def _new(self, step: int) -> None:
+        """Build the run as it was set up in `step`, in its initial state."""
+        self.close()
+        config, ranks = self._setting_of(step)
+        ledger = self.branches.ledger_of(self.last)
+        self._rerun = self._build(config, config.recipe, ledger, ranks)
+        self._setting = (config, ranks)
+
+    def _setting_of(self, step: int) -> tuple[RunConfig, int]:
+        ranks, _ = self.branches.ranks_of(step)
+        return self.branches.config_of(step, self._config), ranks
+
+    def _follow_changes(self) -> None:
+        """A resume may have changed the config before the next step: build the run anew, as that resume did."""
+        step = self.steps_done + 1
+        if self._setting_of(step) == self._setting:
+            return
+        kept = self.rerun.keep()
+        self.resume(kept)
