@@ -84,7 +84,9 @@ class Branch:
             "steps": len(self.losses),
             "losses": [jsonable(loss) for loss in self.losses],
             "skipped": self.skipped,
-            "fault": None if fault is None else {"kind": fault.kind, "step": fault.step, "why": fault.why},
+            "fault": None
+            if fault is None
+            else {"kind": fault.kind, "step": fault.step, "why": fault.why},
             "seconds_per_step": None if math.isnan(self.seconds) else self.seconds,
             "peak_memory_gib": None if math.isnan(self.peak) else self.peak,
             "reproduces_the_journal": self.difference is None,
@@ -158,7 +160,9 @@ def find_fault(judged: Judgement, row: Sequence[int]) -> Fault | None:
     """What is wrong with one step; None if nothing is. row: windows of the skipped updates up to this step."""
     facts, action = judged.facts, judged.action
     if facts.bad_data:
-        return Fault("unfit data", facts.step, _text_of(judged, "data."), (facts.window,), _ends(judged))
+        return Fault(
+            "unfit data", facts.step, _text_of(judged, "data."), (facts.window,), _ends(judged)
+        )
     match action:
         case Rollback():
             windows = action.bad or tuple(row)

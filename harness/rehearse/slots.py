@@ -104,7 +104,9 @@ class SlotRecord:
                     given = np.array(value, dtype=np.float32)
                     beyond[name] = float(octaves_beyond(given, limit, _BELOW[name]))
             worst = max(beyond, key=beyond.__getitem__, default="")
-            rows.append(SlotRow(layer, role, **values, worst=worst, beyond=beyond.get(worst, math.nan)))
+            rows.append(
+                SlotRow(layer, role, **values, worst=worst, beyond=beyond.get(worst, math.nan))
+            )
         return sorted(rows, key=_least_beyond)
 
 

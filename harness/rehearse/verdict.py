@@ -153,7 +153,9 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
             windows = branches.reference.fault.windows if branches.reference.fault else ()
             listed = some(windows, _SHOWN)
             why = f"fp32 goes bad{where} too, at a tenth of the learning rate as well, and not without window {listed}"
-            advice = f"look at the samples of that window, and at what the model does with them{more}"
+            advice = (
+                f"look at the samples of that window, and at what the model does with them{more}"
+            )
         case "sound":
             why = _sound(branches)
             advice = ""
@@ -180,4 +182,6 @@ def _sound(branches: Branches) -> str:
     subject = ", ".join(branch.name for branch in branches.subjects)
     others = [each.name for each in branches.others if branches.is_bad(each)]
     text = f"nothing went bad in {subject}"
-    return f"{text}; {', '.join(others)} did, and the run does not compute in it" if others else text
+    return (
+        f"{text}; {', '.join(others)} did, and the run does not compute in it" if others else text
+    )
