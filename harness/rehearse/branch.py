@@ -50,8 +50,9 @@ class Branch:
     difference: the first figure that is not the journal's; None if there is none, or nothing to compare with.
     predicted: FP8 layers (padded names) that the fallback would move to BF16, in the order in which it found them.
     slots: of FP8 layers, the worst first.
-    saturations: float32 [slots] of each step, and the slots' names in that order.
+    record: the figures behind `slots`, step by step; None without FP8.
     fell_back_to: the precision that the whole branch was downgraded to; empty: none.
+    unhealthy: codes of verdicts by which a step does not count as healthy.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Branch:
     slots: tuple[SlotRow, ...] = ()
     record: SlotRecord | None = None
     fell_back_to: str = ""
+    unhealthy: tuple[str, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -89,7 +91,7 @@ class Branch:
             else {"kind": fault.kind, "step": fault.step, "why": fault.why},
             "seconds_per_step": None if math.isnan(self.seconds) else self.seconds,
             "peak_memory_gib": None if math.isnan(self.peak) else self.peak,
-            "reproduces_the_journal": self.difference is None,
+            "unhealthy": list(self.unhealthy),
             "fell_back_to": self.fell_back_to,
         }
 
@@ -107,6 +109,7 @@ class Record:
     losses: list[float] = field(default_factory=list[float])
     seconds: list[float] = field(default_factory=list[float])
     predicted: dict[str, None] = field(default_factory=dict[str, None])
+    unhealthy: dict[str, None] = field(default_factory=dict[str, None])
     skipped: int = 0
     fault: Fault | None = None
     fell_back_to: str = ""
@@ -131,6 +134,8 @@ class Record:
         if self.observer is not None:
             verdicts.append(self.observer.observe(facts))
         for verdict in verdicts:
+            if not verdict.healthy:
+                self.unhealthy[verdict.code] = None
             if isinstance(verdict.proposal, Switch):
                 self.predicted.update(dict.fromkeys(verdict.proposal.demote))
             # Layers that should leave, but are over fallback.max_demoted_share.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.core.config import FallbackConfig
+from harness.rehearse.branch import Branch
 from harness.report import label
 from harness.report.compare_picture import BEYOND
 from harness.report.fp8_pictures import GRID, INK, save
-from harness.rehearse.branch import Branch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

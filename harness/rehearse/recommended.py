@@ -23,6 +23,8 @@ FILE = "rehearsed.yaml"
 
 _CLIPPED = 1e-3
 """A larger share of clipped values, in a layer that stays in FP8, asks for headroom."""
+_OFTEN = 3
+"""Samples with such a share that are needed."""
 _MOST_MARGIN = 3
 """Powers of two that are added at most: each one costs as much at the small end."""
 _MOST_HISTORY = 1024
@@ -103,17 +105,20 @@ def recommend(
 
 
 def _margin(record: SlotRecord, staying: Sequence[bool]) -> int:
-    """Powers of two to add so that the slots that stay would not have clipped; 0 if hardly any value was."""
-    most = 0.0
-    clips = False
-    roles = {(row.layer, row.role): row for row in record.rows()}
-    for name, stays in zip(record.names, staying, strict=True):
-        layer, _, role = name.rpartition(".")
-        row = roles[layer, role]
-        if stays and row.clipped > _CLIPPED and math.isfinite(row.saturation):
-            clips = True
-            most = max(most, row.saturation)
-    if not clips or most <= 1:
+    """Powers of two to add so that the slots that stay would not have clipped; 0 if they hardly did.
+
+    Only the second half of the steps counts: tensors that grow at a run's start clip until their scales have followed.
+    """
+    half = len(record.clipped) // 2
+    clipped: Floats = np.stack(record.clipped[half:])
+    saturation: Floats = np.stack(record.saturations[half:])
+    with np.errstate(invalid="ignore"):
+        often = (clipped > _CLIPPED).sum(axis=0) >= _OFTEN
+    places = np.flatnonzero(often & np.array(staying))
+    if not places.size:
+        return 0
+    most = float(saturation[:, places].max())
+    if not 1 < most < math.inf:
         return 0
     return min(_MOST_MARGIN, math.ceil(math.log2(most)))
 

@@ -3,7 +3,7 @@
 1. Float32, the reference.
 2. Float32 again with every weight one unit in the last place larger: the control.
 3. Every other precision that was asked for. FP8 runs with its fallback, whose proposals are the predicted demotions.
-4. If float32 went bad: once at a tenth of the learning rate, and once without the windows at fault.
+4. If float32 is doubtful: once at a tenth of the learning rate. If it went bad: once without the windows at fault.
 5. If another recipe is recommended: FP8 with that recipe.
 
 Every branch is a run of its own, built as `harness train` builds it, with the training step of `harness train`. It
@@ -32,7 +32,7 @@ from harness.rehearse.begin import Beginning
 from harness.rehearse.branch import Branch, Record
 from harness.rehearse.recommended import Recommended, recommend
 from harness.rehearse.slots import SlotRecord
-from harness.rehearse.verdict import LOWER_RATE, MOST_WINDOWS, Branches
+from harness.rehearse.verdict import LOWER_RATE, MOST_WINDOWS, Branches, is_doubtful
 from harness.replay.flight import Difference
 from harness.replay.investigate import Rerun
 
@@ -158,8 +158,9 @@ class Rehearsal:
                 self.say(f"{precision}: left out: {left_out[precision]}")
 
         lower_rate = without = None
-        if reference.fault is not None:
+        if is_doubtful(reference):
             lower_rate = self._at_lower_rate()
+        if reference.fault is not None:
             without = self._without_windows(reference.fault.windows)
         ran = [branch.precision for branch in (reference, *others)]
         subject = next((precision for precision in self.own if precision in ran), "")
@@ -245,6 +246,7 @@ class Rehearsal:
             slots=tuple(record.slots.rows()) if record.slots is not None else (),
             record=record.slots,
             fell_back_to=record.fell_back_to,
+            unhealthy=tuple(record.unhealthy),
         )
         # The next branch must not share this machine's memory with this one.
         del rerun

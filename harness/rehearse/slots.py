@@ -1,4 +1,4 @@
-"""What FP8 did to each tensor in a rehearsal: the worst figures of every slot, and the steps that clipped. Torch-free."""
+"""What FP8 did to each tensor in a rehearsal: the worst figures of every slot, and when it clipped. Torch-free."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ class SlotRecord:
         self._skipped = 0
         self._names: tuple[str, ...] = ()
         self._worst: dict[str, Floats] = {}
-        # float32 [slots] of each step, to see how often tensors come back larger than their history says.
+        # Of each step, float32 [slots]. The clipped share is NaN where it was not sampled.
         self.saturations: list[Floats] = []
+        self.clipped: list[Floats] = []
 
     def take(self, slots: SlotStats | None) -> None:
         """Add one applied step."""
@@ -77,6 +78,7 @@ class SlotRecord:
             return
         self._names = slots.names
         self.saturations.append(slots.saturation.astype(np.float32))
+        self.clipped.append(slots.clipped.astype(np.float32))
         for name in _KEPT:
             values = getattr(slots, name).astype(np.float32)
             # fmin and fmax pass over NaN, which stands for "not measured".

@@ -9,6 +9,9 @@ for no reason at all: a gap of that size says nothing about a precision.
 
 *Bad.* A branch is bad if something went wrong in it (`branch.Fault`), or if it fell behind. It is behind if its gap is
 over three times the control's, over a fifth of what float32 learnt in these steps, and over 1% of float32's loss.
+
+*Doubtful.* Nothing need go wrong in a run that learns nothing. Float32 is run at a tenth of the learning rate if its
+weights grew as those of a diverging run, or its loss did not fall. If it is behind that branch, the rate is at fault.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ LOWER_RATE = 0.1
 MOST_WINDOWS = 16
 """Windows that are left out, at most, to find out whether they are at fault: with more it is no longer the same run."""
 
+_GROWN = "parameters.growth"
 _TAIL = 10
 _TIMES_CONTROL, _OF_PROGRESS, _OF_LOSS = 3.0, 0.2, 0.01
 _SHOWN = 6
@@ -66,6 +70,14 @@ def is_behind(branch: Branch, reference: Branch, control: Branch | None) -> bool
     return found.gap > max(limits)
 
 
+def is_doubtful(reference: Branch) -> bool:
+    """Whether float32 gives reason to try a lower learning rate."""
+    if reference.fault is not None or _GROWN in reference.unhealthy:
+        return True
+    tail = reference.losses[-max(1, len(reference.losses) // _TAIL) :]
+    return len(reference.losses) >= _TAIL and sum(tail) / len(tail) >= reference.losses[0]
+
+
 @dataclass(frozen=True)
 class Branches:
     """All branches of one rehearsal.
@@ -87,7 +99,20 @@ class Branches:
 
     def is_bad(self, branch: Branch) -> bool:
         """Whether something went wrong in the branch, or it fell behind."""
+        if branch is self.reference and self.is_too_fast:
+            return True
         return branch.fault is not None or is_behind(branch, self.reference, self.control)
+
+    @property
+    def is_too_fast(self) -> bool:
+        """Whether float32 learns clearly less than it does at a tenth of the learning rate.
+
+        The control does not count here: a rate that is too high drives any two runs apart.
+        """
+        lower = self.lower_rate
+        if lower is None or lower.fault is not None:
+            return False
+        return is_behind(self.reference, lower, None)
 
     @property
     def subjects(self) -> list[Branch]:
@@ -106,7 +131,7 @@ class Branches:
         return Evidence(
             unfit=unfit,
             was_bad=self.incident is not None and reached,
-            is_bad=any(self.is_bad(branch) for branch in subjects),
+            is_bad=self.is_too_fast or any(self.is_bad(branch) for branch in subjects),
             bad_in_float32=self.is_bad(self.reference),
             bad_at_lower_rate=_bad(self.lower_rate),
             bad_without_windows=_bad(self.without),
@@ -166,6 +191,9 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
             listed = ", ".join(each.name for each in branches.subjects if branches.is_bad(each))
             why = f"fp32 is well on the same windows, from the same weights; bad: {listed}"
             advice = "take a precision that is well in the table, or the recipe that was written"
+        case "learning rate" if fault is None:
+            why = "nothing goes bad in fp32, but it learns clearly less than at a tenth of the learning rate"
+            advice = "lower train.lr, or lengthen train.warmup_steps"
         case "learning rate":
             why = f"fp32 goes bad{where} too, and is well on the same windows at a tenth of the learning rate"
             advice = "lower train.lr, or lengthen train.warmup_steps"

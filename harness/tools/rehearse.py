@@ -282,10 +282,10 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
             notes.append(
                 "FP8 is emulated on this CPU: its speed and memory say nothing about a card"
             )
-        if "fp16" in ran or ("bf16" in ran and not worker.facts.cpu_bf16_isa):
-            notes.append(
-                "torch computes a 16-bit format that this CPU has no instructions for in software, slowly"
-            )
+        if "bf16" in ran and not worker.facts.cpu_bf16_isa:
+            notes.append("this CPU has no instructions for bf16: torch emulates it, slowly")
+        if "fp16" in ran:
+            notes.append("fp16 is slow on a CPU: its speed says nothing about a card")
     for branch in found.branches.others:
         if branch.difference is not None:
             each = branch.difference
