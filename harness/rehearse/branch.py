@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -48,7 +48,7 @@ class Branch:
     seconds: median time of a step; NaN if there were too few.
     peak: GiB of memory, at most; NaN if it is not known.
     difference: the first figure that is not the journal's; None if there is none, or nothing to compare with.
-    predicted: FP8 layers (padded names) that the fallback would move to BF16, in the order in which it found them.
+    predicted: FP8 layers (padded names) that the fallback would move to BF16 -> the step at which it found them.
     slots: of FP8 layers, the worst first.
     record: the figures behind `slots`, step by step; None without FP8.
     fell_back_to: the precision that the whole branch was downgraded to; empty: none.
@@ -65,7 +65,7 @@ class Branch:
     seconds: float = math.nan
     peak: float = math.nan
     difference: Difference | None = None
-    predicted: tuple[str, ...] = ()
+    predicted: Mapping[str, int] = field(default_factory=dict[str, int])
     slots: tuple[SlotRow, ...] = ()
     record: SlotRecord | None = None
     fell_back_to: str = ""
@@ -108,7 +108,7 @@ class Record:
     observer: FallbackController | None = None
     losses: list[float] = field(default_factory=list[float])
     seconds: list[float] = field(default_factory=list[float])
-    predicted: dict[str, None] = field(default_factory=dict[str, None])
+    predicted: dict[str, int] = field(default_factory=dict[str, int])
     unhealthy: dict[str, None] = field(default_factory=dict[str, None])
     skipped: int = 0
     fault: Fault | None = None
@@ -129,7 +129,7 @@ class Record:
             self._row.append(facts.window)
 
         # Layers that are out of FP8 when the branch begins count: the fallback has moved them before.
-        self.predicted.update(dict.fromkeys(facts.demoted))
+        leaving = list(facts.demoted)
         verdicts = list(judged.verdicts)
         if self.observer is not None:
             verdicts.append(self.observer.observe(facts))
@@ -137,10 +137,12 @@ class Record:
             if not verdict.healthy:
                 self.unhealthy[verdict.code] = None
             if isinstance(verdict.proposal, Switch):
-                self.predicted.update(dict.fromkeys(verdict.proposal.demote))
+                leaving += verdict.proposal.demote
             # Layers that should leave, but are over fallback.max_demoted_share.
             if verdict.code in ("precision.budget", "precision.lowered"):
-                self.predicted.update(dict.fromkeys(verdict.evidence.get("layers", ())))
+                leaving += verdict.evidence.get("layers", ())
+        for layer in leaving:
+            self.predicted.setdefault(layer, facts.step)
         if self.slots is not None and facts.applied:
             self.slots.take(facts.slots)
 

@@ -172,7 +172,7 @@ class Rehearsal:
         fp8 = next((branch for branch in others if branch.precision == "fp8"), None)
         if fp8 is None or fp8.record is None:
             return Rehearsed(begin, branches, left_out)
-        recommended = recommend(self.fp8, fp8.predicted, self._names, fp8.record)
+        recommended = recommend(self.fp8, list(fp8.predicted), self._names, fp8.record)
         trial = self._try(recommended) if recommended.changed else None
         return Rehearsed(begin, branches, left_out, recommended, trial, fp8)
 
@@ -242,7 +242,7 @@ class Rehearsal:
             seconds=record.step_seconds,
             peak=peak,
             difference=difference,
-            predicted=tuple(record.predicted),
+            predicted=record.predicted,
             slots=tuple(record.slots.rows()) if record.slots is not None else (),
             record=record.slots,
             fell_back_to=record.fell_back_to,

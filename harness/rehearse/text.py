@@ -32,6 +32,7 @@ def as_json(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> di
         "why": verdict.why,
         "advice": verdict.advice,
         "predicted_demotions": [] if fp8 is None else list(fp8.predicted),
+        "predicted_steps": {} if fp8 is None else dict(fp8.predicted),
         "subject": subject,
         "own_precision": found.subject,
         "begin": {
@@ -134,7 +135,8 @@ def _fp8_lines(fp8: Branch) -> list[str]:
     """What FP8 would demote, clip and flush."""
     text = ["FP8 would keep every layer"]
     if fp8.predicted:
-        text = [f"FP8 would move to BF16: {some(fp8.predicted, _NAMES_SHOWN)}"]
+        leaving = [f"{layer} (step {step})" for layer, step in fp8.predicted.items()]
+        text = [f"FP8 would move to BF16: {some(leaving, _NAMES_SHOWN)}"]
     if not fp8.slots:
         return [*text, "this backend measures no tensor: nothing more is known of its layers"]
     rows = [

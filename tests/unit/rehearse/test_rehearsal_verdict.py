@@ -155,7 +155,7 @@ def test_predicted_are_layers_that_leave_wait_or_have_left() -> None:
     waits = Verdict("precision.budget", 5, evidence={"layers": {"c": {}}, "allowed": 1})
     record.take(judged(replace(STEP, step=5), leaves, waits))
     record.take(judged(replace(STEP, step=6), leaves))
-    assert list(record.predicted) == ["a", "b", "c"]
+    assert record.predicted == {"a": 4, "b": 5, "c": 5}
 
 
 def stats(saturation: float, clipped: float = 0.0, sqnr: float = 30.0) -> SlotStats:
