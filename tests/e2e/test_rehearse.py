@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.core.files import find
 from harness.precision.recipe import load_recipe
 from harness.rehearse.rehearsal import nudge
 from harness.tools.rehearse import command
-from tests.support.runs import ROOT, TEXT, harness, metrics, train
+from tests.support.runs import ROOT, TEXT, events, harness, metrics, train
 
 BAD, MARKED = 8, 28
 """The step whose window has the marked sample, and that sample."""
@@ -62,11 +62,11 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def config_with(target: str, marks: bool = True) -> str:
-    """The config of an `origin_models` target, on a text with a marked byte; returns its path."""
+def config_with(target: str, marks: Sequence[int] = (MARKED,)) -> str:
+    """The config of an `origin_models` target, on a text with marked samples; returns its path."""
     text = bytearray((TEXT / "chapters.txt").read_bytes()[:6000])
-    if marks:
-        text[64 * MARKED + 8] = 7
+    for sample in marks:
+        text[64 * sample + 8] = 7
     Path("text.txt").write_bytes(text)
     config = yaml.safe_load(find("configs", "tiny").read_text())
     config["model"] = {"target": f"origin_models:{target}", "args": {}}
@@ -152,7 +152,7 @@ def test_the_bad_window_is_the_datas_fault(
 def test_what_breaks_in_every_window_is_the_models_fault(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = rehearse(capsys, config=config_with("moody", marks=False), precisions="fp32", steps=5)
+    found = rehearse(capsys, config=config_with("moody", marks=()), precisions="fp32", steps=5)
     assert found["verdict"] == "model"
     assert {branch["fault"]["step"] for branch in found["branches"]} == {4}
 
@@ -179,6 +179,31 @@ def test_what_only_fp16_cannot_hold_is_precision(
     assert contents(run) == before
     with pytest.raises(ConfigError, match="give at least 3"):
         rehearse(capsys, str(run), before=BAD, precisions="fp16", steps=2)
+
+
+@pytest.mark.slow
+def test_a_run_that_halted_is_rehearsed_from_before_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A marked sample in each window of the steps 7, 8 and 9.
+    path = config_with("forward", marks=[31, 44, 40])
+    shutil.copy(ROOT / "tests" / "e2e" / "origin_models.py", tmp_path)
+    words = ("--config", path, "--name", "r", "train.steps=12", "guard.max_consecutive_skips=3")
+    done = train(tmp_path, *words, f"data.path={tmp_path / 'text.txt'}")
+    assert done.returncode == 3, done.stdout
+    run = tmp_path / "runs" / "r"
+    assert [event["step"] for event in events(run, "guard.halt")] == [9]
+    before = contents(run)
+    found = rehearse(capsys, str(run), precisions="bf16,fp8", steps=8)
+    assert contents(run) == before
+    assert (found["begin"]["step"], found["begin"]["incident"]) == (5, 9)
+    assert found["verdict"] == "data"
+    assert "window 6, 7, 8" in found["why"]
+    assert "harness replay" in found["advice"]
+    by_name = {branch["name"]: branch for branch in found["branches"]}
+    assert by_name["fp8"]["fault"]["kind"] == "rollback"
+    assert by_name["fp8"]["fault"]["step"] == 9
+    assert not [note for note in found["notes"] if "differs from its journal" in note]
 
 
 @pytest.mark.slow
