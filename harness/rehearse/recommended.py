@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from harness.core.errors import ConfigError, Problem, shown
+from harness.core.errors import ConfigError, Problem, shown, some
 from harness.precision.recipe import Recipe
 from harness.rehearse.slots import Floats, SlotRecord
 
@@ -27,8 +27,11 @@ _OFTEN = 3
 """Samples with such a share that are needed."""
 _MOST_MARGIN = 3
 """Powers of two that are added at most: each one costs as much at the small end."""
+_FORGOTTEN = 2.0
+"""Saturation over which a tensor came as a surprise to its history: amaxes that vary by chance stay under it."""
 _MOST_HISTORY = 1024
 _ROUND = 16
+_SHOWN = 3
 _TWICE = 2
 """How often a tensor must come back after the history has forgotten it, to ask for a longer history."""
 
@@ -73,9 +76,7 @@ def recommend(
     # A layer's own name as a pattern: brackets and stars in it stand for themselves.
     exclude = tuple(glob.escape(names.get(layer, layer)) for layer in predicted)
     if exclude:
-        reasons.append(
-            f"layers.exclude: {len(exclude)} layers that the fallback would move to BF16"
-        )
+        reasons.append(f"layers.exclude: the fallback would move {some(exclude, _SHOWN)} to BF16")
     layers = base.layers.model_copy(update={"exclude": [*base.layers.exclude, *exclude]})
 
     # Margin and history mean something under delayed scaling alone, and only layers that stay in FP8 count.
@@ -128,8 +129,8 @@ def _history(record: SlotRecord, staying: Sequence[bool], length: int) -> int:
     series: Floats = np.stack(record.saturations)
     longest = 0
     for place, stays in enumerate(staying):
-        clipped = np.flatnonzero(series[:, place] > 1)
-        gaps = np.diff(clipped)
+        surprises = np.flatnonzero(series[:, place] > _FORGOTTEN)
+        gaps = np.diff(surprises)
         forgotten = gaps[(gaps > length) & (gaps < _MOST_HISTORY)]
         if stays and len(forgotten) >= _TWICE:
             longest = max(longest, int(forgotten.max()))

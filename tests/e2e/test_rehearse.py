@@ -130,6 +130,7 @@ def test_the_object_has_all_that_a_program_needs(
     slots = {(row["layer"], row["role"]) for row in found["slots"]}
     assert ("blocks.01.mlp.down", "grad_output") in slots
     assert len(slots) == 8 * 3
+    assert all(row["sqnr_db"] > 5 for row in found["slots"]), "measured in however few steps"
     assert found["left_out"] == {}
     assert Path(found["recipe"]["path"]).is_file()
     assert Path(found["picture"]).read_bytes().startswith(b"\x89PNG")
@@ -213,6 +214,27 @@ def test_a_rate_at_which_nothing_is_learnt_is_the_learning_rate(
     words = (f"data.path={TEXT}", "train.lr=1.0", "train.warmup_steps=1")
     found = rehearse(capsys, *words, config="tiny", precisions="fp32", steps=20)
     assert found["verdict"] == "learning rate"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_downgraded_has_its_reference_in_float32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # fp16 cannot hold a sample of each window of the steps 7 to 9: the whole run goes to bf16.
+    path = config_with("large", marks=[31, 44, 40])
+    shutil.copy(ROOT / "tests" / "e2e" / "origin_models.py", tmp_path)
+    words = ("--config", path, "--name", "r", "--recipe", "fp16_scaler", "train.steps=18")
+    done = train(tmp_path, *words, f"data.path={tmp_path / 'text.txt'}")
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "runs" / "r"
+    (switched,) = events(run, "precision.switched")
+    assert switched["lowered"] == "bf16"
+    found = rehearse(capsys, str(run), from_step=15, precisions="fp16", steps=3)
+    reference, _, fp16 = found["branches"]
+    assert (reference["fell_back_to"], fp16["fell_back_to"]) == ("", "bf16")
+    own = dict(metrics(run))
+    assert fp16["losses"] == [own[step] for step in (16, 17, 18)]
+    assert reference["losses"] != fp16["losses"]
 
 
 GROWING = {"layer": "blocks.0.mlp.down", "per_window": 1.0, "dim": 64, "layers": 2, "heads": 2}

@@ -220,6 +220,8 @@ def test_what_is_recommended_follows_from_what_was_seen() -> None:
     )
 
     # A tensor that comes back after 20 steps is forgotten by a history of 16, and not by one of 32.
-    storms = [stats(1.2) if step % 20 == 0 else stats(0.9) for step in range(70)]
+    storms = [stats(3.0) if step % 20 == 0 else stats(1.1) for step in range(70)]
     assert made(*storms).recipe.fp8.amax_history_len == 32
+    chance = [stats(1.2) if step % 20 == 0 else stats(0.9) for step in range(70)]
+    assert not made(*chance).changed
     assert not made(*storms, base=load_recipe("fp8_current")).changed, "no history there"
