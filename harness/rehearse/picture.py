@@ -1,4 +1,4 @@
-"""The picture of a rehearsal: the losses of all branches, and the SQNR of every FP8 tensor."""
+"""The picture of a rehearsal: losses of all branches, their gaps to float32, and the SQNR of every FP8 tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.core.config import FallbackConfig
 from harness.rehearse.branch import Branch
@@ -38,46 +39,63 @@ def draw(
     from matplotlib.figure import Figure
 
     has_slots = fp8 is not None and bool(fp8.slots)
-    figure = Figure(figsize=(9.0, 7.4 if has_slots else 4.2), dpi=120, layout="constrained")
-    if has_slots:
-        losses, sqnr = figure.subplots(2, 1, height_ratios=[3, 2.4])
-        assert fp8 is not None
-        _draw_sqnr(sqnr, fp8, policy)
-    else:
-        losses = figure.subplots()
+    heights = [3.0, 2.0, 2.4] if has_slots else [3.0, 2.0]
+    figure = Figure(figsize=(9.0, 1.0 + 1.2 * sum(heights)), dpi=120, layout="constrained")
+    losses, gaps, *rest = figure.subplots(len(heights), 1, height_ratios=heights)
     _draw_losses(losses, branches)
+    _draw_gaps(gaps, branches)
+    if fp8 is not None and rest:
+        _draw_sqnr(rest[0], fp8, policy)
     return save(figure, path)
+
+
+def _styles(branches: Sequence[Branch]) -> list[tuple[Branch, str, str]]:
+    """Every branch with its colour and line."""
+    seen: dict[str, int] = {}
+    found: list[tuple[Branch, str, str]] = []
+    for branch in branches:
+        place = seen.get(branch.precision, 0)
+        seen[branch.precision] = place + 1
+        found.append((branch, _COLOURS[branch.precision], _STYLES[place % len(_STYLES)]))
+    return found
 
 
 def _draw_losses(axes: Axes, branches: Sequence[Branch]) -> None:
     """A line for each branch; a cross at its first fault."""
-    seen: dict[str, int] = {}
-    for branch in branches:
-        place = seen.get(branch.precision, 0)
-        seen[branch.precision] = place + 1
-        colour, style = _COLOURS[branch.precision], _STYLES[place % len(_STYLES)]
-        steps = np.arange(branch.begin + 1, branch.last_step + 1)
+    for branch, colour, style in _styles(branches):
         values = np.array(branch.losses, dtype=np.float64)
-        with np.errstate(invalid="ignore"):
-            drawn = np.abs(values) < BEYOND
-        axes.plot(
-            steps[drawn],
-            values[drawn],
-            style,
-            color=colour,
-            linewidth=1.2,
-            label=label(branch.name),
-        )
+        _draw_line(axes, branch, values, colour, style)
         if branch.fault is not None:
             axes.axvline(branch.fault.step, color=colour, linestyle=style, linewidth=0.8)
-            axes.plot(
-                [branch.fault.step], [0.03], "X", color=colour, transform=axes.get_xaxis_transform()
-            )
-    axes.set_xlabel("step")
+            across = axes.get_xaxis_transform()
+            axes.plot([branch.fault.step], [0.03], "X", color=colour, transform=across)
     axes.set_ylabel("training loss")
     axes.set_title("loss of every branch; a cross marks its first fault", loc="left", fontsize=10)
     axes.grid(color=GRID, linewidth=0.6)
     axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_gaps(axes: Axes, branches: Sequence[Branch]) -> None:
+    """Each branch's loss less that of the first branch, float32, at the steps that both did."""
+    reference = np.array(branches[0].losses, dtype=np.float64)
+    for branch, colour, style in _styles(branches)[1:]:
+        values = np.array(branch.losses, dtype=np.float64)[: len(reference)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            _draw_line(axes, branch, values - reference[: len(values)], colour, style)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss - that of fp32")
+    axes.grid(color=GRID, linewidth=0.6)
+
+
+def _draw_line(
+    axes: Axes, branch: Branch, values: npt.NDArray[np.float64], colour: str, style: str
+) -> None:
+    steps = np.arange(branch.begin + 1, branch.begin + 1 + len(values))
+    with np.errstate(invalid="ignore"):
+        drawn = np.abs(values) < BEYOND
+    name = label(branch.name)
+    axes.plot(steps[drawn], values[drawn], style, color=colour, linewidth=1.2, label=name)
 
 
 def _draw_sqnr(axes: Axes, fp8: Branch, policy: FallbackConfig) -> None:

@@ -104,7 +104,6 @@ class Rehearsal:
     """The branches of one rehearsal.
 
     begin: where they begin.
-    own: the run's recipe.
     own: precisions that the run would compute in, the best first. The verdict is about the first that can run.
     repeated: the precision whose branch does the run's own steps again, with its own recipe; empty: none does.
     recipes: of each precision that is rehearsed, in their order.
@@ -174,15 +173,16 @@ class Rehearsal:
         if fp8 is None or fp8.record is None:
             return Rehearsed(begin, branches, left_out)
         recommended = recommend(self.fp8, list(fp8.predicted), self._names, fp8.record)
-        trial = self._try(recommended) if recommended.changed else None
-        return Rehearsed(begin, branches, left_out, recommended, trial, fp8)
-
-    def _try(self, recommended: Recommended) -> Branch | None:
-        """FP8 with the recommended recipe; None if no layer is left for FP8 in it."""
-        try:
-            return self._branch("fp8, recipe written", "fp8", only(recommended.recipe, "fp8"))
-        except HarnessError:
-            return None
+        trial: Branch | None = None
+        notes: list[str] = []
+        if recommended.changed:
+            recipe = only(recommended.recipe, "fp8")
+            try:
+                trial = self._branch("fp8, recipe written", "fp8", recipe)
+            except HarnessError as error:
+                # No layer is left for FP8 in it, or the checkpoint has FP8 state of layers that it excludes.
+                notes.append(f"the recipe written was not tried: {error.problems[0].what}")
+        return Rehearsed(begin, branches, left_out, recommended, trial, fp8, notes)
 
     def _at_lower_rate(self) -> Branch:
         train = self.begin.config.train

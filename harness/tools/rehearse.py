@@ -123,10 +123,8 @@ def _request(
     if config is not None:
         for value, option in ((from_step, "--from-step"), (before, "--before")):
             if value is not None:
-                what, fix = (
-                    "a config has no checkpoints and no steps yet",
-                    "name a run, or leave it out",
-                )
+                what = "a config has no checkpoints and no steps yet"
+                fix = "name a run, or leave it out"
                 raise ConfigError(Problem(what, option, fix=fix))
         run_config, own = read_policies(config, [*words, *_ALONE], None)
         fp8 = load_recipe(recipe) if recipe else None
@@ -194,7 +192,7 @@ def _rehearse(
         )
         found = rehearsal.run()
 
-    found = replace(found, notes=(*notes, *_notes(found, worker)))
+    found = replace(found, notes=(*notes, *found.notes, *_notes(found, worker)))
     verdict = decide(found.branches, _replay_command(request, found))
     return _show(request, found, verdict, worker, out, picture, as_json)
 
