@@ -56,6 +56,10 @@ COMMANDS = {
         "tools.replay",
         "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 broke too.",
     ),
+    "rehearse": (
+        "tools.rehearse",
+        "Try a run in every precision, and say whose fault a bad run is. Predicts demotions, and writes a recipe.",
+    ),
     "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
         "tools.eval",

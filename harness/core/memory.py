@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 _CGROUP = Path("/sys/fs/cgroup")
+_CLEAR = Path("/proc/self/clear_refs")
+# What proc(5) has for "reset the peak resident set size, and nothing else".
+_PEAK_ALONE = "5"
 
 
 def free_memory(swap: bool = False) -> int:
@@ -53,6 +57,17 @@ def process_room() -> int | None:
         left = max(most - used[name], 0)
         room = left if room is None else min(room, left)
     return room
+
+
+def restart_peak() -> None:
+    """Let the peak of `peak_resident` begin anew, where the kernel allows that."""
+    with suppress(OSError):
+        _CLEAR.write_text(_PEAK_ALONE)
+
+
+def peak_resident() -> int:
+    """Most bytes that this process had in memory since `restart_peak`, or since its start; 0 if it is not known."""
+    return _sizes(_STATUS).get("VmHWM", 0)
 
 
 def size_text(count: int) -> str:

@@ -1,13 +1,7 @@
 """The result of a replay: the data of `replay.json`, the cause that follows from it, advice, and how it is printed.
 
-The cause is decided by elimination, in this order (`_cause`):
-
-1. *data*: the samples were found unfit before the model saw them.
-2. *sound*: the step was well in the run and is well here.
-3. *not reproducible*: bad in the run but well here, different when run twice from one state, or different from the
-   journal although the set-up is the same. Nothing that such a re-run shows can be trusted further.
-4. *model or data*: the step is bad in float32 too, so precision is not the reason.
-5. *numerics*: what remains. The step is bad in low precision only.
+`cause.judge` decides the cause by elimination. Of one step it can be *data*, *sound*, *not reproducible*, *model or
+data*, and *numerics*: bad in low precision only.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from harness.core.facts import (
     StepFacts,
     jsonable,
 )
+from harness.replay.cause import Evidence, judge
 from harness.replay.flight import Difference, same
 from harness.replay.origin import LOSS, Finding
 
@@ -215,43 +210,63 @@ def growth(
 
 
 def _cause(answer: Answer) -> tuple[str, str]:
-    """The cause and its reason, by elimination."""
-    # The data were looked at before the model saw them: nothing else can be at fault.
-    here = answer.here
-    if here.bad_data:
-        what = _data_words(here.bad_data, " and ")
-        why = f"samples of this window have {what}: they were found before the model saw them"
-        return "data", why
+    """The cause and its reason."""
+    here, again = answer.here, answer.again
+    repeats = again is None or (
+        same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
+    )
+    # A difference from the journal that the set-up explains says nothing.
+    differs = answer.difference is not None and not answer.setup_differences
+    exact = answer.in_float32
+    cause = judge(
+        Evidence(
+            unfit=here.bad_data != 0,
+            was_bad=answer.was_bad,
+            is_bad=answer.bad(here),
+            unlike=not repeats or differs,
+            bad_in_float32=None if exact is None else answer.bad(exact),
+        )
+    )
 
-    # Is the step bad here at all?
-    bad = answer.bad(here)
-    if not bad and not answer.was_bad:
-        return "sound", "the step was well in the run, and is well here"
-    if not bad:
-        return "not reproducible", (
+    match cause:
+        case "data":
+            what = _data_words(here.bad_data, " and ")
+            return (
+                cause,
+                f"samples of this window have {what}: they were found before the model saw them",
+            )
+        case "sound":
+            return cause, "the step was well in the run, and is well here"
+        case "not reproducible":
+            return cause, _why_not_reproducible(answer, repeats)
+        case "precision":
+            # The name that replay.json has always had for it.
+            return (
+                "numerics",
+                f"well in float32: only bad in low precision ({answer.precision})",
+            )
+        case _:
+            return cause, "bad in float32 too: no precision would have helped"
+
+
+def _why_not_reproducible(answer: Answer, repeats: bool) -> str:
+    """repeats: the step gave the same bits twice."""
+    here, again = answer.here, answer.again
+    if not answer.bad(here):
+        return (
             "the step was bad in the run and is well here: hardware, a race, another machine, or something that no "
             "checkpoint holds, such as a counter in the model"
         )
-
-    # Does it repeat? If not, what follows would be of another step than the run's.
-    again = answer.again
-    if again is not None:
-        repeats = same(here.loss, again.loss) and same(here.grad_norm, again.grad_norm)
-        if not repeats:
-            return "not reproducible", (
-                f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
-                f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
-            )
-    if answer.difference is not None and not answer.setup_differences:
-        return "not reproducible", (
-            f"from step {answer.difference.step} on the re-run differs from the journal: hardware, a race, or another "
-            "machine or version; what is said above is of the re-run"
+    if again is not None and not repeats:
+        return (
+            f"twice from the same state the step gave loss {here.loss:g} and {again.loss:g}, gradient norm "
+            f"{here.grad_norm:g} and {again.grad_norm:g}: a race, hardware, or something that no checkpoint holds"
         )
-
-    # Float32 decides between the two that remain.
-    if answer.in_float32 is not None and answer.bad(answer.in_float32):
-        return "model or data", "bad in float32 too: no precision would have helped"
-    return "numerics", f"well in float32: only bad in low precision ({answer.precision})"
+    assert answer.difference is not None
+    return (
+        f"from step {answer.difference.step} on the re-run differs from the journal: hardware, a race, or another "
+        "machine or version; what is said above is of the re-run"
+    )
 
 
 def _advice(answer: Answer) -> str:

@@ -30,6 +30,7 @@ from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.protocols import Batch, Meta, Tensors
 from harness.core.state import RunLedger
+from harness.monitors.responder import Judgement
 from harness.replay.answer import Answer, Gradient, Sample, growth, stopped_by_gate
 from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.origin import Finding, Origin, locate, watch
@@ -66,8 +67,12 @@ class Rerun:
         """Whether blocks of the model run as compiled code."""
         return self.run.watch is not None
 
-    def start(self, step: int, store: Store) -> None:
-        """Load the checkpoint of `step` and the budgets that were spent by then. Raises CheckpointError."""
+    def start(self, step: int, store: Store, keeps_precision: bool = True) -> None:
+        """Load the checkpoint of `step` and the budgets that were spent by then. Raises CheckpointError.
+
+        keeps_precision: stay downgraded, where the whole run had been downgraded by then. False for a run in another
+            precision than the original, which that downgrade does not concern.
+        """
         recovery = self.run.recovery
         recovery.store = store
         self._resumed(recovery.load(step))
@@ -83,6 +88,9 @@ class Rerun:
         ledger.skips = budgets["skips"]
         ledger.switches = budgets["switches"]
         ledger.recent_skips = list(budgets["recent_skips"])
+        if not keeps_precision:
+            ledger.lowered = ""
+            self.run.state.drop_fallback()
         self.run.guard.judge.stay_fallen_back()
 
     def close(self) -> None:
@@ -107,16 +115,14 @@ class Rerun:
             numbers += [int(sample) for sample in rows[rank :: self.ranks].reshape(-1)]
         return numbers
 
-    def advance(self) -> StepFacts:
+    def advance(self) -> Judgement:
         """Do the run's next step and judge it. Of the guard's actions only switches and limits are carried out."""
-        facts = self.take()
-        self.judge(facts)
-        return facts
+        return self.judge(self.take())
 
-    def judge(self, facts: StepFacts) -> None:
+    def judge(self, facts: StepFacts) -> Judgement:
         """End a step that was taken: count it and judge it, as `advance`."""
         self.run.state.advance()
-        observe(self.run, facts)
+        return observe(self.run, facts)
 
     def take(self, limits: Limits | None = None) -> StepFacts:
         """Do the next step without advancing. limits: used in place of the step's own."""
@@ -353,7 +359,7 @@ class Investigation:
         while state.step < self.step - 1:
             if state.step == self.step - 2:
                 self.before = self._watch_the_step_before()
-            facts = self.rerun.advance()
+            facts = self.rerun.advance().facts
             self._compare(facts)
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()

@@ -16,7 +16,8 @@ from harness.core.facts import jsonable
 from harness.core.screen import say
 from harness.report import short
 from harness.report.divergence import Compared
-from harness.tools.replay import rebuild, refuse_foreign_scale, require_data
+from harness.tools.rebuilt import require_data
+from harness.tools.replay import rebuild, refuse_foreign_scale
 from harness.tools.restored import check_recipe
 from harness.tracking.history import RunHistory
 

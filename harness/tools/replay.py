@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.core.errors import ConfigError, DataError, Problem
+from harness.core.errors import ConfigError, Problem
 from harness.core.screen import say
 from harness.report import RunFolder
 from harness.tools.restored import check_recipe
@@ -87,15 +86,6 @@ def refuse_foreign_scale(branches: Branches, step: int) -> None:
         raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
 
 
-def require_data(folder: Path, config: RunConfig) -> None:
-    """Raise DataError if the run in `folder` has no copy of its data."""
-    record = "corpus.json" if config.data.target is None else "target.json"
-    if not (folder / "data" / record).is_file():
-        fix = "restore the data folder from another copy of this run"
-        what = "the run's copy of its text is missing"
-        raise DataError(Problem(what, str(folder / "data"), fix=fix))
-
-
 def rebuild(
     folder: Path,
     scratch: Path,
@@ -106,40 +96,10 @@ def rebuild(
     ranks: int,
 ) -> Rerun:
     """The run of `folder` in its initial state. It writes into a new folder in `scratch`, and not into the run."""
-    from harness.build import (
-        build_data,
-        build_plan,
-        build_run,
-        build_task,
-        environment_of,
-        open_store,
-        open_telemetry,
-    )
     from harness.precision.recipe import load_recipe
-    from harness.replay.investigate import Rerun
     from harness.run_folder import read_plan
-    from harness.tracking.console import Console
+    from harness.tools.rebuilt import assemble, require_data
 
-    scratch = Path(tempfile.mkdtemp(dir=scratch))
-    recipe = load_recipe(recipe_name)
-    plan, model = build_plan(config, recipe, worker, read_plan(folder))
-
-    # The data are the run's own copy, not what is at data.path today.
     require_data(folder, config)
-    data = build_data(config, folder, worker)
-
-    # No screen, no saves and no snapshots, and so no memory for copies of the state.
-    quiet = Console(config.train.steps, stream=io.StringIO())
-    telemetry = open_telemetry(config, scratch, worker, quiet, ledger.attempt)
-    without_copies = {
-        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
-        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
-    }
-    config = config.model_copy(update=without_copies)
-    store = open_store(scratch, worker)
-    task, _ = build_task(config, plan, model, data)
-    run = build_run(
-        config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task
-    )
-    run.keep_flight = None
-    return Rerun(run, model, ranks, plan.resolved, environment_of(config, worker, run.engine))
+    recipe = load_recipe(recipe_name)
+    return assemble(config, recipe, worker, folder, scratch, ledger, ranks, read_plan(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,8 @@ def restore(run: Path, step: int | None = None) -> Restored:
     Every byte of the checkpoint is compared with its hash first. Raises ConfigError if `run` is no run that the harness
     can build again. Raises CheckpointError if there is no such checkpoint, or it does not fit.
     """
-    folder, config = _read(run)
+    # One process stands for all ranks, whatever engine the run had. Eager mode needs no compiler.
+    folder, config = read_run(run, ["engine.name=auto", "engine.compile=none"])
     from harness.build import build_plan, join_worker
     from harness.checkpoint.store import Store
     from harness.engines.parts import ModelPart
@@ -186,8 +187,8 @@ def restore(run: Path, step: int | None = None) -> Restored:
     )
 
 
-def _read(run: Path) -> tuple[Path, RunConfig]:
-    """The run's folder and its config, for one process. Raises ConfigError."""
+def read_run(run: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
+    """The run's folder and its config with `overrides`. Raises ConfigError, also for a loop of the user's own."""
     from harness.core.config import load_config
     from harness.tracking.journal import require_run
 
@@ -197,9 +198,7 @@ def _read(run: Path) -> tuple[Path, RunConfig]:
         raise ConfigError(
             Problem("the run has no config.yaml", str(folder), why, "use the model in that loop")
         )
-    # One process stands for all ranks, whatever engine the run had. Eager mode needs no compiler.
-    alone = ["engine.name=auto", "engine.compile=none"]
-    return folder, load_config(str(folder / "config.yaml"), alone)
+    return folder, load_config(str(folder / "config.yaml"), overrides)
 
 
 def choose(store: Store, step: int | None) -> int:

@@ -186,7 +186,7 @@ def meet(request: Request) -> tuple[RunConfig, Path | None, Worker]:
 
     Raises HarnessError. What a rank can refuse alone is refused before the others wait for it.
     """
-    config = _with_own_tokenizer(request.config)
+    config = with_own_tokenizer(request.config)
     source = find_source(request.resume, request.name)
     worker = join_worker(config, request.launcher)
     agree_on_start(request, config, worker)
@@ -194,7 +194,7 @@ def meet(request: Request) -> tuple[RunConfig, Path | None, Worker]:
     return config, source, worker
 
 
-def _with_own_tokenizer(config: RunConfig) -> RunConfig:
+def with_own_tokenizer(config: RunConfig) -> RunConfig:
     """`config` with the tokenizer.json beside a Hugging Face model, where the user names no tokenizer.
 
     Such a model knows only the tokens of its own tokenizer. Without it bytes would be read as its first 256 tokens.

@@ -228,7 +228,7 @@ def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     again = rebuild(backward_run, tmp_path, worker, config, config.recipe, RunLedger(), 1)
     again.start(5, Store(backward_run / "checkpoints", readonly=True))
     again.run.keep_flight = no_room
-    facts = [again.advance() for _ in range(4)]
+    facts = [again.advance().facts for _ in range(4)]
     again.close()
     assert [each.applied for each in facts] == [True, True, False, True], (
         "the fault fired, and training went on"

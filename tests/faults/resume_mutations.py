@@ -271,4 +271,25 @@ RESUME: tuple[Mutation, ...] = (
         "if False:",
         "tests/unit/tools/test_export.py -k stretch",
     ),
+    Mutation(
+        25,
+        "a rehearsal in another precision drops the run's downgrade",
+        "if not keeps_precision:",
+        "if False:",
+        "tests/e2e/test_rehearse.py -k downgraded",
+    ),
+    Mutation(
+        25,
+        "a rehearsal that ends before the run broke is refused",
+        "if steps < least:",
+        "if False:",
+        "tests/e2e/test_rehearse.py -k only_fp16",
+    ),
+    Mutation(
+        27,
+        "a rehearsal replaces no recipe",
+        "if path.exists() or path.is_symlink():",
+        "if False:",
+        "tests/e2e/test_rehearse.py -k keeps_it_out",
+    ),
 )

@@ -1,0 +1,203 @@
+"""One branch of a rehearsal: the run's own steps in one precision, and the figures that are kept of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from harness.core.facts import Halt, Rollback, StepFacts, Switch, jsonable
+from harness.monitors.fallback import FallbackController
+from harness.monitors.responder import Judgement
+from harness.rehearse.slots import SlotRecord, SlotRow
+from harness.replay.flight import Difference
+
+FaultKind = Literal["unfit data", "not finite", "left its precision", "rollback", "halt"]
+
+_FIRST_STEPS = 3
+"""Steps that are left out of the median time: kernels are chosen and memory is taken in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first thing that went wrong in a branch.
+
+    step: at which. why: in words.
+    windows: places in the data order that are at fault by what the guard found; empty if it named none.
+    ends: the guard would not have gone on from there, so the branch ends.
+    """
+
+    kind: FaultKind
+    step: int
+    why: str
+    windows: tuple[int, ...] = ()
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The figures of one branch.
+
+    name: for people. precision: fp32, bf16, fp16 or fp8. resolved: `backend:precision`.
+    begin: the step that it started after.
+    losses: one for each step.
+    skipped: updates that were not applied.
+    fault: the first; None if nothing went wrong.
+    seconds: median time of a step; NaN if there were too few.
+    peak: GiB of memory, at most; NaN if it is not known.
+    difference: the first figure that is not the journal's; None if there is none, or nothing to compare with.
+    predicted: FP8 layers (padded names) that the fallback would move to BF16 -> the step at which it found them.
+    slots: of FP8 layers, the worst first.
+    record: the figures behind `slots`, step by step; None without FP8.
+    fell_back_to: the precision that the whole branch was downgraded to; empty: none.
+    unhealthy: codes of verdicts by which a step does not count as healthy.
+    """
+
+    name: str
+    precision: str
+    resolved: str
+    begin: int
+    losses: tuple[float, ...]
+    skipped: int
+    fault: Fault | None
+    seconds: float = math.nan
+    peak: float = math.nan
+    difference: Difference | None = None
+    predicted: Mapping[str, int] = field(default_factory=dict[str, int])
+    slots: tuple[SlotRow, ...] = ()
+    record: SlotRecord | None = None
+    fell_back_to: str = ""
+    unhealthy: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it did."""
+        return self.begin + len(self.losses)
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-able."""
+        fault = self.fault
+        return {
+            "name": self.name,
+            "precision": self.precision,
+            "resolved": self.resolved,
+            "steps": len(self.losses),
+            "losses": [jsonable(loss) for loss in self.losses],
+            "skipped": self.skipped,
+            "fault": None
+            if fault is None
+            else {"kind": fault.kind, "step": fault.step, "why": fault.why},
+            "seconds_per_step": None if math.isnan(self.seconds) else self.seconds,
+            "peak_memory_gib": None if math.isnan(self.peak) else self.peak,
+            "unhealthy": list(self.unhealthy),
+            "fell_back_to": self.fell_back_to,
+        }
+
+
+@dataclass
+class Record:
+    """Collects the figures of a branch, one judged step after the other.
+
+    observer: judges FP8 statistics where the recipe's own fallback is off; None where the run's monitor does.
+    slots: None for a branch without FP8.
+    """
+
+    slots: SlotRecord | None = None
+    observer: FallbackController | None = None
+    losses: list[float] = field(default_factory=list[float])
+    seconds: list[float] = field(default_factory=list[float])
+    predicted: dict[str, int] = field(default_factory=dict[str, int])
+    unhealthy: dict[str, None] = field(default_factory=dict[str, None])
+    skipped: int = 0
+    fault: Fault | None = None
+    fell_back_to: str = ""
+    # Windows whose updates were not applied, since the last one that was.
+    _row: list[int] = field(default_factory=list[int])
+
+    def take(self, judged: Judgement) -> None:
+        """Add one step."""
+        facts = judged.facts
+        self.losses.append(facts.loss)
+        self.seconds.append(facts.seconds)
+        self.fell_back_to = facts.fell_back_to
+        if facts.applied:
+            self._row.clear()
+        else:
+            self.skipped += 1
+            self._row.append(facts.window)
+
+        # Layers that are out of FP8 when the branch begins count: the fallback has moved them before.
+        leaving = list(facts.demoted)
+        verdicts = list(judged.verdicts)
+        if self.observer is not None:
+            verdicts.append(self.observer.observe(facts))
+        for verdict in verdicts:
+            if not verdict.healthy:
+                self.unhealthy[verdict.code] = None
+            if isinstance(verdict.proposal, Switch):
+                leaving += verdict.proposal.demote
+            # Layers that should leave, but are over fallback.max_demoted_share.
+            if verdict.code in ("precision.budget", "precision.lowered"):
+                leaving += verdict.evidence.get("layers", ())
+        for layer in leaving:
+            self.predicted.setdefault(layer, facts.step)
+        if self.slots is not None and facts.applied:
+            self.slots.take(facts.slots)
+
+        fault = find_fault(judged, self._row)
+        # What ends the branch says more than a skipped update before it.
+        if fault is not None and (self.fault is None or fault.ends):
+            self.fault = fault
+
+    @property
+    def ended(self) -> bool:
+        """Whether the guard would not have gone on."""
+        return self.fault is not None and self.fault.ends
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step; NaN if only the first ones were done."""
+        usual = self.seconds[_FIRST_STEPS:]
+        return median(usual) if usual else math.nan
+
+
+def find_fault(judged: Judgement, row: Sequence[int]) -> Fault | None:
+    """What is wrong with one step; None if nothing is. row: windows of the skipped updates up to this step."""
+    facts, action = judged.facts, judged.action
+    if facts.bad_data:
+        return Fault(
+            "unfit data", facts.step, _text_of(judged, "data."), (facts.window,), _ends(judged)
+        )
+    match action:
+        case Rollback():
+            windows = action.bad or tuple(row)
+            return Fault("rollback", facts.step, action.reason, windows, ends=True)
+        case Halt():
+            return Fault("halt", facts.step, action.reason, tuple(row), ends=True)
+        case Switch() if action.whole_run_to:
+            return Fault("left its precision", facts.step, action.reason, tuple(row))
+        case _:
+            pass
+    # An overflow while a loss scaler looks for its range has a code of its own, and is no fault.
+    if any(verdict.code == "nonfinite.skip" for verdict in judged.verdicts):
+        what = _not_finite(facts)
+        return Fault("not finite", facts.step, what, tuple(row))
+    return None
+
+
+def _ends(judged: Judgement) -> bool:
+    return isinstance(judged.action, Rollback | Halt)
+
+
+def _text_of(judged: Judgement, prefix: str) -> str:
+    for verdict in judged.verdicts:
+        if verdict.code.startswith(prefix) and verdict.text:
+            return verdict.text
+    return "samples that are unfit to train on"
+
+
+def _not_finite(facts: StepFacts) -> str:
+    """Loss and norm of a step that was skipped because one of them is not finite."""
+    return f"loss {facts.loss:g}, gradient norm {facts.grad_norm:g}: the update was skipped"

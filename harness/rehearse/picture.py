@@ -1,0 +1,121 @@
+"""The picture of a rehearsal: losses of all branches, their gaps to float32, and the SQNR of every FP8 tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.core.config import FallbackConfig
+from harness.rehearse.branch import Branch
+from harness.report import label
+from harness.report.compare_picture import BEYOND
+from harness.report.fp8_pictures import GRID, INK, save
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+FILE = "rehearsal.png"
+
+_COLOURS = {"fp32": "#222222", "bf16": "#2c7fb8", "fp16": "#7b3294", "fp8": "#d95f0e"}
+# Of several branches in one precision: the first is solid.
+_STYLES = ("-", ":", "--", "-.")
+_ROLES = {"input": "o", "weight": "s", "grad_output": "^"}
+_LAYERS = 40
+_LONGEST = 40
+
+
+def draw(
+    branches: Sequence[Branch], fp8: Branch | None, policy: FallbackConfig, path: Path
+) -> Path:
+    """Draw into `path`, a PNG file; returns it. Raises OSError.
+
+    fp8: the branch whose slots are drawn; None: only losses. policy: its limits.
+    """
+    from matplotlib.figure import Figure
+
+    has_slots = fp8 is not None and bool(fp8.slots)
+    heights = [3.0, 2.0, 2.4] if has_slots else [3.0, 2.0]
+    figure = Figure(figsize=(9.0, 1.0 + 1.2 * sum(heights)), dpi=120, layout="constrained")
+    losses, gaps, *rest = figure.subplots(len(heights), 1, height_ratios=heights)
+    _draw_losses(losses, branches)
+    _draw_gaps(gaps, branches)
+    if fp8 is not None and rest:
+        _draw_sqnr(rest[0], fp8, policy)
+    return save(figure, path)
+
+
+def _styles(branches: Sequence[Branch]) -> list[tuple[Branch, str, str]]:
+    """Every branch with its colour and line."""
+    seen: dict[str, int] = {}
+    found: list[tuple[Branch, str, str]] = []
+    for branch in branches:
+        place = seen.get(branch.precision, 0)
+        seen[branch.precision] = place + 1
+        found.append((branch, _COLOURS[branch.precision], _STYLES[place % len(_STYLES)]))
+    return found
+
+
+def _draw_losses(axes: Axes, branches: Sequence[Branch]) -> None:
+    """A line for each branch; a cross at its first fault."""
+    for branch, colour, style in _styles(branches):
+        values = np.array(branch.losses, dtype=np.float64)
+        _draw_line(axes, branch, values, colour, style)
+        if branch.fault is not None:
+            axes.axvline(branch.fault.step, color=colour, linestyle=style, linewidth=0.8)
+            across = axes.get_xaxis_transform()
+            axes.plot([branch.fault.step], [0.03], "X", color=colour, transform=across)
+    axes.set_ylabel("training loss")
+    axes.set_title("loss of every branch; a cross marks its first fault", loc="left", fontsize=10)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_gaps(axes: Axes, branches: Sequence[Branch]) -> None:
+    """Each branch's loss less that of the first branch, float32, at the steps that both did."""
+    reference = np.array(branches[0].losses, dtype=np.float64)
+    for branch, colour, style in _styles(branches)[1:]:
+        values = np.array(branch.losses, dtype=np.float64)[: len(reference)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            _draw_line(axes, branch, values - reference[: len(values)], colour, style)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss - that of fp32")
+    axes.grid(color=GRID, linewidth=0.6)
+
+
+def _draw_line(
+    axes: Axes, branch: Branch, values: npt.NDArray[np.float64], colour: str, style: str
+) -> None:
+    steps = np.arange(branch.begin + 1, branch.begin + 1 + len(values))
+    with np.errstate(invalid="ignore"):
+        drawn = np.abs(values) < BEYOND
+    name = label(branch.name)
+    axes.plot(steps[drawn], values[drawn], style, color=colour, linewidth=1.2, label=name)
+
+
+def _draw_sqnr(axes: Axes, fp8: Branch, policy: FallbackConfig) -> None:
+    """Lowest SQNR of each tensor, layers in the model's order, the worst ones if there are many."""
+    worst = list(dict.fromkeys(row.layer for row in fp8.slots))[:_LAYERS]
+    layers = sorted(worst)
+    places = {layer: place for place, layer in enumerate(layers)}
+    for role, marker in _ROLES.items():
+        rows = [row for row in fp8.slots if row.role == role and row.layer in places]
+        x = [places[row.layer] for row in rows]
+        y = [row.sqnr_db for row in rows]
+        axes.plot(x, y, marker, color=_COLOURS["fp8"], fillstyle="none", label=role)
+    axes.axhline(policy.sqnr_db, color=INK, linestyle="--", linewidth=0.9, label="limit")
+    for layer in fp8.predicted:
+        if layer in places:
+            axes.axvspan(places[layer] - 0.5, places[layer] + 0.5, color="#fdd0a2", linewidth=0)
+    axes.set_xticks(
+        range(len(layers)), [label(each[-_LONGEST:]) for each in layers], rotation=90, fontsize=6
+    )
+    axes.set_ylabel("lowest SQNR, dB")
+    axes.set_title("FP8 tensors; shaded: layers that would leave FP8", loc="left", fontsize=10)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,359 @@
+"""`harness rehearse`: the same steps in every precision: what each would do to a run, and whose fault a bad run is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.core.errors import ConfigError, ExitCode, Problem, near_match
+from harness.core.screen import say
+from harness.report import short, tool
+from harness.tools.restored import check_recipe, read_run
+from harness.tools.start import read_policies
+
+if TYPE_CHECKING:
+    from harness.build import Worker
+    from harness.core.config import RunConfig
+    from harness.core.state import RunLedger
+    from harness.precision.recipe import PrecisionName, Recipe
+    from harness.rehearse.begin import Beginning
+    from harness.rehearse.rehearsal import Rehearsed
+    from harness.rehearse.verdict import Verdict
+    from harness.replay.investigate import Rerun
+
+_ALONE = ["engine.name=auto"]
+"""One process plays all ranks, whatever engine the run had."""
+
+
+def command(
+    subject: Annotated[
+        list[str] | None,
+        typer.Argument(help="run folder, runs/<run>; with --config: overrides, key.path=value"),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="rehearse a run that does not exist yet: config, name or path"),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="recipe to rehearse as FP8, name or path [default: the run's, or fp8_hybrid]"
+        ),
+    ] = None,
+    precisions: Annotated[
+        str, typer.Option(help="what to rehearse; fp32, the reference, always runs")
+    ] = "fp32,bf16,fp16,fp8",
+    steps: Annotated[int, typer.Option(min=1, help="steps of each branch")] = 200,
+    from_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="begin with this checkpoint of the run; 0: initial weights"),
+    ] = None,
+    before: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="begin just before this step [default: its first rollback or halt]"
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="folder for rehearsed.yaml, the recipe, and rehearsal.png")
+    ] = Path(),
+    no_picture: Annotated[bool, typer.Option("--no-picture", help="draw no rehearsal.png")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
+    """The exit code is 0 whatever the verdict is. Raises HarnessError for what cannot be rehearsed."""
+    from harness.rehearse.recommended import FILE, require_free
+
+    # Everything that is wrong with the input, before torch is loaded.
+    wanted = _precisions(precisions)
+    request = _request(subject or [], config, recipe, from_step, before)
+    if "fp8" in wanted:
+        require_free(out / FILE)
+    return _rehearse(request, wanted, steps, from_step, before, out, not no_picture, as_json)
+
+
+def _precisions(given: str) -> list[PrecisionName]:
+    """The precisions that are named, fp32 first. Raises ConfigError for a name that is none."""
+    known: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    problems: list[Problem] = []
+    for name in names:
+        if name not in known:
+            fix = near_match(name, known)
+            problems.append(Problem(f"{name!r} is no precision", "--precisions", fix=fix))
+    if not names:
+        problems.append(Problem("names none", "--precisions", fix=f"known: {', '.join(known)}"))
+    if problems:
+        raise ConfigError(problems)
+    return [name for name in known if name in names or name == "fp32"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to rehearse.
+
+    folder: of the run; None for a config. name: for people.
+    own: the run's recipe. fp8: the recipe to rehearse as FP8; None: the run's own, or the default.
+    """
+
+    folder: Path | None
+    name: str
+    config: RunConfig
+    own: Recipe
+    fp8: Recipe | None
+
+
+def _request(
+    words: Sequence[str],
+    config: str | None,
+    recipe: str | None,
+    from_step: int | None,
+    before: int | None,
+) -> _Request:
+    """Read the run or the config. Raises ConfigError."""
+    from harness.precision.recipe import load_recipe
+
+    if config is not None:
+        for value, option in ((from_step, "--from-step"), (before, "--before")):
+            if value is not None:
+                what = "a config has no checkpoints and no steps yet"
+                fix = "name a run, or leave it out"
+                raise ConfigError(Problem(what, option, fix=fix))
+        run_config, own = read_policies(config, [*words, *_ALONE], None)
+        fp8 = load_recipe(recipe) if recipe else None
+        _require_fp8(fp8)
+        return _Request(None, f"config {config}", run_config, own, fp8)
+
+    if from_step is not None and before is not None:
+        what, fix = "a rehearsal begins at one place", "give one of them"
+        raise ConfigError(Problem(what, "--from-step and --before", fix=fix))
+    if len(words) != 1:
+        what = "name one run" if not words else f"{len(words)} words are not one run"
+        fix = "harness rehearse runs/<run>, or harness rehearse --config NAME [key.path=value ...]"
+        raise ConfigError(Problem(what, "harness rehearse", fix=fix))
+    folder, run_config = read_run(Path(words[0]), _ALONE)
+    check_recipe(folder, run_config.recipe)
+    fp8 = load_recipe(recipe) if recipe else None
+    _require_fp8(fp8)
+    return _Request(folder, short(folder), run_config, load_recipe(run_config.recipe), fp8)
+
+
+def _require_fp8(recipe: Recipe | None) -> None:
+    if recipe is None or any(rung.precision == "fp8" for rung in recipe.ladder):
+        return
+    fix = "name a recipe with an FP8 rung, such as fp8_hybrid"
+    raise ConfigError(Problem("has no FP8 rung", f"--recipe {recipe.name}", fix=fix))
+
+
+def _rehearse(
+    request: _Request,
+    wanted: Sequence[PrecisionName],
+    steps: int,
+    from_step: int | None,
+    before: int | None,
+    out: Path,
+    picture: bool,
+    as_json: bool,
+) -> int:
+    """Rehearse, write recipe and picture, and print what was found."""
+    from harness.build import join_worker
+    from harness.rehearse.begin import of_config, of_run
+    from harness.rehearse.rehearsal import Rehearsal, recipes_for, whole_fp8
+    from harness.rehearse.verdict import decide
+
+    # Progress goes beside the output, which a script may read.
+    progress = partial(say, file=sys.stderr)
+    worker = join_worker(request.config, "python")
+    with tempfile.TemporaryDirectory(prefix="harness-rehearse-") as made:
+        scratch = Path(made)
+        data, request = _with_data(request, scratch, worker)
+        if request.folder is None:
+            begin = of_config(request.config, steps)
+        else:
+            begin = of_run(request.folder, request.config, steps, from_step, before)
+        begin, notes = _watched(begin)
+        recipes = recipes_for(request.own, request.fp8)
+        build = partial(_build, request, data, scratch, worker, begin.ranks)
+        rehearsal = Rehearsal(
+            begin,
+            own=_own_precisions(request, worker),
+            repeated=_repeated(request),
+            recipes={name: recipes[name] for name in wanted},
+            fp8=whole_fp8(request.own, request.fp8),
+            build=build,
+            say=progress,
+        )
+        found = rehearsal.run()
+
+    found = replace(found, notes=(*notes, *found.notes, *_notes(found, worker)))
+    verdict = decide(found.branches, _replay_command(request, found))
+    return _show(request, found, verdict, worker, out, picture, as_json)
+
+
+def _with_data(request: _Request, scratch: Path, worker: Worker) -> tuple[Path, _Request]:
+    """The folder whose `data` every branch reads, and the request with the vocabulary of these data.
+
+    A run's own copy is used, not what is at data.path today. For a config the data are prepared in `scratch`.
+    """
+    from harness.build import build_data
+    from harness.run_folder import fit_vocab
+    from harness.tools.rebuilt import require_data
+    from harness.tools.train import with_own_tokenizer
+
+    if request.folder is not None:
+        require_data(request.folder, request.config)
+        return request.folder, request
+    config = with_own_tokenizer(request.config)
+    folder = scratch / "data-of-all"
+    folder.mkdir()
+    data = build_data(config, folder, worker)
+    return folder, replace(request, config=fit_vocab(config, data.ids, data.vocab))
+
+
+def _watched(begin: Beginning) -> tuple[Beginning, list[str]]:
+    """`begin` with the guard on, which says what goes wrong; and a note if the config has it off."""
+    guard = begin.config.guard
+    if guard.enabled:
+        return begin, []
+    on = {"guard": guard.model_copy(update={"enabled": True})}
+    note = "guard.enabled is false in this config; the branches are judged with the guard on"
+    return replace(begin, config=begin.config.model_copy(update=on)), [note]
+
+
+def _build(
+    request: _Request,
+    data: Path,
+    scratch: Path,
+    worker: Worker,
+    ranks: int,
+    config: RunConfig,
+    recipe: Recipe,
+    ledger: RunLedger,
+) -> Rerun:
+    """A run in its initial state, beside the one that is rehearsed. Raises HarnessError as a start does."""
+    from harness.run_folder import read_plan
+    from harness.tools.rebuilt import assemble
+
+    earlier = None if request.folder is None else read_plan(request.folder)
+    return assemble(config, recipe, worker, data, scratch, ledger, ranks, earlier)
+
+
+def _own_precisions(request: _Request, worker: Worker) -> list[str]:
+    """The precisions that the run computes in: what its plan says, or of a config what this machine can take."""
+    from harness.precision.plan import judge
+
+    if request.folder is not None:
+        return [_resolved(request.folder)]
+    judged = judge(request.own, worker.facts)
+    takes = zip(request.own.ladder, judged, strict=True)
+    return [rung.precision for rung, judgement in takes if judgement.takes]
+
+
+def _repeated(request: _Request) -> str:
+    """The precision whose branch repeats the run; empty for a config, and if the run had another recipe there."""
+    if request.folder is None:
+        return ""
+    precision = _resolved(request.folder)
+    is_other = precision == "fp8" and request.fp8 is not None
+    return "" if is_other and request.fp8 != request.own else precision
+
+
+def _resolved(folder: Path) -> str:
+    from harness.run_folder import read_plan
+
+    return str(read_plan(folder).get("resolved", "")).partition(":")[2]
+
+
+def _notes(found: Rehearsed, worker: Worker) -> list[str]:
+    """What a reader of speed, memory and bits must know."""
+    notes: list[str] = []
+    ran = {branch.precision for branch in (found.branches.reference, *found.branches.others)}
+    if worker.device.type == "cpu":
+        if "fp8" in ran:
+            notes.append(
+                "FP8 is emulated on this CPU: its speed and memory say nothing about a card"
+            )
+        if "bf16" in ran and not worker.facts.cpu_bf16_isa:
+            notes.append("this CPU has no instructions for bf16: torch emulates it, slowly")
+        if "fp16" in ran:
+            notes.append("fp16 is slow on a CPU: its speed says nothing about a card")
+    for branch in found.branches.others:
+        if branch.difference is not None:
+            each = branch.difference
+            notes.append(
+                f"{branch.name} repeats the run, and differs from its journal from step {each.step} on "
+                f"({each.metric}): other ranks, threads, machine or version"
+            )
+        if branch.fell_back_to:
+            notes.append(f"{branch.name} was downgraded to {branch.fell_back_to} as a whole")
+    if found.begin.ranks > 1:
+        notes.append(
+            f"the run had {found.begin.ranks} ranks; here their micro-batches run one after the other"
+        )
+    return notes
+
+
+def _replay_command(request: _Request, found: Rehearsed) -> str:
+    """The command that looks into the step that went bad; empty for a config, which has no steps."""
+    if request.folder is None or found.begin.incident is None:
+        return ""
+    return f"{tool('harness')} replay {short(request.folder)} --step {found.begin.incident}"
+
+
+def _show(
+    request: _Request,
+    found: Rehearsed,
+    verdict: Verdict,
+    worker: Worker,
+    out: Path,
+    picture: bool,
+    as_json: bool,
+) -> int:
+    """Write recipe and picture, and print the rehearsal. Raises ConfigError if they cannot be written."""
+    from harness.rehearse import picture as pictures
+    from harness.rehearse import recommended, text
+    from harness.rehearse.rehearsal import whole_fp8
+
+    machine = _machine(worker)
+    content: dict[str, Any] = text.as_json(found, verdict, request.name, machine)
+    lines = text.lines(found, verdict, request.name, machine)
+    if found.recommended is not None:
+        path = out / recommended.FILE
+        recommended.write(path, found.recommended, f"{request.name}, {found.begin.steps} steps")
+        content["recipe"]["path"] = str(path)
+        lines += ["", *text.recipe_lines(content["recipe"])]
+    content["picture"] = None
+    if picture:
+        policy = whole_fp8(request.own, request.fp8).fallback
+        path = out / pictures.FILE
+        try:
+            pictures.draw(text.every_branch(found), found.fp8, policy, path)
+        except OSError as error:
+            what = f"the picture cannot be written: {error.strerror}"
+            fix = "name another folder with --out, or leave it out: --no-picture"
+            raise ConfigError(Problem(what, str(path), fix=fix)) from error
+        content["picture"] = str(path)
+        lines += ["", f"picture: {path}"]
+
+    if as_json:
+        print(json.dumps(content, indent=1, allow_nan=False))
+        return int(ExitCode.DONE)
+    for line in lines:
+        say(line)
+    return int(ExitCode.DONE)
+
+
+def _machine(worker: Worker) -> str:
+    """This machine, in a few words."""
+    if worker.device.type == "cuda":
+        return worker.facts.card(worker.device.index)
+    import torch
+
+    return f"this CPU, {torch.get_num_threads()} thread(s)"
