@@ -26,6 +26,7 @@ from benchmarks.proof.registry import Answer, Task
 from benchmarks.proof.timing import in_turns, rates, require, spread, wait
 from harness.capability.cards import check_usable
 from harness.capability.probe import MachineFacts, probe
+from harness.capability.smi import nvidia_smi
 
 GIB = 2**30
 PACKAGES = ("numpy", "pydantic", "pytest", "rich", "safetensors", "triton", "yaml")
@@ -126,30 +127,6 @@ def about_card() -> dict[str, Any]:
         "busy": "; ".join(busy),
         "smi": smi,
     }
-
-
-def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
-    """These fields of the card that torch uses, as nvidia-smi reports them. An unknown field makes nvidia-smi fail."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    identity = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-    which = ["-i", f"GPU-{identity}"] if identity is not None else []
-    command = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    for wanted in (which, []):  # nvidia-smi does not know the identity of a MIG slice
-        try:
-            done = subprocess.run([*command, *wanted], capture_output=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return {}
-        rows = done.stdout.decode(errors="replace").strip().splitlines()
-        if done.returncode == 0 and len(rows) == 1 and rows[0].count(",") == len(fields) - 1:
-            values = (value.strip() for value in rows[0].split(","))
-            return {
-                name: value
-                for name, value in zip(fields, values, strict=True)
-                if value and not value.startswith("[")
-            }
-    return {}
 
 
 def no_compiling(facts: MachineFacts) -> str:
