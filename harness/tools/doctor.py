@@ -24,7 +24,7 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.core.files import shipped
 from harness.core.findings import Finding, exit_code, refused
 from harness.core.memory import size_text
-from harness.tools.effort import Effort, check_effort
+from harness.tools.effort import MINUTES, Effort, check_effort
 from harness.tools.start import Overrides, RecipeName, read_policies
 from harness.tracking.journal import tracking_uri
 from harness.tracking.reach import unanswered
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from harness.precision.decision import Question
     from harness.precision.recipe import Recipe
     from harness.tools.card_check import CardReport
+    from harness.tools.speed import SpeedReport
 
 _DEFAULT_RECIPE = "fp8_hybrid"
 
@@ -63,12 +64,23 @@ def command(
             help="for --card: seconds of repeated products [default: 20; 5 without a GPU]"
         ),
     ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="time the config's step in every precision and compile mode"),
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(help="for --speed: minutes of turns; building comes on top")
+    ] = MINUTES,
+    picture: Annotated[
+        Path | None, typer.Option(help="for --speed: draw the times into this PNG file")
+    ] = None,
 ) -> int:
     from rich.console import Console
 
     try:
         run, policy = _policies(config, overrides, recipe)
-        _check_options(card, memory_share, soak)
+        _check_card_options(card, memory_share, soak)
+        _check_speed_options(speed, config, minutes, picture)
     except ConfigError as error:
         if not as_json:
             raise
@@ -79,6 +91,8 @@ def command(
     diagnosis = diagnose(policy, run)
     if card:
         diagnosis = _with_cards(diagnosis, memory_share, soak)
+    if speed and run is not None:
+        diagnosis = _with_speed(diagnosis, run, minutes, picture)
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2, allow_nan=False))
     else:
@@ -100,12 +114,53 @@ def _policies(
     return None, load_recipe(recipe or _DEFAULT_RECIPE)
 
 
-def _check_options(card: bool, memory_share: float | None, soak: float | None) -> None:
+def _check_card_options(card: bool, memory_share: float | None, soak: float | None) -> None:
     """Raise ConfigError for options that cannot be meant. Torch is not loaded yet."""
     if not card and (memory_share is not None or soak is not None):
         name = "--soak" if memory_share is None else "--memory-share"
         raise ConfigError(Problem(f"{name} belongs to --card", "harness doctor", fix="add --card"))
     check_effort(Effort(memory_share, soak))
+
+
+def _check_speed_options(
+    speed: bool, config: str | None, minutes: float, picture: Path | None
+) -> None:
+    """As `_check_card_options`."""
+    if not speed and (minutes != MINUTES or picture is not None):
+        name = "--minutes" if picture is None else "--picture"
+        raise ConfigError(
+            Problem(f"{name} belongs to --speed", "harness doctor", fix="add --speed")
+        )
+    if speed and config is None:
+        what = "--speed times the step of a config"
+        raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
+    check_effort(Effort(), minutes)
+    if picture is not None and not picture.absolute().parent.is_dir():
+        what = "its folder is not there"
+        raise ConfigError(Problem(what, f"--picture {picture}", fix="make the folder first"))
+
+
+def _with_speed(
+    diagnosis: Diagnosis, run: RunConfig, minutes: float, picture: Path | None
+) -> Diagnosis:
+    """`diagnosis`, with the times of the run's step; as it is if a start of the run would be refused."""
+    if diagnosis.exit_code is not ExitCode.DONE:
+        print("nothing was timed: the run could not start", file=sys.stderr, flush=True)
+        return diagnosis
+    from harness.tools.speed import measure_speed
+    from harness.tools.speed_picture import draw
+
+    with redirect_stdout(sys.stderr):
+        report = measure_speed(run, diagnosis.recipe, diagnosis.facts, minutes)
+    if picture is not None:
+        try:
+            draw(report, picture)
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            problem = Problem(what, f"--picture {picture}", fix="name another place")
+            findings = [*diagnosis.findings, *refused("config.picture", [problem])]
+            return replace(diagnosis, speed=report, findings=findings)
+    return replace(diagnosis, speed=report)
 
 
 def _with_cards(diagnosis: Diagnosis, share: float | None, seconds: float | None) -> Diagnosis:
@@ -135,6 +190,7 @@ class Diagnosis:
     config: whether a config was examined.
     resolved: the precision that the config's model takes; empty without one.
     cards: what --card checked on each device; None if it was not asked for.
+    speed: what --speed timed; None if it was not asked for, or an error came first.
     """
 
     facts: MachineFacts
@@ -145,6 +201,7 @@ class Diagnosis:
     config: bool = False
     resolved: str = ""
     cards: list[CardReport] | None = None
+    speed: SpeedReport | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -157,6 +214,8 @@ class Diagnosis:
         asked: dict[str, Any] = {}
         if self.cards is not None:
             asked["card"] = [report.as_dict() for report in self.cards]
+        if self.speed is not None:
+            asked["speed"] = self.speed.as_dict()
         return {
             "exit_code": int(self.exit_code),
             "findings": [asdict(finding) for finding in self.findings],
@@ -259,6 +318,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         _recipes(console, facts)
     _tree(console, diagnosis)
     _cards(console, diagnosis)
+    _speed(console, diagnosis)
     title = "Findings" if diagnosis.findings else "No findings"
     console.print(f"\n[bold]{title}[/]")
     _findings(console, diagnosis.findings)
@@ -275,10 +335,21 @@ def _cards(console: Console, diagnosis: Diagnosis) -> None:
 
     console.print("\n[bold]Answers, bit for bit[/]")
     if not diagnosis.facts.cuda_available:
-        print_line(console, f"{_no_gpu_reason(diagnosis.facts)}: only the processor was checked")
+        _print_line(console, f"{_no_gpu_reason(diagnosis.facts)}: only the processor was checked")
     for report in diagnosis.cards:
         for line in lines(report):
-            print_line(console, line)
+            _print_line(console, line)
+
+
+def _speed(console: Console, diagnosis: Diagnosis) -> None:
+    """What --speed timed."""
+    if diagnosis.speed is None:
+        return
+    from harness.tools.speed import lines
+
+    console.print("\n[bold]Speed[/]")
+    for line in lines(diagnosis.speed):
+        _print_line(console, line)
 
 
 def _no_gpu_reason(facts: MachineFacts) -> str:
@@ -288,7 +359,7 @@ def _no_gpu_reason(facts: MachineFacts) -> str:
     return "torch cannot use the NVIDIA GPU that is here" if here else "no NVIDIA GPU"
 
 
-def print_line(console: Console, text: str) -> None:
+def _print_line(console: Console, text: str) -> None:
     """Print a line as it is: without rich's markup, colours and line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
