@@ -39,7 +39,7 @@ from harness.build import (
 from harness.capability.probe import MachineFacts
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, HarnessError, Problem, one_line
-from harness.core.files import shipped
+from harness.core.files import read_json, shipped
 from harness.core.memory import free_memory, size_text
 from harness.core.screen import say
 from harness.core.state import RunLedger
@@ -54,7 +54,16 @@ from harness.tools.card_device import devices_here
 from harness.tools.contender import Contender
 from harness.tools.held_data import HeldBatches
 from harness.tools.machine_rates import measure_machine, roofline_rates
-from harness.tools.speed_verdict import Choice, Figures, Machine, Reason, Row, choose, reason
+from harness.tools.speed_verdict import (
+    COMPILED,
+    Choice,
+    Figures,
+    Machine,
+    Reason,
+    Row,
+    choose,
+    reason,
+)
 from harness.tools.turns import LEAST_ROUNDS, steps_of_a_turn, take_turns
 from harness.tracking.console import Console
 
@@ -62,13 +71,16 @@ _NEVER = 10**6
 # A step of the run may have hundreds of micro-batches. All but the first, which quantises the weights, are alike.
 _MOST_MICRO_BATCHES = 4
 _WINDOWS = 8
+# Fewer turns say little about a spread.
+_FEW_TURNS = 5
 # A candidate gets turns only if LEAST_ROUNDS of them take at most this share of all the time.
 _MOST_OF_TIME = 0.5
+# Bytes of the profiler's record of one step.
+_MOST_TRACE = 2**30
 # Share of the free memory that all candidates together may hold.
 _MOST_OF_MEMORY = 0.8
 # Bytes that a cast to FP8 moves for each element of an operand: a read of 16 or 32 bits, and a write of 8.
 _CAST_BYTES = 4.0
-_COMPILED = ", compiled"
 
 
 class Candidate(NamedTuple):
@@ -100,7 +112,7 @@ def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
             name = f"{name} ({recipe.name})"
         only = recipe.model_copy(update={"ladder": [rung]})
         made.append(Candidate(name, only, rung, "none"))
-        made.append(Candidate(f"{name}{_COMPILED}", only, rung, "blocks"))
+        made.append(Candidate(f"{name}{COMPILED}", only, rung, "blocks"))
     return made
 
 
@@ -305,7 +317,7 @@ def _most_allocated(profiler: profile, folder: Path) -> int:
     """The most bytes that torch's allocator for the processor had given out since the profiler began."""
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
+    events = read_json(path, _MOST_TRACE)["traceEvents"]
     path.unlink()
     memory = [event for event in events if event.get("name") == "[memory]"]
     sizes = [(event["ts"], event["args"]["Bytes"]) for event in memory]
@@ -393,10 +405,9 @@ def _measure(bench: _Bench, asked: Sequence[Candidate], report: SpeedReport) -> 
                 made = _prepare(bench, candidate, row, seconds)
 
             # The compiled form does the work of the eager one, which comes before it.
-            eager = candidate.name.removesuffix(_COMPILED)
             if row.figures is not None:
-                counted[eager] = row.figures
-            row.figures = counted.get(eager)
+                counted[row.eager_name] = row.figures
+            row.figures = counted.get(row.eager_name)
             if made is None:
                 continue
             ready[row.name] = made
@@ -537,6 +548,13 @@ def _verdict(report: SpeedReport) -> list[str]:
         found.append(
             f"As fast, within the middle half of their turns: {names}. The first one wins."
         )
+    fewest = min(len(row.seconds) for row in report.rows if row.status == "measured")
+    if fewest < _FEW_TURNS:
+        found.append(f"{fewest} turns each say little: give more --minutes to be sure.")
+    # Candidates with the same reason share a line.
+    slower: dict[Reason, list[str]] = {}
     for name, why in report.reasons.items():
-        found.append(f"{name} is slower, {why.word}: {why.text}")
+        slower.setdefault(why, []).append(name)
+    for why, those in slower.items():
+        found.append(f"Slower, {why.word}: {'; '.join(those)}: {why.text}")
     return found

@@ -10,6 +10,8 @@ from harness.tools.speed import SpeedReport
 
 _TAKEN, _OTHER = "#2c7fb8", "#b8c4cf"
 _LONGEST = 60
+# From here on milliseconds are written without a fraction.
+_WHOLE = 100
 
 
 def draw(report: SpeedReport, path: Path) -> Path:
@@ -27,7 +29,7 @@ def draw(report: SpeedReport, path: Path) -> Path:
         beside = [[median - low], [high - median]]
         axes.barh(place, median, 0.62, color=colour, xerr=beside, ecolor=INK, capsize=3)
         axes.annotate(
-            f"{median:.3g} ms",
+            f"{median:,.0f} ms" if median >= _WHOLE else f"{median:.3g} ms",
             (high, place),
             xytext=(6, 0),
             textcoords="offset points",
@@ -35,7 +37,7 @@ def draw(report: SpeedReport, path: Path) -> Path:
             fontsize=8,
         )
     axes.set_yticks(range(len(rows)), [label(row.name[:_LONGEST]) for row in reversed(rows)])
-    axes.set_xlim(0, 1.15e3 * max((row.spread.high for row in rows), default=1e-3))
+    axes.set_xlim(0, 1.2e3 * max((row.spread.high for row in rows), default=1e-3))
     axes.set_xlabel("ms a step: median, and the middle half of the turns")
     axes.set_title(label(f"{report.device}: {report.step}"[:100]), loc="left", fontsize=10)
     axes.grid(axis="x", color=GRID, linewidth=0.6)

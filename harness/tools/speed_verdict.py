@@ -1,7 +1,7 @@
 """Which precision and compile mode to take, and why the others are slower. Pure functions of figures; torch-free.
 
-The fastest median wins. A candidate whose middle half of turns reaches into that of the fastest is as fast: of these
-the first one is taken, in the order of the recipe's ladder, eager before compiled.
+The fastest median wins. Another candidate is as fast if each of both medians lies within the middle half of the other's
+turns. Of these the first one is taken, in the order of the recipe's ladder, eager before compiled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 from harness.tools.turns import Spread, spread_of
 
 Status = Literal["measured", "not finite", "too slow", "failed", "cannot be built"]
+COMPILED = ", compiled"
+"""The end of the name of a candidate whose blocks are compiled."""
 BITS = {"fp8": 8, "bf16": 16, "fp16": 16, "fp32": 32}
 # A unit that is not this much faster does not pay for the casts to its precision.
 _FASTER = 1.1
@@ -96,6 +98,11 @@ class Row:
     figures: Figures | None = None
 
     @property
+    def eager_name(self) -> str:
+        """The name without its compile mode."""
+        return self.name.removesuffix(COMPILED)
+
+    @property
     def spread(self) -> Spread:
         """Of its turns, in seconds a step."""
         return spread_of(self.seconds)
@@ -124,8 +131,16 @@ def choose(rows: Sequence[Row]) -> Choice | None:
     if not measured:
         return None
     fastest = min(measured, key=lambda row: row.spread.median)
-    tied = [row for row in measured if row.spread.low <= fastest.spread.high]
+    tied = [row for row in measured if _as_fast(row.spread, fastest.spread)]
     return Choice(tied[0], fastest, tied)
+
+
+def _as_fast(mine: Spread, fastest: Spread) -> bool:
+    """Whether each median lies within the other's middle half.
+
+    Both are asked: one slow turn of the fastest would otherwise make all others as fast as it.
+    """
+    return mine.low <= fastest.median and mine.median <= fastest.high
 
 
 class Reason(NamedTuple):
@@ -149,7 +164,7 @@ def reason(row: Row, winner: Row, machine: Machine) -> Reason:
     if mine > best:
         moved = f"it moves {_bytes(row.figures.bytes)} a step"
         return Reason("memory-bound", f"{moved}; {_memory_text(row.figures)}")
-    if row.precision != winner.precision or row.compiled == winner.compiled:
+    if row.eager_name != winner.eager_name:
         return _other_code(row.figures, winner.figures)
     if row.compiled:
         return _compiled_in_vain(winner, winner.figures, machine)
@@ -200,7 +215,11 @@ def _compiled_in_vain(winner: Row, figures: Figures, machine: Machine) -> Reason
         share = f"{figures.product_share:.0%} of the time is arithmetic of products"
         return Reason("GEMM-bound", f"{share}, which compiling leaves as they are")
     launches = _launch_share(winner, figures, machine)
-    return Reason("nothing to fuse", f"{_memory_text(figures)}; launches are {launches:.0%} of it")
+    return Reason(
+        "overhead",
+        f"calling compiled code costs more than fusing saves: {_memory_text(figures)}, "
+        f"launches {launches:.0%} of the eager step",
+    )
 
 
 def _eager(row: Row, figures: Figures, machine: Machine) -> Reason:

@@ -112,6 +112,16 @@ def test_a_tie_within_the_spread_takes_the_first_of_the_ladder() -> None:
     assert taken(apart, second) == ("autocast:bf16", ["autocast:bf16"])
 
 
+def test_one_slow_turn_of_the_fastest_makes_no_tie() -> None:
+    fastest = row("autocast:fp32", 2, 2.1, 12)
+    slower = row("native:fp8", 10, 11, 12)
+    assert taken(slower, fastest) == ("autocast:fp32", ["autocast:fp32"])
+    assert fastest.spread.high > 5, "its middle half is wide"
+    # The same the other way: one fast turn makes nobody as fast.
+    lucky = row("native:fp8", 1, 11, 12)
+    assert taken(lucky, row("autocast:fp32", 6.5, 7, 7.5)) == ("autocast:fp32", ["autocast:fp32"])
+
+
 def test_equal_times_are_a_tie() -> None:
     same = [row(name, 3, 3, 3) for name in ("native:fp8", "autocast:bf16")]
     assert taken(*same)[0] == "native:fp8"
@@ -148,8 +158,9 @@ def with_work(of: Row, **figures: Any) -> Row:
         (row("autocast:bf16", 20), FUSED, GPU, "launch-bound", "20% of the step"),
         (with_work(row("autocast:bf16", 90), memory_share=0.4), FUSED, GPU, "memory-bound", "40%"),
         (FUSED, BF16, GPU, "GEMM-bound", "70% of the time"),
-        (FUSED, with_work(BF16, product_share=0.2), GPU, "nothing to fuse", "40% of it"),
+        (FUSED, with_work(BF16, product_share=0.2), GPU, "overhead", "40% of the eager"),
         (with_work(row("torchao:fp8", 30), bytes=2 * 10**11), FP8, GPU, "more work", "186.26 GiB"),
+        (row("torchao:fp8, compiled", 30), FP8, GPU, "slower kernels", "800 operations"),
         (replace(FP8, figures=None), BF16, GPU, "unknown", "could not be counted"),
     ],
 )
