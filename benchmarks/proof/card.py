@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sysconfig
-import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from benchmarks.proof.child import describe
 from benchmarks.proof.children import ROOT
 from benchmarks.proof.registry import Answer, Task
-from benchmarks.proof.timing import in_turns, rates, require, spread, wait
 from harness.capability.cards import check_usable
 from harness.capability.probe import MachineFacts, probe
+from harness.capability.smi import nvidia_smi
+from harness.core.errors import one_line
+from harness.core.timing import in_turns, launch_seconds, rates, spread, wait
 
 GIB = 2**30
 PACKAGES = ("numpy", "pydantic", "pytest", "rich", "safetensors", "triton", "yaml")
@@ -67,7 +68,7 @@ def machine(task: Task) -> Answer:
         except (
             Exception
         ) as error:  # driver, fabric manager, exclusive mode: in any case no row can use this card
-            problem = f"the card does not compute: {describe(error)}"
+            problem = f"the card does not compute: {one_line(error)}"
     figures = {
         "card": card,
         "problem": problem,
@@ -126,30 +127,6 @@ def about_card() -> dict[str, Any]:
         "busy": "; ".join(busy),
         "smi": smi,
     }
-
-
-def nvidia_smi(fields: tuple[str, ...]) -> dict[str, str]:
-    """These fields of the card that torch uses, as nvidia-smi reports them. An unknown field makes nvidia-smi fail."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    identity = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-    which = ["-i", f"GPU-{identity}"] if identity is not None else []
-    command = [tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    for wanted in (which, []):  # nvidia-smi does not know the identity of a MIG slice
-        try:
-            done = subprocess.run([*command, *wanted], capture_output=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return {}
-        rows = done.stdout.decode(errors="replace").strip().splitlines()
-        if done.returncode == 0 and len(rows) == 1 and rows[0].count(",") == len(fields) - 1:
-            values = (value.strip() for value in rows[0].split(","))
-            return {
-                name: value
-                for name, value in zip(fields, values, strict=True)
-                if value and not value.startswith("[")
-            }
-    return {}
 
 
 def no_compiling(facts: MachineFacts) -> str:
@@ -228,7 +205,7 @@ def source() -> dict[str, Any]:
         status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
         found["changed"] = [line[3:] for line in status.splitlines()][:20]
     except (OSError, subprocess.SubprocessError) as error:
-        found["why"] = "git does not answer: " + describe(error)
+        found["why"] = "git does not answer: " + one_line(error)
     return found
 
 
@@ -360,17 +337,8 @@ def attention(task: Task) -> Answer:
 def launch(task: Task) -> Answer:
     """Seconds of one eager launch of an empty kernel, and the bytes that a CUDA context takes."""
     device = task.device
-    x = torch.zeros(1, device=device)
     count, rounds = (200, 3) if task.rehearsal else (5000, 9)
-    found = []
-    for number in range(rounds + 1):
-        wait(device)
-        began = time.perf_counter()
-        for _ in range(count):
-            x.add_(1.0)
-        wait(device)
-        if number:  # the first round warms up
-            found.append((time.perf_counter() - began) / count)
+    found = launch_seconds(device, count, rounds)
     figures: dict[str, Any] = {"seconds": spread(found), "context_bytes": None}
     told = f"{figures['seconds']['median'] * 1e6:.2f} us a launch"
     if device.type == "cuda":
@@ -388,3 +356,11 @@ def context_bytes(task: Task, device: torch.device) -> int:
     wait(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
+
+
+def require(figures: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise RuntimeError if nothing could be timed."""
+    if not figures:
+        raise RuntimeError(
+            "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed"
+        )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proof.registry import Answer, NotHere, task_for
+from harness.core.errors import one_line
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,13 +49,7 @@ def answer(folder: Path) -> dict[str, Any]:
         return {"status": "not run", "reason": str(error), "summary": "", "figures": {}}
     except Exception as error:
         traceback.print_exc()
-        return {"status": "failed", "reason": describe(error), "summary": "", "figures": {}}
-
-
-def describe(error: Exception) -> str:
-    """The error in one line."""
-    kind, text = type(error).__name__, " ".join(str(error).split())
-    return f"out of memory: {text}"[:400] if kind == "OutOfMemoryError" else f"{kind}: {text}"[:400]
+        return {"status": "failed", "reason": one_line(error), "summary": "", "figures": {}}
 
 
 def write(path: Path, value: Any) -> None:
@@ -72,7 +67,7 @@ def main(folder: Path) -> None:
     except (TypeError, ValueError) as error:
         write(
             folder / "result.json",
-            {**result, "status": "failed", "reason": describe(error), "figures": {}},
+            {**result, "status": "failed", "reason": one_line(error), "figures": {}},
         )
 
 

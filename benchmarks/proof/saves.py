@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.proof.registry import Answer, NotHere, Task
-from benchmarks.proof.timing import spread
 from benchmarks.proof.training import TOY, best, llama, recipe_of, start, warm
 from harness.core.memory import free_memory
+from harness.core.timing import spread
 
 # 277M parameters, 3.3 GB of state: large enough to be seen, small enough to be written several times.
 SIZE = llama(1280, 512, layers=12)

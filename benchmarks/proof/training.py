@@ -11,25 +11,22 @@ import gc
 import io
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.proof.child import describe
 from benchmarks.proof.registry import Answer, NotHere, Task
-from benchmarks.proof.timing import spread, wait
 from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
 from harness.core.config import GuardConfig, RunConfig
-from harness.core.errors import ConfigError, MachineError
-from harness.core.facts import Halt, Rollback, StepFacts
+from harness.core.errors import ConfigError, MachineError, one_line
 from harness.core.state import RunLedger
-from harness.core.update import InFlight
+from harness.core.timing import spread, wait
 from harness.precision.recipe import TIERS, Recipe, load_recipe
-from harness.run import Run, next_step
+from harness.run import next_step
+from harness.tools.contender import Contender
 from harness.tracking.console import Console
 
 GIB = 2**30
@@ -101,70 +98,6 @@ def recipe_of(backend: str, *, fuse: bool = False, **fp8: Any) -> Recipe:
 def best(task: Task) -> str:
     """The backend of rows that do not compare backends: FP8 if the card has it."""
     return "native" if task.rehearsal or task.capability >= (8, 9) else "16 bit"
-
-
-@dataclass
-class Contender:
-    """A run that trains when it is its turn. As in the trainer's loop, a step is judged while the next one runs.
-
-    fused: number of pairs of a norm and its Linear, and of MLPs, that are computed as one.
-    """
-
-    run: Run
-    rung: str
-    fused: int = 0
-    pending: deque[InFlight] = field(default_factory=deque)
-    last: StepFacts | None = None
-    demoted: set[str] = field(default_factory=set)
-
-    def steps(self, count: int, before: Callable[[], None] = lambda: None) -> float:
-        """Seconds of `count` steps, including the wait for the last one. before: called first; its time counts."""
-        wait(self.run.engine.device)
-        began = time.perf_counter()
-        before()
-        for _ in range(count):
-            self.pending.append(next_step(self.run))
-            due = self.run.guard.snapshot_due()
-            while len(self.pending) > (0 if due else 1):
-                self._judge()
-            if due:
-                self.run.guard.snapshot()
-        while self.pending:
-            self._judge()
-        wait(self.run.engine.device)
-        return time.perf_counter() - began
-
-    def _judge(self) -> None:
-        facts = self.pending.popleft().facts()
-        action = self.run.guard.observe(facts).action
-        if isinstance(action, Rollback | Halt):
-            raise RuntimeError(
-                f"{self.rung}, step {facts.step}: the guard wants {type(action).__name__}"
-            )
-        self.last = facts
-        self.demoted |= set(facts.demoted)
-
-    def told(self) -> dict[str, Any]:
-        """How the last step was trained: rung, loss, layers that left FP8. Raises RuntimeError if it was not."""
-        facts = self.last
-        assert facts is not None
-        if not facts.applied:
-            raise RuntimeError(
-                f"{self.rung}: the update of step {facts.step} was skipped, loss {facts.loss}"
-            )
-        if self.run.precision.layers and (facts.slots is None or not (facts.slots.amax > 0).all()):
-            raise RuntimeError(
-                f"{self.rung}: step {facts.step} used FP8 tensors that were all zero, or none"
-            )
-        eager = self.run.watch.take() if self.run.watch is not None else ""
-        return {
-            "rung": self.rung,
-            "loss": facts.loss,
-            "steps": facts.step,
-            "note": self.run.precision.note,
-            "left_fp8": sorted(self.demoted),
-            "fell_back_to_eager": eager,
-        }
 
 
 def start(
@@ -441,7 +374,7 @@ def syncs(task: Task) -> Answer:
             except NotHere as error:
                 found[name] = f"not run: {error}"
             except Exception as error:
-                found[name] = describe(error)
+                found[name] = one_line(error)
             task.note({"rungs": found})
             if rung == "16 bit":
                 break

@@ -199,3 +199,12 @@ def tell_wrapper(
                 file.write(f"{int(exit_code)} starting {os.environ.get('WORLD_SIZE', '1')}\n")
         elif overrule or path.stat().st_size == 0:
             path.write_text(f"{int(exit_code)}\n")
+
+
+def one_line(error: BaseException) -> str:
+    """The error's kind and text in one line of at most 400 characters, safe to print."""
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    line = f"{kind}: {text}"
+    if kind == "OutOfMemoryError":
+        line = f"out of memory: {text}"
+    return shown(line[:400])

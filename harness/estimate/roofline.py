@@ -163,11 +163,17 @@ def bottleneck(ops: Sequence[Op], rates: Rates) -> Bottleneck:
     """
     if step_seconds(ops, rates) > device_seconds(ops, rates):
         return "host/launches"
+    seconds = seconds_by_cause(ops, rates)
+    return max(seconds, key=lambda cause: seconds[cause])
+
+
+def seconds_by_cause(ops: Iterable[Op], rates: Rates) -> dict[Bottleneck, float]:
+    """Predicted seconds on the device of `ops`, by what decides how long each of them takes."""
     seconds: dict[Bottleneck, float] = {}
     for op in ops:
         cause = _cause(op, rates)
         seconds[cause] = seconds.get(cause, 0.0) + seconds_of(op, rates)
-    return max(seconds, key=lambda cause: seconds[cause])
+    return seconds
 
 
 def _cause(op: Op, rates: Rates) -> Bottleneck:

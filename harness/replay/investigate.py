@@ -75,14 +75,14 @@ class Rerun:
         """
         recovery = self.run.recovery
         recovery.store = store
-        self._resumed(recovery.load(step))
+        self._resumed(recovery.load(step), keeps_precision)
 
     def resume(self, kept: Kept) -> None:
         """`start`, from a state that `keep` gave."""
         self.restore(kept)
         self._resumed(kept[1])
 
-    def _resumed(self, meta: Meta) -> None:
+    def _resumed(self, meta: Meta, keeps_precision: bool = True) -> None:
         budgets = meta["budgets"]
         ledger = self.run.state.ledger
         ledger.skips = budgets["skips"]

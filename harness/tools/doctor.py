@@ -10,7 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.core.files import shipped
 from harness.core.findings import Finding, exit_code, refused
 from harness.core.memory import size_text
+from harness.tools.effort import MINUTES, Effort, check_effort
 from harness.tools.start import Overrides, RecipeName, read_policies
 from harness.tracking.journal import tracking_uri
 from harness.tracking.reach import unanswered
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from harness.core.config import RunConfig
     from harness.precision.decision import Question
     from harness.precision.recipe import Recipe
+    from harness.tools.card_check import CardReport
+    from harness.tools.speed import SpeedReport
 
 _DEFAULT_RECIPE = "fp8_hybrid"
 
@@ -44,11 +48,39 @@ def command(
     ] = None,
     recipe: RecipeName = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    card: Annotated[
+        bool,
+        typer.Option("--card", help="check products and memory of each GPU, or of the processor"),
+    ] = False,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(
+            help="for --card: share of the free memory [default: 0.5 of a GPU's, 0.002 without one]"
+        ),
+    ] = None,
+    soak: Annotated[
+        float | None,
+        typer.Option(
+            help="for --card: seconds of repeated products [default: 20; 5 without a GPU]"
+        ),
+    ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option("--speed", help="time the config's step in every precision and compile mode"),
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(help="for --speed: minutes of turns; building comes on top")
+    ] = MINUTES,
+    picture: Annotated[
+        Path | None, typer.Option(help="for --speed: draw the times into this PNG file")
+    ] = None,
 ) -> int:
     from rich.console import Console
 
     try:
         run, policy = _policies(config, overrides, recipe)
+        _check_card_options(card, memory_share, soak)
+        _check_speed_options(speed, config, minutes, picture)
     except ConfigError as error:
         if not as_json:
             raise
@@ -57,6 +89,10 @@ def command(
         return int(error.exit_code)
 
     diagnosis = diagnose(policy, run)
+    if card:
+        diagnosis = _with_cards(diagnosis, memory_share, soak)
+    if speed and run is not None:
+        diagnosis = _with_speed(diagnosis, run, minutes, picture)
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2, allow_nan=False))
     else:
@@ -78,6 +114,70 @@ def _policies(
     return None, load_recipe(recipe or _DEFAULT_RECIPE)
 
 
+def _check_card_options(card: bool, memory_share: float | None, soak: float | None) -> None:
+    """Raise ConfigError for options that cannot be meant. Torch is not loaded yet."""
+    if not card and (memory_share is not None or soak is not None):
+        name = "--soak" if memory_share is None else "--memory-share"
+        raise ConfigError(Problem(f"{name} belongs to --card", "harness doctor", fix="add --card"))
+    check_effort(Effort(memory_share, soak))
+
+
+def _check_speed_options(
+    speed: bool, config: str | None, minutes: float, picture: Path | None
+) -> None:
+    """As `_check_card_options`."""
+    if not speed and (minutes != MINUTES or picture is not None):
+        name = "--minutes" if picture is None else "--picture"
+        raise ConfigError(
+            Problem(f"{name} belongs to --speed", "harness doctor", fix="add --speed")
+        )
+    if speed and config is None:
+        what = "--speed times the step of a config"
+        raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
+    check_effort(Effort(), minutes)
+    if picture is not None and not picture.absolute().parent.is_dir():
+        what = "its folder is not there"
+        raise ConfigError(Problem(what, f"--picture {picture}", fix="make the folder first"))
+
+
+def _with_speed(
+    diagnosis: Diagnosis, run: RunConfig, minutes: float, picture: Path | None
+) -> Diagnosis:
+    """`diagnosis`, with the times of the run's step; as it is if a start of the run would be refused."""
+    if diagnosis.exit_code is not ExitCode.DONE:
+        print("nothing was timed: the run could not start", file=sys.stderr, flush=True)
+        return diagnosis
+    from harness.tools.speed import measure_speed
+    from harness.tools.speed_picture import draw
+
+    with redirect_stdout(sys.stderr):
+        report = measure_speed(run, diagnosis.recipe, diagnosis.facts, minutes)
+    if picture is not None:
+        try:
+            draw(report, picture)
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            problem = Problem(what, f"--picture {picture}", fix="name another place")
+            findings = [*diagnosis.findings, *refused("config.picture", [problem])]
+            return replace(diagnosis, speed=report, findings=findings)
+    return replace(diagnosis, speed=report)
+
+
+def _with_cards(diagnosis: Diagnosis, share: float | None, seconds: float | None) -> Diagnosis:
+    """`diagnosis`, with what was found on every device."""
+    from harness.tools.card_check import check_card
+    from harness.tools.card_device import devices_here
+
+    reports: list[CardReport] = []
+    findings = list(diagnosis.findings)
+    for device in devices_here(diagnosis.facts):
+        print(f"checking {device.name} ...", file=sys.stderr, flush=True)
+        report = check_card(device, Effort(share, seconds))
+        reports.append(report)
+        findings += report.findings
+    return replace(diagnosis, cards=reports, findings=findings)
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What doctor found.
@@ -89,6 +189,8 @@ class Diagnosis:
     findings: of machine, versions and, with a config, of the run.
     config: whether a config was examined.
     resolved: the precision that the config's model takes; empty without one.
+    cards: what --card checked on each device; None if it was not asked for.
+    speed: what --speed timed; None if it was not asked for, or an error came first.
     """
 
     facts: MachineFacts
@@ -98,6 +200,8 @@ class Diagnosis:
     findings: list[Finding]
     config: bool = False
     resolved: str = ""
+    cards: list[CardReport] | None = None
+    speed: SpeedReport | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -107,6 +211,11 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """What --json prints."""
         tier, why = tier_of(self.facts)
+        asked: dict[str, Any] = {}
+        if self.cards is not None:
+            asked["card"] = [report.as_dict() for report in self.cards]
+        if self.speed is not None:
+            asked["speed"] = self.speed.as_dict()
         return {
             "exit_code": int(self.exit_code),
             "findings": [asdict(finding) for finding in self.findings],
@@ -117,6 +226,7 @@ class Diagnosis:
             "decision": [question._asdict() for question in self.questions],
             "recipes": self.rungs,
             "machine": {**asdict(self.facts), "libraries": _libraries(self.facts)},
+            **asked,
         }
 
 
@@ -200,6 +310,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
     # A GPU that torch cannot use is an error, and not a machine without one.
     if not diagnosis.questions:
+        _cards(console, diagnosis)
         console.print("\n[bold red]Not usable as it is[/]")
         _findings(console, diagnosis.findings)
         return
@@ -208,12 +319,51 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     if not diagnosis.config:
         _recipes(console, facts)
     _tree(console, diagnosis)
+    _cards(console, diagnosis)
+    _speed(console, diagnosis)
     title = "Findings" if diagnosis.findings else "No findings"
     console.print(f"\n[bold]{title}[/]")
     _findings(console, diagnosis.findings)
     if diagnosis.exit_code is ExitCode.DONE and not diagnosis.config:
         console.print("\n[bold]Next[/]")
         console.print(_next_command(facts, tier), markup=False, highlight=False, soft_wrap=True)
+
+
+def _cards(console: Console, diagnosis: Diagnosis) -> None:
+    """What --card checked; what it found is among the findings."""
+    if diagnosis.cards is None:
+        return
+    from harness.tools.card_check import lines
+
+    console.print("\n[bold]Answers, bit for bit[/]")
+    if not diagnosis.facts.cuda_available:
+        _print_line(console, f"{_no_gpu_reason(diagnosis.facts)}: only the processor was checked")
+    for report in diagnosis.cards:
+        for line in lines(report):
+            _print_line(console, line)
+
+
+def _speed(console: Console, diagnosis: Diagnosis) -> None:
+    """What --speed timed."""
+    if diagnosis.speed is None:
+        return
+    from harness.tools.speed import lines
+
+    console.print("\n[bold]Speed[/]")
+    for line in lines(diagnosis.speed):
+        _print_line(console, line)
+
+
+def _no_gpu_reason(facts: MachineFacts) -> str:
+    if facts.cpu_on_purpose:
+        return _no_gpu_text(facts)
+    here = facts.nvidia_on_pci or facts.nvidia_smi.gpus
+    return "torch cannot use the NVIDIA GPU that is here" if here else "no NVIDIA GPU"
+
+
+def _print_line(console: Console, text: str) -> None:
+    """Print a line as it is: without rich's markup, colours and line breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _findings(console: Console, findings: Sequence[Finding]) -> None:

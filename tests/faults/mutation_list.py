@@ -9,6 +9,7 @@ from foreign_mutations import FOREIGN
 from guard_mutations import GUARD
 from huggingface_mutations import HUGGING_FACE
 from loop_mutations import LOOP
+from machine_mutations import MACHINE
 from model_mutations import MODELS
 from mutation import Mutation
 from native_mutations import NATIVE
@@ -29,6 +30,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *GUARD,
     *FALLBACK,
     *LOOP,
+    *MACHINE,
     *TRACKING,
     *DATA,
     *DATASET,

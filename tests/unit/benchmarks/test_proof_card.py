@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.proof import card, training
 from benchmarks.proof.registry import Answer, Task
-from benchmarks.proof.timing import in_turns
 from harness.capability.probe import Device, MachineFacts
+from harness.core.timing import in_turns
 
 CPU = torch.device("cpu")
 FIELDS = ("driver_version", "power.limit", "clocks.max.sm")

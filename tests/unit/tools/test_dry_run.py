@@ -8,7 +8,6 @@ import pytest
 
 from tests.support import runs
 
-
 UNSAFE = """
 import torch
 from torch import nn
@@ -76,9 +75,8 @@ def test_it_reports_what_training_begins_with_and_writes_nothing(tmp_path: Path)
 
 def test_it_lists_what_doctor_finds_in_the_run(tmp_path: Path) -> None:
     (tmp_path / "unsafe.py").write_text(UNSAFE)
-    done = runs.train(
-        tmp_path, "--dry-run", "--recipe", "fp32", "model.target=unsafe:build", "data.target=unsafe:Pairs", "data.path=null"
-    )  # fmt: skip
+    own = ("model.target=unsafe:build", "data.target=unsafe:Pairs", "data.path=null")
+    done = runs.train(tmp_path, "--dry-run", "--recipe", "fp32", *own)
     assert done.returncode == 0, done.stdout
     assert "warning numerics.log_softmax" in done.stdout
     assert "warning data.repeated" in done.stdout

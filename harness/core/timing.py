@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from benchmarks.proof.child import describe
+from harness.core.errors import one_line
 
 Action = Callable[[], object]
 
@@ -57,7 +56,7 @@ def in_turns(
                 action()
             wait(device)
         except Exception as error:
-            reasons[name] = describe(error)
+            reasons[name] = one_line(error)
             continue
         once = seconds(action, 3, device)
         repeats[name] = max(1, min(10_000, round(turn / max(once, 1e-7))))
@@ -77,9 +76,17 @@ def rates(
     return {name: spread([work[name] / each for each in values]) for name, values in times.items()}
 
 
-def require(figures: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise RuntimeError if nothing could be timed."""
-    if not figures:
-        raise RuntimeError(
-            "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "nothing was timed"
-        )
+def launch_seconds(device: torch.device, count: int, rounds: int) -> list[float]:
+    """Seconds of one eager launch of a kernel that does next to nothing, one entry for each round of `count`."""
+    x = torch.zeros(1, device=device)
+    found: list[float] = []
+    for number in range(rounds + 1):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            x.add_(1.0)
+        wait(device)
+        # The first round warms up.
+        if number:
+            found.append((time.perf_counter() - began) / count)
+    return found

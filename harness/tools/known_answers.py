@@ -1,0 +1,114 @@
+"""Products of matrices whose exact result is known, in every precision: what a sound unit must give bit for bit.
+
+All entries are integers. No sum of any of an output's terms exceeds what the precision holds exactly, so the order in
+which a kernel adds them, and where it rounds, cannot matter: the result is the same on every device. It is computed
+here by integer additions on the host, without any product of matrices.
+
+Three kinds of operands look for different faults:
+
+digits  every bit of the significand: the left side has integers of all bits, each output is one of them times 1 to 8
+wide    the adders: 16 terms for each output, of several bits each
+many    long sums: as many terms of -1 and 1 as the precision can count
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Exact(NamedTuple):
+    """What a precision holds exactly.
+
+    bits: of the significand of the left operand, with the hidden one: integers up to 2^bits are exact.
+    right_bits: the same of the right operand.
+    total: integers up to this are exact in the result, and in whatever a kernel adds up in.
+    """
+
+    bits: int
+    right_bits: int
+    total: int
+
+
+# FP8 products are bfloat16. Hopper's FP8 units add up in about 14 bits, which is more than bfloat16 has.
+PRECISIONS: dict[str, Exact] = {
+    "fp32": Exact(24, 24, 2**24),
+    "tf32": Exact(11, 11, 2**24),
+    "bf16": Exact(8, 8, 2**8),
+    "fp16": Exact(11, 11, 2**11),
+    "fp8_e4m3": Exact(4, 4, 2**8),
+    "fp8_e5m2": Exact(3, 4, 2**8),
+}
+KINDS = ("digits", "wide", "many")
+_WIDE_TERMS = 16
+_POWERS = 4
+Shape = tuple[int, int, int]
+"""(m, k, n) of a product [m, k] x [k, n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownProduct:
+    """Operands and their exact product, int64 on the host.
+
+    left, right, product: [m, k], [k, n] and [m, n].
+    """
+
+    precision: str
+    kind: str
+    left: Tensor
+    right: Tensor
+    product: Tensor
+
+    @property
+    def text(self) -> str:
+        """Which product it is, for people."""
+        (m, k), n = self.left.shape, self.right.shape[1]
+        return f"{self.precision}, [{m}, {k}] x [{k}, {n}], {self.kind}"
+
+
+def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> KnownProduct:
+    """A product of `kind` in `precision`; the same for the same arguments on every machine."""
+    m, k, n = shape
+    exact = PRECISIONS[precision]
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "digits":
+        return _digits(precision, exact, shape, generator)
+
+    # Each row of the left side has some entries that are not 0, so many that their terms cannot add up to too much.
+    terms = min(k, _WIDE_TERMS if kind == "wide" else exact.total)
+    largest = min(math.isqrt(exact.total // terms), 2**exact.bits, 2**exact.right_bits)
+    if kind == "many":
+        largest = 1
+    values = _signed(torch.randint(1, largest + 1, (m, terms), generator=generator), generator)
+    right = _signed(torch.randint(1, largest + 1, (k, n), generator=generator), generator)
+
+    # Their places: evenly spaced from a random start, and so all different.
+    starts = torch.randint(0, k, (m, 1), generator=generator)
+    places = (starts + torch.arange(terms) * (k // terms)) % k
+    left = torch.zeros(m, k, dtype=torch.int64).scatter_(1, places, values)
+    product = torch.zeros(m, n, dtype=torch.int64)
+    for term in range(terms):
+        product += values[:, term, None] * right[places[:, term]]
+    return KnownProduct(precision, kind, left, right, product)
+
+
+def _digits(precision: str, exact: Exact, shape: Shape, generator: torch.Generator) -> KnownProduct:
+    """Left: integers of all bits. Right: one power of two in each column, so that nothing is added."""
+    m, k, n = shape
+    left = _signed(torch.randint(0, 2**exact.bits, (m, k), generator=generator), generator)
+    powers = 2 ** torch.randint(0, _POWERS, (n,), generator=generator)
+    factors = _signed(powers, generator)
+    places = torch.randint(0, k, (n,), generator=generator)
+    right = torch.zeros(k, n, dtype=torch.int64)
+    right[places, torch.arange(n)] = factors
+    return KnownProduct(precision, "digits", left, right, left[:, places] * factors)
+
+
+def _signed(values: Tensor, generator: torch.Generator) -> Tensor:
+    """`values` with random signs."""
+    signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
+    return values * signs

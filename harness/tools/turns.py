@@ -1,0 +1,93 @@
+"""Times contenders in turns, so that whatever slows the machine down for a while slows down all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from harness.core.errors import one_line
+
+LEAST_ROUNDS = 3
+"""Rounds that are taken however long they take: fewer have no spread."""
+_LEAST_TURN = 0.25
+_MOST_STEPS = 50
+
+
+class Taker(Protocol):
+    """What takes turns."""
+
+    def steps(self, count: int) -> float:
+        """Seconds of `count` steps. Raises whatever a step raises."""
+        ...
+
+
+@dataclass(slots=True)
+class Turns:
+    """What was timed.
+
+    seconds: of one step, one entry for each turn, by contender.
+    order: the contenders in the order in which they took their turns.
+    failures: contender -> the error that ended its turns. It has no further ones.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    order: list[str] = field(default_factory=list[str])
+    failures: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def steps_of_a_turn(once: float) -> int:
+    """Steps that make up a turn, for a step of `once` seconds: short turns measure the clock and the scheduler."""
+    return max(1, min(_MOST_STEPS, round(_LEAST_TURN / max(once, 1e-6))))
+
+
+def take_turns(
+    takers: Mapping[str, Taker],
+    counts: Mapping[str, int],
+    seconds: float,
+    least: int = LEAST_ROUNDS,
+) -> Turns:
+    """Time all `takers` round by round, until `seconds` are used up.
+
+    In every round each contender has one turn, of `counts` steps. Another one begins each round, as whoever comes later
+    finds a warmer machine. Only whole rounds are begun, and at least `least` of them.
+    """
+    turns = Turns({name: [] for name in takers})
+    began = time.monotonic()
+    rounds, longest = 0, 0.0
+    while True:
+        round_began = time.monotonic()
+        left = seconds - (round_began - began)
+        running = [name for name in takers if name not in turns.failures]
+        if not running or (rounds >= least and left < longest):
+            return turns
+        first = rounds % len(running)
+        for name in running[first:] + running[:first]:
+            turns.order.append(name)
+            try:
+                taken = takers[name].steps(counts[name])
+            except Exception as error:
+                # Whatever a step raises is an answer about this contender, and the others go on.
+                turns.failures[name] = one_line(error)
+                continue
+            turns.seconds[name].append(taken / counts[name])
+        longest = max(longest, time.monotonic() - round_began)
+        rounds += 1
+
+
+class Spread(NamedTuple):
+    """The middle of some times, in their unit. low, high: the quartiles, between which half of them lie."""
+
+    low: float
+    median: float
+    high: float
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Quartiles of at least one value; of a single one they are itself."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, statistics.median(values), high)
