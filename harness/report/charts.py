@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.core.config import FallbackConfig
 from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
 from harness.core.metrics import MFU
@@ -19,6 +20,8 @@ from harness.tracking.history import MAX_TEXT, RunHistory
 
 MOST_POINTS = 1000
 MOST_MARKS = 300
+SETTLED = FallbackConfig().warmup_steps + 1
+"""The first step whose FP8 scales are those of its tensors."""
 MOST_OTHERS = 24
 """Charts of metrics that this project does not write itself."""
 BEYOND = 1e100
@@ -37,6 +40,7 @@ class Chart:
     series: metric -> its label.
     log: base of the axis at first, 2 or 10; 0: linear.
     stepped: whether a value holds until the next one.
+    settled: the axis is at first that of the steps from this one on; 0: of all.
     """
 
     id: str
@@ -45,6 +49,7 @@ class Chart:
     series: dict[str, str]
     log: int = 0
     stepped: bool = False
+    settled: int = 0
 
 
 def _shipped(history: RunHistory) -> list[Chart]:
@@ -61,7 +66,14 @@ def _shipped(history: RunHistory) -> list[Chart]:
         ),
         Chart("param_norm", "Parameter norm", "", {"train/param_norm": "parameters"}),
         Chart("loss_scale", "Loss scale", "", {_LOSS_SCALE: "loss scale"}, 2, stepped=True),
-        Chart("saturation", "FP8 saturation, largest over the layers", "", saturation, 2),
+        Chart(
+            "saturation",
+            "FP8 saturation, largest over the layers",
+            "",
+            saturation,
+            2,
+            settled=SETTLED,
+        ),
         Chart("demoted", "Layers in BF16", "", {"guard/demoted_layers": "layers"}, stepped=True),
         Chart("rate", "Throughput", f"{counted} / s", {"train/tokens_per_second": counted}),
         Chart("mfu", "Model FLOPs utilisation", "", {MFU: "MFU"}),
@@ -89,6 +101,7 @@ def charts(history: RunHistory) -> list[dict[str, Any]]:
             "unit": chart.unit,
             "log": chart.log,
             "stepped": chart.stepped,
+            "settled": chart.settled,
             "series": series,
         }
         if chart.id == "loss":

@@ -9,6 +9,7 @@ const nav = document.getElementById("nav");
 const PLOT_HEIGHT = 210;
 const FIRST_HEIGHT = 300;
 const ROWS_AT_FIRST = 100;
+const MOST_OF_A_CODE = 8; // events of one code whose texts are shown together
 const BIN = 22; // pixels of the strip in which events share a button
 const NONE = 0, ZERO = 1, FIRST = 2, LAST = 65535; // codes of harness/report/decimate.py
 const LINES = ["rollback", "halt", "switch", "resume"]; // events with a line through every chart; others have a tick
@@ -32,7 +33,7 @@ function el(tag, attributes = {}, ...children) {
 
 function table(headings, rows, numbers = []) {
   // numbers: columns that are aligned right. A cell is a text or an element.
-  const kind = (place) => (numbers.includes(place) ? "number" : "text");
+  const kind = (place) => (numbers.includes(place) ? "number" : place ? "text" : null);
   const head = headings.map((text, place) => el("th", {scope: "col", class: kind(place)}, text));
   const body = rows.map((row) =>
     el("tr", {}, row.map((cell, place) => el("td", {class: kind(place)}, cell))));
@@ -141,32 +142,56 @@ const shownKinds = new Set(content.kinds.map(([kind]) => kind));
 const kindLabels = new Map(content.kinds);
 
 function eventCard(event) {
-  const rows = event.details.map(([name, text]) => [name, el("code", {}, text)]);
-  const card = el("div", {},
-    el("h3", {}, `step ${event.step}: ${event.code}`),
-    el("p", {}, kindMark(event.kind), event.text || ""));
-  if (event.time) card.append(el("p", {class: "note"}, `attempt ${event.attempt}, ${event.time}`));
-  if (event.undone) card.append(el("p", {class: "note"}, "A rollback or a restart did this step again."));
-  if (rows.length) card.append(el("details", {open: true}, el("summary", {}, "Evidence"), table([], rows)));
-  const explained = content.explanations[event.code];
-  if (explained) {
-    const about = el("details", {open: true}, el("summary", {}, "From the runbook"));
-    for (const [label, lines] of explained) {
-      about.append(el("h3", {}, label));
-      for (const line of lines) {
-        about.append(line.startsWith("    ") ? el("pre", {}, line.slice(4)) : el("p", {}, line));
-      }
-    }
-    card.append(about);
-  }
+  const card = el("div", {}, el("h3", {}, kindSwatch(event.kind), `step ${event.step}: ${event.code}`));
+  card.append(...aboutEvent(event, true), explanation(event.code, true));
   return card;
 }
 
-function kindMark(kind) {
-  const swatch = el("i");
+function aboutEvent(event, open) {
+  const parts = [];
+  if (event.text) parts.push(el("p", {}, event.text));
+  if (event.time) parts.push(el("p", {class: "note"}, `attempt ${event.attempt}, ${event.time}`));
+  if (event.undone) parts.push(el("p", {class: "note"}, "A rollback or a restart did this step again."));
+  const rows = event.details.map(([name, text]) => [name, el("code", {}, text)]);
+  if (rows.length) parts.push(el("details", {open}, el("summary", {}, "Evidence"), table([], rows)));
+  return parts;
+}
+
+function explanation(code, open) {
+  const explained = content.explanations[code];
+  if (!explained) return "";
+  const about = el("details", {open}, el("summary", {}, `${code} in the runbook`));
+  for (const [label, lines] of explained) {
+    about.append(el("h3", {}, label));
+    for (const line of lines) {
+      about.append(line.startsWith("    ") ? el("pre", {}, line.slice(4)) : el("p", {}, line));
+    }
+  }
+  return about;
+}
+
+function eventGroup(events) {
+  // Several events of one code: each in short, and what the code means once.
+  if (events.length === 1) return eventCard(events[0]);
+  const {kind, code} = events[0];
+  const card = el("div", {}, el("h3", {}, kindSwatch(kind), `${code}, ${events.length} times`));
+  for (const event of events.slice(0, MOST_OF_A_CODE)) {
+    card.append(el("p", {}, el("strong", {}, `step ${event.step}`)), ...aboutEvent(event, false));
+  }
+  const left = events.length - MOST_OF_A_CODE;
+  if (left > 0) card.append(el("p", {class: "note"}, `and ${left} more in the list of events`));
+  card.append(explanation(code, false));
+  return card;
+}
+
+function kindSwatch(kind) {
+  const swatch = el("i", {class: "kind", "data-kind": kind});
   swatch.style.background = color(kind);
-  swatch.dataset.kind = kind;
-  return el("span", {class: "kind"}, swatch, `${kindLabels.get(kind)} `);
+  return swatch;
+}
+
+function kindMark(kind) {
+  return el("span", {class: "kinds"}, kindSwatch(kind), kindLabels.get(kind));
 }
 
 function showEvents(panel, events, back) {
@@ -174,9 +199,11 @@ function showEvents(panel, events, back) {
     panel.hidden = true;
     back.focus();
   }}, "Close");
-  panel.replaceChildren(...events.slice(0, 20).map(eventCard));
-  if (events.length > 20) panel.append(el("p", {class: "note"}, `and ${events.length - 20} more in the list of events`));
-  panel.append(close);
+  const byCode = new Map();
+  for (const event of [...events].sort((a, b) => weight(a) - weight(b))) {
+    byCode.set(event.code, [...(byCode.get(event.code) ?? []), event]);
+  }
+  panel.replaceChildren(...[...byCode.values()].map(eventGroup), close);
   panel.hidden = false;
   panel.focus();
 }
@@ -189,15 +216,14 @@ function eventStrip(plot) {
   let at = 0;
 
   function fill() {
-    const bins = new Map();
-    for (const event of run.events) {
+    const sorted = [];
+    for (const event of run.events) { // by their steps
       if (!shownKinds.has(event.kind) || event.step < view[0] || event.step > view[1]) continue;
       const left = plot.left(event.step);
-      const bin = Math.floor(left / BIN);
-      if (!bins.has(bin)) bins.set(bin, {left, events: []});
-      bins.get(bin).events.push(event);
+      const before = sorted[sorted.length - 1];
+      if (before && left - before.left < BIN) before.events.push(event);
+      else sorted.push({left, events: [event]});
     }
-    const sorted = [...bins.values()].sort((a, b) => a.left - b.left);
     at = Math.min(at, Math.max(0, sorted.length - 1));
     strip.replaceChildren(...sorted.map(({left, events}, place) => {
       const worst = [...events].sort((a, b) => weight(a) - weight(b))[0];
@@ -222,9 +248,7 @@ function eventStrip(plot) {
     buttons.forEach((button, place) => { button.tabIndex = place === at ? 0 : -1; });
     buttons[at]?.focus();
   });
-  viewers.push(fill);
-  plot.resized = fill;
-  fill();
+  plot.drawn = fill;
   return [strip, panel];
 }
 
@@ -265,7 +289,6 @@ class Plot {
       const width = this.node.clientWidth;
       if (width > 0 && this.u && Math.abs(width - this.u.width) > 1) {
         this.u.setSize({width, height: this.height});
-        this.resized?.();
       }
     });
     this.watch.observe(this.node);
@@ -282,7 +305,7 @@ class Plot {
   }
 
   left(step) {
-    return this.u.valToPos(step, "x") + this.u.over.offsetLeft;
+    return this.node.offsetLeft - this.element.offsetLeft + this.u.valToPos(step, "x") + this.u.over.offsetLeft;
   }
 
   build() {
@@ -303,8 +326,8 @@ class Plot {
         y: {distr: log ? 3 : 1, log: log || 10, range: (u, low, high) => this.range(low, high)},
       },
       axes: [
-        {...axis, incrs: wholeNumbers(), values: (u, values) => values.map((value) => figure(value))},
-        {...axis, size: 66, values: (u, values) => values.map((value) => (value == null ? "" : figure(value, 3)))},
+        {...axis, size: 34, incrs: wholeNumbers(), values: (u, values) => values.map((value) => figure(value))},
+        {...axis, size: 64, values: (u, values) => values.map((value) => tick(value, log))},
       ],
       series: [{}, ...this.series.map((one) => ({
         stroke: color(one.color), width: one.thin ? 1 : 1.5, dash: one.dashed ? [5, 4] : undefined, spanGaps: true,
@@ -325,7 +348,10 @@ class Plot {
         }],
         setCursor: [(u) => this.fillKey(u.cursor.idx)],
         drawAxes: [(u) => this.drawEvents(u)],
-        draw: [(u) => this.drawMarks(u)],
+        draw: [(u) => {
+          this.drawMarks(u);
+          this.drawn?.();
+        }],
       },
     }, data, this.node);
     this.u.root.setAttribute("role", "img");
@@ -336,13 +362,27 @@ class Plot {
   range(low, high) {
     if (low == null || !(low <= high)) return this.log ? [1, 10] : [0, 1];
     const line = this.chart.line?.[0];
-    if (this.log) return uPlot.rangeLog(low, high, this.log, false);
     const isWhole = view[0] <= whole[0] && view[1] >= whole[1];
+    if (isWhole && this.chart.settled != null) [low, high] = this.settled(low, high);
+    if (this.log) return uPlot.rangeLog(low, high, this.log, false);
     if (line != null && line > high && line < 1.5 * high) high = line;
     if (isWhole && this.chart.top != null) high = Math.min(high, this.chart.top);
     if (high <= low) return [low - Math.abs(low || 1) * 0.1, low + Math.abs(low || 1) * 0.1];
     const margin = (high - low) * 0.06;
     return [low >= 0 && low < margin ? 0 : low - margin, high + margin];
+  }
+
+  settled(low, high) {
+    // Scales are not set in the first steps: the axis is that of the others, if there are any.
+    let [least, largest] = [Infinity, -Infinity];
+    for (const {steps, values} of this.series) {
+      values.forEach((value, place) => {
+        if (steps[place] < this.chart.settled || value == null || (this.log && value <= 0)) return;
+        least = Math.min(least, value);
+        largest = Math.max(largest, value);
+      });
+    }
+    return least <= largest ? [least, largest] : [low, high];
   }
 
   fillKey(place) {
@@ -428,6 +468,15 @@ class Plot {
   }
 }
 
+function tick(value, log) {
+  // The label of an axis. Large and small powers of two are written as such.
+  if (value == null) return "";
+  const power = Math.log2(value);
+  if (log !== 2 || Math.abs(power) < 10 || !Number.isInteger(power)) return figure(value, 3);
+  const raised = String(power).replace("-", "\u207b").replace(/\d/g, (digit) => "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"[digit]);
+  return `2${raised}`;
+}
+
 function wholeNumbers() {
   const found = [];
   for (let power = 1; power < 1e18; power *= 10) found.push(power, 2 * power, 5 * power);
@@ -509,7 +558,7 @@ function listOfEvents(part) {
       const shade = event.undone ? "undone" : event.severity === "error" ? "bad" : null;
       rows.push(el("tr", {class: shade},
         el("td", {class: "number"}, figure(event.step)), el("td", {}, kindMark(event.kind)), el("td", {}, event.code),
-        el("td", {class: "text"}, event.text || "-"), el("td", {}, button)), more);
+        el("td", {class: "what"}, event.text || "-"), el("td", {}, button)), more);
     }
     body.replaceChildren(...rows);
     status.textContent = `${Math.min(most, wanted.length)} of ${wanted.length} events`
@@ -523,7 +572,6 @@ function listOfEvents(part) {
       else shownKinds.delete(kind);
       fill();
       for (const plot of plots) plot.u?.redraw(false);
-      for (const each of viewers) each();
     }});
     box.checked = true;
     return el("label", {}, box, kindMark(kind));
@@ -647,7 +695,7 @@ function slotSection(part) {
       onclick: () => choose(slot, true)}, slot.name);
     slot.button = button;
     const cells = COLUMNS.slice(2).map(([, value]) => el("td", {class: "number"}, figure(value(slot), 3)));
-    return el("tr", {}, el("td", {class: "text"}, slot.why || "-"), el("td", {}, button), cells,
+    return el("tr", {}, el("td", {class: "why"}, slot.why || "-"), el("td", {class: "slot"}, button), cells,
       el("td", {}, slot.place < withSeries ? spark(slot) : "-"));
   }
 
@@ -717,7 +765,7 @@ function slotSection(part) {
     const bands = slots.joined > 1 ? [[0, 1]] : [];
     const titles = {amax: "amax", scale: "scale", saturation: "saturation: amax x scale / largest FP8 value"};
     return Object.entries(made).map(([name, series]) => new Plot({title: titles[name], unit: "", log: 2,
-      stepped: name === "scale", bands: name === "saturation" ? [] : bands}, series, PLOT_HEIGHT));
+      stepped: name === "scale", settled: slots.judged_from, bands: name === "saturation" ? [] : bands}, series, PLOT_HEIGHT));
   }
 
   const all = el("button", {type: "button", onclick: () => {
@@ -921,7 +969,7 @@ if (content.pictures.length) section("pictures", "FP8 over the layers", pictures
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const swatch of document.querySelectorAll("[data-kind]")) swatch.style.background = color(swatch.dataset.kind);
   for (const plot of plots) plot.build();
-  for (const each of [...themed, ...viewers]) each();
+  for (const each of themed) each();
 });
 performance.mark("usable");
 document.documentElement.dataset.ready = "true";

@@ -181,7 +181,7 @@ def _events(history: RunHistory, spent: Spent) -> list[dict[str, Any]]:
                 "severity": str(known.get(event["code"], "info")),
                 "text": described(event),
                 "details": _details(event),
-                "undone": history.replaced(event["attempt"], event["step"]),
+                "undone": _undone(history, event),
             }
         )
     for step, text in marks_of_scale(history):
@@ -247,8 +247,14 @@ def _moves(history: RunHistory) -> Iterator[dict[str, Any]]:
             "whole_run": event.get("lowered", ""),
             "why": described(evidence) if evidence else "",
             "slots": _observed(evidence),
-            "undone": history.replaced(event["attempt"], event["step"]),
+            "undone": _undone(history, event),
         }
+
+
+def _undone(history: RunHistory, event: Mapping[str, Any]) -> bool:
+    """Whether a rollback discarded the step of an event; a rollback itself stands."""
+    is_rollback = event["code"] == "guard.rollback"
+    return not is_rollback and history.replaced(event["attempt"], event["step"])
 
 
 def _evidence(history: RunHistory, switch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -268,9 +274,7 @@ def _evidence(history: RunHistory, switch: Mapping[str, Any]) -> Mapping[str, An
 def _observed(evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The figures behind a verdict of the fallback: slot, figure, and its values, the newest last."""
     found: list[dict[str, Any]] = []
-    for layers in (evidence.get("demote"), evidence.get("promote")):
-        if not isinstance(layers, dict):
-            continue
+    for layers in evidence.get("evidence", {}).values():
         for layer in layers.values():
             slots = layer.get("slots") if isinstance(layer, dict) else None
             if not isinstance(slots, dict):

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.core.config import FallbackConfig
 from harness.core.errors import clipped, shown
 from harness.core.facts import SLOT_ROWS
+from harness.report.charts import SETTLED
 from harness.report.decimate import Bounds, Groups, Ints, Packed, as_text, pack
 from harness.report.trouble import SlotFigures, Trouble, order
 from harness.tracking.history import MAX_TEXT, RunHistory, bare, split_slot
@@ -102,14 +102,12 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
 
     room: bytes that all series may take, before they become text.
     """
-    # A run folder does not keep its recipe, so the limits are a recipe's defaults.
-    limits = FallbackConfig()
     slots = history.slots()
     listed = slots[:MOST_SLOTS]
     if not listed:
         return None
     most = min(MOST_GROUPS, max(FEWEST_GROUPS, room // (_BYTES_OF_A_GROUP * len(listed))))
-    gathered = _gather(history, listed, most, limits)
+    gathered = _gather(history, listed, most)
 
     demoted = {layer for layer, *_ in history.demotions()}
     figures: list[SlotFigures] = []
@@ -117,7 +115,8 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
         worst = {figure: float(values[row]) for figure, values in gathered.worst.items()}
         is_demoted = bare(split_slot(name)[0]) in demoted
         figures.append(SlotFigures(name, int(gathered.nonfinite[row]), is_demoted, **worst))
-    ordered = order(figures, limits)
+    # A run folder does not keep its recipe, so the limits are a recipe's defaults.
+    ordered = order(figures)
 
     # Where there is no room for the series of all, those with the most trouble have theirs.
     rows = {name: row for row, name in enumerate(listed)}
@@ -128,7 +127,7 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
         "last": int(gathered.steps[-1]),
         "joined": gathered.groups.each,
         "left_out": len(slots) - len(listed),
-        "judged_from": limits.warmup_steps + 1,
+        "judged_from": SETTLED,
         # Every step has a value, or only steps with rows in the journal.
         "every_step": history.slot_steps is not None,
         "slots": [_row(each, rows[each.slot.name], gathered) for each in ordered],
@@ -136,16 +135,12 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
     }
 
 
-def _gather(
-    history: RunHistory, slots: Sequence[str], most: int, limits: FallbackConfig
-) -> _Gathered:
-    if history.slot_steps is not None:
-        steps = history.slot_steps.steps
-    else:
-        steps = history.matrix("fp8_amax", slots)[0]
+def _gather(history: RunHistory, slots: Sequence[str], most: int) -> _Gathered:
+    found = history.slot_steps
+    steps = history.matrix("fp8_amax", slots)[0] if found is None else found.steps
     applied = history.points("train/step_applied")
     skipped = applied.steps[applied.figures == 0]
-    judged = (steps > limits.warmup_steps) & ~np.isin(steps, skipped)
+    judged = (steps >= SETTLED) & ~np.isin(steps, skipped)
     groups = Groups.of(len(steps), most)
     gathered = _Gathered(slots, steps, groups, judged)
     if history.slot_steps is None:
