@@ -7,8 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from harness.report.decimate import INFINITE, NOT_A_NUMBER, Bounds, Groups, extremes, not_finite
-from harness.report.decimate import pack, unpack
+from harness.report.decimate import (
+    INFINITE,
+    NOT_A_NUMBER,
+    Bounds,
+    Groups,
+    extremes,
+    not_finite,
+    pack,
+    unpack,
+)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 99, 100, 101, 1000, 9973])

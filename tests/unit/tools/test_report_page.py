@@ -210,7 +210,8 @@ def test_checkpoints_and_cost_come_from_the_journal(tmp_path: Path) -> None:
     rows = [
         {"kind": "run", "time": 100.0, "tags": {"ranks": "2"}, "params": {}, "where": {"host": "h"}},
         {"kind": "metrics", "step": 1, "attempt": 1, "time": 160.0, "metrics": {"train/loss": 1.0}},
-        {"kind": "checkpoint", "step": 1, "attempt": 1, "time": 161.0, "state": "saved", "path": "x", "metrics": {}, "seconds": 2.5},
+        {"kind": "checkpoint", "step": 1, "attempt": 1, "time": 161.0, "state": "saved", "path": "x",
+         "metrics": {}, "seconds": 2.5},
         {"kind": "checkpoint", "step": 1, "attempt": 1, "time": 162.0, "state": "good"},
         # Nine hours later somebody resumed it.
         {"kind": "run", "time": 32000.0, "tags": {}, "params": {}, "where": {"host": "h"}},
