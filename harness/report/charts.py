@@ -126,19 +126,18 @@ def _decimated(points: Points) -> dict[str, Any]:
     """A series as the page draws it.
 
     steps, values: of at most MOST_POINTS points.
-    marks: [step, what] of values that are not drawn.
+    marks: (step, what) of values that are not drawn.
     summary: of all points.
     """
     drawn = np.abs(points.figures) < BEYOND
     figures = np.where(drawn, points.figures, np.nan)
     places = extremes(figures, MOST_POINTS)
-    marks: list[list[Any]] = []
-    for place in not_finite(figures, MOST_MARKS).tolist():
-        marks.append([int(points.steps[place]), _not_drawn(float(points.figures[place]))])
+    odd = not_finite(figures, MOST_MARKS)
+    reasons = map(_not_drawn, points.figures[odd].tolist())
     return {
         "steps": points.steps[places].tolist(),
         "values": rounded(figures[places]),
-        "marks": marks,
+        "marks": list(zip(points.steps[odd].tolist(), reasons, strict=True)),
         "summary": _summary(points.steps[drawn], figures[drawn], len(points)),
     }
 

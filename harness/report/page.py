@@ -130,7 +130,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def page(histories: Sequence[RunHistory], drawn: Sequence[Path] = ()) -> str:
-    """The page of one run or two as HTML. drawn: pictures of the first run; the page holds those that it has no chart for."""
+    """The page of one run or two as HTML.
+
+    drawn: pictures of the first run; the page holds those that it has no chart for.
+    """
     runs = [of_run(history, ROOM // len(histories)) for history in histories]
     content = {
         "runs": runs,

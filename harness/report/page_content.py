@@ -23,9 +23,9 @@ from harness.report.differences import Difference, differences, likely_causes
 from harness.report.divergence import compare
 from harness.report.explain import catalogue, described, flights, plain, streaks
 from harness.report.inspect import account, counts
-from harness.report.overview import severities
+from harness.report.overview import Severity, severities
 from harness.report.page_slots import content as slots_of
-from harness.report.sides import Side, loss_gaps, notes
+from harness.report.sides import Gap, Side, loss_gaps, notes
 from harness.report.spent import Checkpoint, Spent, read_spent
 from harness.tracking.history import MAX_TEXT, SWITCHED, RunHistory
 from harness.tracking.journal import run_page
@@ -161,29 +161,15 @@ def _events(history: RunHistory, spent: Spent) -> list[dict[str, Any]]:
 
     Of very many events of the journal those that matter most are taken.
     """
+    # From the worst to the least, as they are declared; of one severity the first ones stay.
     known = severities()
-    rank = {severity: place for place, severity in enumerate(("error", "warning", "info"))}
-
-    def importance(event: Mapping[str, Any]) -> int:
-        return rank[known.get(event["code"], "info")]
-
-    # A stable sort: of one severity the first ones stay.
-    taken = sorted(history.events, key=importance)[:MAX_EVENTS]
-    found: list[dict[str, Any]] = []
-    for event in taken:
-        found.append(
-            {
-                "step": event["step"],
-                "attempt": event["attempt"],
-                "time": _moment(event.get("time")),
-                "code": event["code"],
-                "kind": _kind(event["code"]),
-                "severity": str(known.get(event["code"], "info")),
-                "text": described(event),
-                "details": _details(event),
-                "undone": _undone(history, event),
-            }
-        )
+    taken: list[Mapping[str, Any]] = []
+    for severity in Severity:
+        taken += [
+            each for each in history.events if known.get(each["code"], Severity.INFO) == severity
+        ]
+    taken = taken[:MAX_EVENTS]
+    found = [_event(history, event) for event in taken]
     for step, text in marks_of_scale(history):
         found.append(_mark(step, "loss scale", "scale", text))
     for each in spent.checkpoints:
@@ -191,6 +177,21 @@ def _events(history: RunHistory, spent: Spent) -> list[dict[str, Any]]:
         found.append(mark | {"attempt": each.attempt, "time": _moment(each.time)})
     found.sort(key=lambda event: (event["step"], event["attempt"]))
     return found
+
+
+def _event(history: RunHistory, event: Mapping[str, Any]) -> dict[str, Any]:
+    code = event["code"]
+    return {
+        "step": event["step"],
+        "attempt": event["attempt"],
+        "time": _moment(event.get("time")),
+        "code": code,
+        "kind": _kind(code),
+        "severity": str(severities().get(code, Severity.INFO)),
+        "text": described(event),
+        "details": _details(event),
+        "undone": _undone(history, event),
+    }
 
 
 def _mark(step: int, code: str, kind: str, text: str) -> dict[str, Any]:
@@ -308,10 +309,8 @@ def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
 
 def _replays(run_dir: Path) -> list[tuple[int, str]]:
     """(step, command) of the steps that can be run again."""
-    return [
-        (step, f"{tool('harness')} replay {shown(short(run_dir))} --step {step}")
-        for step in flights(run_dir)[:_LAST_ALERTS]
-    ]
+    command = f"{tool('harness')} replay {shown(short(run_dir))}"
+    return [(step, f"{command} --step {step}") for step in flights(run_dir)[:_LAST_ALERTS]]
 
 
 def _checkpoint(each: Checkpoint) -> list[Any]:
@@ -381,14 +380,11 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
     if found.splits:
         split = found.splits[0]
         first = f"step {split.step}, {split.tensor} {split.kind}: A {split.a!r}, B {split.b!r}"
-    gaps: list[list[Any]] = []
-    for gap in loss_gaps(*sides):
-        gaps.append([gap.what, gap.last, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"])
     likely = () if causes is None else causes.likely
     return {
         "given": [_difference(each) for each in given[:MOST_DIFFERENCES]],
         "left_out": max(0, len(given) - MOST_DIFFERENCES),
-        "gaps": gaps,
+        "gaps": [_gap(gap) for gap in loss_gaps(*sides)],
         "notes": notes(*sides, is_measured=True),
         # How many steps were compared, the first and the last of them.
         "steps": [found.steps, found.first, found.last],
@@ -396,6 +392,11 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
         "evidence": "" if causes is None else causes.evidence,
         "causes": [_difference(each) for each in likely[:_MOST_CAUSES]],
     }
+
+
+def _gap(gap: Gap) -> list[Any]:
+    """what, step, loss in A, loss in B, and their difference."""
+    return [gap.what, gap.last, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
 
 
 def _difference(each: Difference) -> list[str]:

@@ -7,9 +7,9 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +53,9 @@ class Parts(HTMLParser):
         self._open = ""
 
 
-def small_run(folder: Path, slot: str = "blocks.0.up", **figures: Any) -> Path:
+def small_run(
+    folder: Path, slot: str = "blocks.0.up", figures: Mapping[str, float] | None = None
+) -> Path:
     """A run of six steps with one FP8 layer."""
     folder.mkdir(parents=True)
     names = tuple(f"{slot}.{role}" for role in ("input", "weight", "grad_output"))
@@ -63,12 +65,14 @@ def small_run(folder: Path, slot: str = "blocks.0.up", **figures: Any) -> Path:
             "run", tags={"ranks": "2"}, params={"train.lr": 0.1}, data={}, where={"host": "h"}
         )
         for step in range(1, 7):
-            journal.metrics(step, {"train/loss": 5.0 - step, "train/step_applied": 1.0} | figures)
+            journal.metrics(
+                step, {"train/loss": 5.0 - step, "train/step_applied": 1.0} | dict(figures or {})
+            )
             amax = np.full(3, step, np.float32)
             if step == 5:
                 amax[1] = math.inf
             none = np.full(3, math.nan, np.float32)
-            file.add(1, step, SlotStats(names, amax, amax, amax / 4, none, none, none))
+            file.add(1, step, SlotStats(names, amax, amax, amax / np.float32(4), none, none, none))
         journal.note("end", status="done")
     file.close()
     return folder
@@ -111,7 +115,7 @@ def test_the_policy_allows_the_two_scripts_and_the_style_and_nothing_else(tmp_pa
 
 
 def test_hostile_names_are_data_and_never_markup(tmp_path: Path) -> None:
-    run = small_run(tmp_path / EVIL.replace("/", "|"), slot=f"blocks.{EVIL}", **{EVIL: 1.0})
+    run = small_run(tmp_path / EVIL.replace("/", "|"), slot=f"blocks.{EVIL}", figures={EVIL: 1.0})
     with (run / JOURNAL).open("a") as journal:
         event = {
             "kind": "event",
@@ -197,10 +201,7 @@ def test_a_demotion_has_its_evidence_and_a_rollback_what_led_to_it(tmp_path: Pat
     assert move["slots"] == [{"slot": "a.up.input", "figure": "even_db", "values": "6.5, 5.25"}]
     (back,) = content["rollbacks"]
     assert (back["step"], back["to_step"], back["windows"]) == (8, 4, "7")
-    assert (
-        back["led"][-1] == ["step 8", "nonfinite.skip (windows 7)", "loss nan"]
-        or back["led"][-1][0] == "step 8"
-    )
+    assert back["led"][-1] == ["step 8", "nonfinite.skip", "loss nan"]
     assert dict(content["cost"])["thrown away"].startswith("4 steps by rollbacks")
 
 
@@ -245,7 +246,10 @@ def test_a_large_run_fits_and_its_spikes_are_there(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_on_one_page(tmp_path: Path) -> None:
-    one, other = small_run(tmp_path / "one"), small_run(tmp_path / "other", **{"val/loss": 2.0})
+    one, other = (
+        small_run(tmp_path / "one"),
+        small_run(tmp_path / "other", figures={"val/loss": 2.0}),
+    )
     text = (other / JOURNAL).read_text().replace('"train.lr": 0.1', '"train.lr": 0.2')
     (other / JOURNAL).write_text(text.replace('"train/loss": 1.0', '"train/loss": 1.5'))
     content = content_of(saved(one, other))
