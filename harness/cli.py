@@ -85,7 +85,10 @@ COMMANDS = {
         "tools.export",
         "Export a run's weights with a model card. For Hugging Face, or as safetensors.",
     ),
-    "report": ("report.page", "Draw a run's plots and report.html again from its journal."),
+    "report": (
+        "report.page",
+        "Write a run's report.html and plots again, also while it trains. Or one page of two runs.",
+    ),
     "sync": ("tools.sync", "Send MLflow the rows of a run that it does not have yet."),
     "verify": ("tools.verify", "Compare a run's checkpoints with their hashes."),
 }

@@ -280,7 +280,7 @@ class TrackingConfig(Strict):
         default_factory=list,
         description="patterns of slots that always have series, such as blocks.*.mlp.down.*",
     )
-    report: bool = Field(default=True, description="draw plots and report.html at the end")
+    report: bool = Field(default=True, description="write report.html and plots at the end")
     system_seconds: float = Field(
         default=10.0,
         ge=0,

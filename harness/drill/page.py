@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -18,11 +18,18 @@ from harness.core.files import atomic_file, file_sha256, harness_version, write_
 from harness.core.secrets import scrubbed
 from harness.drill.bench import SHORT, USERS, Bench
 from harness.drill.judge import Account, Verdict
-from harness.report.page import STYLE, table
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL
 
 JSON, HTML = "drill.json", "drill.html"
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; } .wide { overflow-x: auto; }
+td, th { text-align: left; vertical-align: top; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e5e5e5; }
+code, td { font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; } img { max-width: 100%; }
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ def _html(drill: Drill) -> str:
     name = escape(shown(drill.config_name))
     sections = [
         f"<h1>Drill of {name}: {escape(drill.summary)}</h1>",
-        table((), list(drill.facts.items())),
+        _table((), list(drill.facts.items())),
         "<h2>Verdicts</h2>",
         _verdicts(drill.results),
     ]
@@ -134,7 +141,7 @@ def _html(drill: Drill) -> str:
         sections += _section(result)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>Drill of {name}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>Drill of {name}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
@@ -146,7 +153,7 @@ def _verdicts(results: Sequence[Result]) -> str:
         account = result.account
         cells = (result.name, result.about, account.verdict, clock(result.seconds), _why(account))
         rows.append(cells)
-    return table(("exercise", "of", "verdict", "took", "why"), rows)
+    return _table(("exercise", "of", "verdict", "took", "why"), rows)
 
 
 def _section(result: Result) -> list[str]:
@@ -156,12 +163,12 @@ def _section(result: Result) -> list[str]:
     if account.reason:
         rows.append(("reason", account.reason))
     rows += [("note", note) for note in account.notes]
-    sections.append(table((), rows))
+    sections.append(_table((), rows))
     if account.checks:
         checks = [
             (each.expected, each.seen, "yes" if each.holds else "NO") for each in account.checks
         ]
-        sections.append(table(("expected", "seen", "holds"), checks))
+        sections.append(_table(("expected", "seen", "holds"), checks))
     return sections
 
 
@@ -171,3 +178,17 @@ def _why(account: Account) -> str:
     if account.verdict is Verdict.FAILED:
         return f"expected: {wrong[0].expected}; seen: {wrong[0].seen}"
     return account.reason or account.fault
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """HTML of a table; every cell is escaped. headings: none for rows of label and text."""
+    lines: list[str] = []
+    for row in rows:
+        cells = "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    # Two columns of label and text need no headings.
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    if head:
+        head = f"<tr>{head}</tr>"
+    body = "\n".join(lines)
+    return f'<div class="wide"><table>{head}\n{body}\n</table></div>'

@@ -184,7 +184,7 @@ def overview(folder: Path, locked: bool) -> Overview:
         is_empty = not any(folder.iterdir())
     except OSError as error:
         return Overview(folder, State.BROKEN, f"cannot be read: {error.strerror}")
-    size = _size_on_disk(folder)
+    size = size_on_disk(folder)
     if not there and not locked:
         state = State.EMPTY if is_empty else State.FOREIGN
         return Overview(folder, state, latest=changed, size=size)
@@ -348,7 +348,7 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-def _size_on_disk(folder: Path) -> int:
+def size_on_disk(folder: Path) -> int:
     """Bytes that the files below `folder` take on the disk. Links are not followed; a hard link counts once."""
     total = 0
     seen: set[tuple[int, int]] = set()

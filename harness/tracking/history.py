@@ -432,8 +432,19 @@ def _fit(value: Any, depth: int = 0) -> Any:
 
 
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An event without fields of a wrong type. A move of layers gets an empty list where one is missing."""
+    """An event without fields of a wrong type. A move of layers gets an empty list where one is missing.
+
+    A verdict of the fallback has its evidence by layer under the names that a move has for its lists of layers; here it
+    is under `evidence`.
+    """
     event = _fit(row)
+    evidence: dict[str, Any] = {}
+    for name in ("demote", "promote"):
+        if isinstance(event.get(name), dict):
+            evidence[name] = event.pop(name)
+    event.pop("evidence", None)
+    if evidence:
+        event["evidence"] = evidence
     wrong = [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
     # Not isinstance: True is an int there.
     wrong += [name for name in _NUMBERS if type(event.get(name, 0)) is not int]

@@ -91,6 +91,14 @@ def test_the_wheel_holds_every_module_recipe_and_config(wheel: Path) -> None:
     }
     assert "harness/_shipped/recipes/fp8_hybrid.yaml" in shipped
     assert modules | shipped <= names
+    report = ROOT / "harness" / "report"
+    parts = {
+        path.relative_to(ROOT).as_posix()
+        for path in report.rglob("*")
+        if path.suffix not in (".py", ".pyc")
+    }
+    assert {"harness/report/page.js", "harness/report/vendor/uplot/LICENSE"} < parts
+    assert {name for name in parts if (ROOT / name).is_file()} <= names
     # A regular package: an editable install also leaves a folder harness/_shipped in site-packages.
     assert "harness/__init__.py" in names
     assert not [name for name in names if name.startswith(("tests/", "launch/", "benchmarks/"))]

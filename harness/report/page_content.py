@@ -1,0 +1,407 @@
+"""What a run's page shows, as plain data: the page's script (`page.js`) makes tables and charts of it.
+
+Everything here is numbers, texts, lists and mappings for strict JSON. Texts come from run folders that somebody else
+may have written: `RunHistory` has made them fit to be shown and cut them, and the script treats them as text alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness.core.errors import ConfigError, clipped, clock, shown
+from harness.core.facts import SWITCH_DELAY, jsonable
+from harness.core.memory import size_text
+from harness.core.plan_text import fold, rung_lines
+from harness.core.secrets import scrubbed
+from harness.report import short, tool
+from harness.report.charts import charts, marks_of_scale
+from harness.report.differences import Difference, differences, likely_causes
+from harness.report.divergence import compare
+from harness.report.explain import catalogue, described, flights, plain, streaks
+from harness.report.inspect import account, counts
+from harness.report.overview import Severity, severities
+from harness.report.page_slots import content as slots_of
+from harness.report.sides import Gap, Side, loss_gaps, notes
+from harness.report.spent import Checkpoint, Spent, read_spent
+from harness.tracking.history import MAX_TEXT, SWITCHED, RunHistory
+from harness.tracking.journal import run_page
+from harness.tracking.store import Destination
+
+MAX_EVENTS = 600
+MAX_CONFIG = 64 << 10
+MOST_LAYERS = 2000
+LOCAL_PAGES = "http://127.0.0.1:5000"
+ROOM = 2_400_000
+"""Bytes that the series of all slots of a page may take, before they become text."""
+MOST_DIFFERENCES = 500
+_MOST_CAUSES = 8
+_LONGEST_VALUE = 300
+_MOST_DETAILS = 1000
+_HEAD = ("kind", "step", "attempt", "time", "code", "text")
+_LAST_ALERTS = 8
+# What an event is on the axis, by its code.
+_KINDS = {
+    SWITCHED: "switch",
+    "precision.demote": "switch",
+    "precision.promote": "switch",
+    "precision.lowered": "switch",
+    "guard.rollback": "rollback",
+    "guard.halt": "halt",
+    "run.failed": "halt",
+    "run.stopped": "resume",
+    "run.resumed": "resume",
+    "run.started_from": "resume",
+    "run.changed": "resume",
+}
+_BY_END = {".skip": "skip"}
+_BY_BEGINNING = {"scaler.": "scale", "checkpoint.": "checkpoint"}
+_LABELS = {
+    "switch": "demote, promote",
+    "rollback": "rollback",
+    "halt": "halt, failure",
+    "skip": "update skipped",
+    "scale": "loss scale",
+    "checkpoint": "checkpoint",
+    "resume": "resume, stop",
+    "other": "other",
+}
+"""Kinds of events, in the order of the page's filter."""
+
+
+def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
+    """The content of one run. room: bytes that the series of its slots may take."""
+    spent = read_spent(history)
+    events = _events(history, spent)
+    return {
+        "name": shown(history.run_dir.name),
+        "running": not history.outcome.get("status"),
+        "account": account(history),
+        "link": _link(history.run_dir),
+        "plan": _plan(history.plan),
+        "config": _config(history.run_dir),
+        "charts": charts(history),
+        "events": events,
+        "events_left_out": max(0, len(history.events) - MAX_EVENTS),
+        "moves": list(_moves(history)),
+        "rollbacks": list(_rollbacks(history)),
+        "replays": _replays(history.run_dir),
+        "checkpoints": [_checkpoint(each) for each in spent.checkpoints],
+        "cost": _cost(history, spent),
+        "slots": slots_of(history, room),
+    }
+
+
+def explanations(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Code -> its explanation of the runbook, for the codes of these runs' events."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        for event in run["events"]:
+            code = event["code"]
+            if code in found:
+                continue
+            try:
+                entry = catalogue().find(code)
+            except ConfigError:  # of another program, or of another version
+                continue
+            found[code] = [[label, plain(text)] for label, text in entry.fields.items()]
+    return found
+
+
+def kinds() -> list[tuple[str, str]]:
+    """(kind, label) of events."""
+    return list(_LABELS.items())
+
+
+def _plan(plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not plan:
+        return None
+    rows: list[list[Any]] = []
+    folded = fold(plan["layers"])
+    for row in folded[:MOST_LAYERS]:
+        shape = "x".join(map(str, row.shape))
+        rows.append([row.name, row.count, row.precision, row.backend, shape, row.reason])
+    return {
+        "lines": [shown(line) for line in rung_lines(plan)],
+        "layers": rows,
+        "left_out": max(0, len(folded) - MOST_LAYERS),
+    }
+
+
+def _link(run_dir: Path) -> dict[str, str] | None:
+    """The run in MLflow; None before the first delivery, which gives the run its id there.
+
+    href: of its page. command: what shows that page, where no server does; empty where one does.
+    """
+    destination = Destination.load(run_dir)
+    page = run_page(run_dir)
+    if destination is None or not page:
+        return None
+    if destination.uri.startswith(("http://", "https://")):
+        return {"href": shown(scrubbed(destination.uri + page)), "command": ""}
+    command = f"mlflow ui --backend-store-uri {destination.uri}"
+    return {"href": f"{LOCAL_PAGES}{page}", "command": shown(scrubbed(command))}
+
+
+def _config(run_dir: Path) -> str | None:
+    """The config that the run was started with; a loop of the user's own has none."""
+    try:
+        with (run_dir / "config.yaml").open("rb") as stream:
+            text = stream.read(MAX_CONFIG).decode(errors="replace")
+    except OSError:
+        return None
+    return shown(scrubbed(text))
+
+
+def _events(history: RunHistory, spent: Spent) -> list[dict[str, Any]]:
+    """Events of the journal, changes of the loss scale and saves, in the order of their steps.
+
+    Of very many events of the journal those that matter most are taken.
+    """
+    # From the worst to the least, as they are declared; of one severity the first ones stay.
+    known = severities()
+    taken: list[Mapping[str, Any]] = []
+    for severity in Severity:
+        taken += [
+            each for each in history.events if known.get(each["code"], Severity.INFO) == severity
+        ]
+    taken = taken[:MAX_EVENTS]
+    found = [_event(history, event) for event in taken]
+    for step, text in marks_of_scale(history):
+        found.append(_mark(step, "loss scale", "scale", text))
+    for each in spent.checkpoints:
+        mark = _mark(each.step, "checkpoint", "checkpoint", _saved(each))
+        found.append(mark | {"attempt": each.attempt, "time": _moment(each.time)})
+    found.sort(key=lambda event: (event["step"], event["attempt"]))
+    return found
+
+
+def _event(history: RunHistory, event: Mapping[str, Any]) -> dict[str, Any]:
+    code = event["code"]
+    return {
+        "step": event["step"],
+        "attempt": event["attempt"],
+        "time": _moment(event.get("time")),
+        "code": code,
+        "kind": _kind(code),
+        "severity": str(severities().get(code, Severity.INFO)),
+        "text": described(event),
+        "details": _details(event),
+        "undone": _undone(history, event),
+    }
+
+
+def _mark(step: int, code: str, kind: str, text: str) -> dict[str, Any]:
+    """An event that the journal has as something else."""
+    return {"step": step, "attempt": 0, "time": "", "code": code, "kind": kind, "severity": "info",
+            "text": text, "details": [], "undone": False}  # fmt: skip
+
+
+def _kind(code: str) -> str:
+    if code in _KINDS:
+        return _KINDS[code]
+    for end, kind in _BY_END.items():
+        if code.endswith(end):
+            return kind
+    for beginning, kind in _BY_BEGINNING.items():
+        if code.startswith(beginning):
+            return kind
+    return "other"
+
+
+def _details(event: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The event's own fields as texts."""
+    found: list[tuple[str, str]] = []
+    left = _MOST_DETAILS
+    for name, value in event.items():
+        if name in _HEAD or value in ("", [], {}):
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        text = clipped(text, left)
+        left = max(0, left - len(text))
+        found.append((clipped(str(name), MAX_TEXT), text))
+        if not left:
+            break
+    return found
+
+
+def _moment(seconds: float | None) -> str:
+    """Local time; "-" for an event without a time, which another program may have written."""
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
+def _moves(history: RunHistory) -> Iterator[dict[str, Any]]:
+    """Every switch between FP8 and BF16, with the evidence for it."""
+    for event in history.events:
+        if event["code"] != SWITCHED:
+            continue
+        evidence = _evidence(history, event)
+        yield {
+            "step": event["step"],
+            "demote": event["demote"],
+            "promote": event["promote"],
+            "whole_run": event.get("lowered", ""),
+            "why": described(evidence) if evidence else "",
+            "slots": _observed(evidence),
+            "undone": _undone(history, event),
+        }
+
+
+def _undone(history: RunHistory, event: Mapping[str, Any]) -> bool:
+    """Whether a rollback discarded the step of an event; a rollback itself stands."""
+    is_rollback = event["code"] == "guard.rollback"
+    return not is_rollback and history.replaced(event["attempt"], event["step"])
+
+
+def _evidence(history: RunHistory, switch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The verdict that asked for a switch: the last one of the fallback in the steps before it; empty if none is there.
+
+    A switch acts SWITCH_DELAY steps after its verdict.
+    """
+    found: Mapping[str, Any] = {}
+    for event in history.events:
+        is_before = switch["step"] - SWITCH_DELAY <= event["step"] <= switch["step"]
+        of_fallback = event["code"].startswith("precision.") and event["code"] != SWITCHED
+        if of_fallback and is_before and event["attempt"] == switch["attempt"]:
+            found = event
+    return found
+
+
+def _observed(evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The figures behind a verdict of the fallback: slot, figure, and its values, the newest last."""
+    found: list[dict[str, Any]] = []
+    for layers in evidence.get("evidence", {}).values():
+        for layer in layers.values():
+            slots = layer.get("slots") if isinstance(layer, dict) else None
+            if not isinstance(slots, dict):
+                continue
+            for slot, figures in slots.items():
+                if not isinstance(figures, dict):
+                    continue
+                for figure, values in figures.items():
+                    text = clipped(json.dumps(values), _MOST_DETAILS)
+                    found.append({"slot": slot, "figure": figure, "values": text.strip("[]")})
+    return found[:MAX_EVENTS]
+
+
+def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
+    """Every rollback, with the alerts of its attempt that led to it."""
+    for place, event in enumerate(history.events):
+        if event["code"] != "guard.rollback":
+            continue
+        before = [each for each in history.events[:place] if each["attempt"] == event["attempt"]]
+        alerts = catalogue().ranked({each["code"] for each in before})
+        led = streaks([each for each in before if each["code"] in alerts])[-_LAST_ALERTS:]
+        yield {
+            "step": event["step"],
+            "to_step": event.get("to_step"),
+            "source": str(event.get("source", "")),
+            "why": str(event.get("reason", "")),
+            "windows": clipped(", ".join(map(str, event.get("passed_over", ()))), _MOST_DETAILS),
+            "led": [[each.steps, each.times, each.last_text] for each in led],
+        }
+
+
+def _replays(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, command) of the steps that can be run again."""
+    command = f"{tool('harness')} replay {shown(short(run_dir))}"
+    return [(step, f"{command} --step {step}") for step in flights(run_dir)[:_LAST_ALERTS]]
+
+
+def _checkpoint(each: Checkpoint) -> list[Any]:
+    """step, attempt, time, seconds, bytes, state."""
+    state = "saved"
+    if each.good:
+        state = "good"
+    if each.deleted:
+        state += ", deleted since"
+    elif not each.size:
+        state += ", not in the folder"
+    seconds = None if each.seconds is None else jsonable(each.seconds)
+    return [each.step, each.attempt, _moment(each.time), seconds, each.size, state]
+
+
+def _saved(each: Checkpoint) -> str:
+    text = "saved"
+    if each.seconds is not None:
+        text += f" in {each.seconds:.3g} s"
+    if each.good:
+        text += ", and good: a rollback may return to it"
+    return text
+
+
+def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
+    """Lines (label, text) on what the run took."""
+    tags = history.run["tags"]
+    ranks = str(tags.get("ranks", "1"))
+    card = tags.get("card") or history.plan.get("tier") or "not recorded"
+    lines = [("time", f"{clock(spent.seconds)} in {max(1, spent.processes)} start(s)")]
+    if ranks.isdecimal() and len(ranks) < 7:
+        lines.append(
+            ("rank hours", f"{spent.seconds / 3600 * int(ranks):.3g}: {ranks} rank(s) on {card}")
+        )
+
+    # What was paid for and does not count.
+    found = counts(history)
+    abandoned = len(history.abandoned.get("train/loss", ()))
+    if abandoned:
+        share = spent.thrown_away / spent.seconds if spent.seconds else 0.0
+        lines.append(
+            (
+                "thrown away",
+                f"{abandoned} steps by rollbacks: {clock(spent.thrown_away)}, {share:.1%} of the time",
+            )
+        )
+    lines.append(("updates skipped", f"{found['skipped']} of {found['steps']} steps"))
+
+    saves = [each.seconds for each in spent.checkpoints if each.seconds is not None]
+    size = sum(each.size for each in spent.checkpoints)
+    if spent.checkpoints:
+        lines.append(
+            ("checkpoints", f"{len(spent.checkpoints)} saves, {clock(sum(saves))} of writing beside training; "
+             f"{size_text(size)} on disk now")
+        )  # fmt: skip
+    return lines
+
+
+def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
+    """What two runs were given that differs, how far their losses are apart, and where they part."""
+    given = differences(a, b)
+    found = compare(a, b)
+    causes = likely_causes(found, given, a, b)
+    sides = Side("A", [a]), Side("B", [b])
+
+    first = ""
+    if found.splits:
+        split = found.splits[0]
+        first = f"step {split.step}, {split.tensor} {split.kind}: A {split.a!r}, B {split.b!r}"
+    likely = () if causes is None else causes.likely
+    return {
+        "given": [_difference(each) for each in given[:MOST_DIFFERENCES]],
+        "left_out": max(0, len(given) - MOST_DIFFERENCES),
+        "gaps": [_gap(gap) for gap in loss_gaps(*sides)],
+        "notes": notes(*sides, is_measured=True),
+        # How many steps were compared, the first and the last of them.
+        "steps": [found.steps, found.first, found.last],
+        "first": shown(first),
+        "evidence": "" if causes is None else causes.evidence,
+        "causes": [_difference(each) for each in likely[:_MOST_CAUSES]],
+    }
+
+
+def _gap(gap: Gap) -> list[Any]:
+    """what, step, loss in A, loss in B, and their difference."""
+    return [gap.what, gap.last, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
+
+
+def _difference(each: Difference) -> list[str]:
+    """kind, key, value in A, value in B."""
+    values = [
+        "-" if value is None else clipped(str(value), _LONGEST_VALUE) for value in (each.a, each.b)
+    ]
+    return [each.kind, shown(each.key), *map(shown, values)]
