@@ -14,6 +14,7 @@ import os
 
 import torch
 
+NOT_SET = "not set"
 # Environment variable: what it is set to, unless the user has set it.
 _SET = {
     # cuBLAS: one workspace of a fixed size. It is read at the first multiplication on a GPU.
@@ -75,7 +76,7 @@ def knobs(seed: int) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
     }
     for name in (*_SET, _COMPILER, *_READ):
-        found[name] = os.environ.get(name, "not set")
+        found[name] = os.environ.get(name, NOT_SET)
     return found
 
 

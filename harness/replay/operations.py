@@ -158,10 +158,10 @@ class _Recorder(TorchDispatchMode):
         touched = tree_leaves(result)
         if func._schema.is_mutable:
             touched += tree_leaves((args, kwargs))
-        hashes: list[int] = []
-        for each in touched:
-            if isinstance(each, Tensor) and each.layout == torch.strided:
-                hashes.append(self._hashes.of(each))
+        plain = [
+            each for each in touched if isinstance(each, Tensor) and each.layout == torch.strided
+        ]
+        hashes = [self._hashes.of(each) for each in plain]
         module, direction = self._place()
         now = Operation(str(func), module, direction, tuple(hashes))
         place, self._count = self._count, self._count + 1

@@ -48,7 +48,7 @@ from harness.core.errors import CheckpointError, ExitCode, LostRankError, Proble
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
 from harness.data.source import source_changes
-from harness.engines.deterministic import knobs
+from harness.engines.deterministic import NOT_SET, knobs
 from harness.engines.process_group import lost_rank_named
 from harness.models import Task, check_vocab
 from harness.models.huggingface import tokenizer_of
@@ -435,11 +435,12 @@ def _drive(run: Run) -> Outcome:
 
 
 def _log_knobs(run: Run) -> None:
-    """Log every setting on which the bits of a step depend, and ranks whose settings differ from rank 0's. Collective."""
+    """Log every setting on which the bits of a step depend, and ranks with other settings than rank 0's. Collective."""
     settings = knobs(run.config.train.seed)
-    listed = json.dumps(settings)
-    others = [rank for rank, text in enumerate(gather_texts(listed)) if text != listed]
-    text = ", ".join(f"{name} {value}" for name, value in settings.items())
+    own = json.dumps(settings)
+    others = [rank for rank, text in enumerate(gather_texts(own)) if text != own]
+    set_ones = [f"{name} {value}" for name, value in settings.items() if value != NOT_SET]
+    text = ", ".join(set_ones)
     fields: dict[str, Any] = {"text": text, "knobs": settings}
     if others:
         fields["differ_on_ranks"] = others
