@@ -5,6 +5,9 @@ which they run. Of two recordings from one state, the first entry that differs i
 from was the same. Code that torch does not see, such as a library's own kernel, shows at the operation that uses its
 result.
 
+After the backwards only the optimizer's own operations are recorded: the others pack a step's figures, and times and
+sizes of memory differ each time.
+
 *Which module.* In forward, hooks know which module is running. In backward, the running node of autograd has a number;
 the module is the one in whose forward that number was given out.
 
@@ -20,10 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.core.collectives import Fingerprint
+from harness.core.progress import training
 from harness.core.sharded import local_of
 from harness.replay.origin import calling_line, number_of
 
@@ -32,6 +40,7 @@ from harness.replay.origin import calling_line, number_of
 
 # Operations of these libraries return before their result is there.
 _IN_FLIGHT = ("c10d", "_c10d_functional")
+_OPTIMIZER = "optimizer"
 
 
 class Operation(NamedTuple):
@@ -39,7 +48,7 @@ class Operation(NamedTuple):
 
     name: of the operation, such as `aten.mul.Tensor`.
     module: in whose forward it ran, or whose backward; empty: the model itself, or what is computed from its output.
-    direction: "forward" or "backward"; empty: outside of both, as in the loss or the update.
+    direction: "forward" or "backward"; "optimizer"; empty: outside of these, as in the loss.
     hashes: of its results, and of what it changed in place.
     where: the line of the program, if the operation differs from the one that was expected.
     """
@@ -52,10 +61,12 @@ class Operation(NamedTuple):
 
     def __str__(self) -> str:
         text = f"operation {self.name}"
-        if self.direction:
+        if self.direction == _OPTIMIZER:
+            text += " in the optimizer"
+        elif self.direction:
             text += f" in the {self.direction} of {self.module or 'the model itself'}"
         else:
-            text += ", outside of the model: in the loss or the update"
+            text += " outside of the model, as in the loss"
         return f"{text}, {self.where}" if self.where else text
 
 
@@ -125,7 +136,11 @@ class _Recorder(TorchDispatchMode):
         # The forwards that have begun, the innermost last, each with autograd's next number; and those that ended.
         self._running: list[tuple[nn.Module, int]] = []
         self._ended: list[_Call] = []
-        self._handles: list[Any] = []
+        self._stepping = False
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave))
@@ -134,6 +149,12 @@ class _Recorder(TorchDispatchMode):
         """Take all hooks off the model."""
         for handle in self._handles:
             handle.remove()
+
+    def _begin_step(self, *_: Any) -> None:
+        self._stepping = True
+
+    def _end_step(self, *_: Any) -> None:
+        self._stepping = False
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._running.append((module, torch._C._autograd._get_sequence_nr()))
@@ -149,7 +170,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.recording.first is None and func.namespace not in _IN_FLIGHT:
+        counts = self._stepping or training.phase != "update"
+        if counts and self.recording.first is None and func.namespace not in _IN_FLIGHT:
             self._note(func, result, args, kwargs)
         return result
 
@@ -177,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         if self._running and (node is None or self._recomputes(node)):
             return self._names[self._running[-1][0]], "forward"
         if node is None:
-            return "", ""
+            return "", _OPTIMIZER if self._stepping else ""
         # The innermost module is the call with the fewest numbers around this one.
         number = number_of(node)
         around = [call for call in self._ended if call.first <= number < call.end]
