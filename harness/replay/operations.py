@@ -40,6 +40,7 @@ from harness.replay.origin import calling_line, number_of
 
 # Operations of these libraries return before their result is there.
 _IN_FLIGHT = ("c10d", "_c10d_functional")
+_ALLOCATE = ("empty", "resize")
 _OPTIMIZER = "optimizer"
 
 
@@ -176,6 +177,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+        # Memory that was only allocated, or is only looked at another way, holds whatever was there.
+        if any(word in func._schema.name for word in _ALLOCATE) or _is_view(func):
+            return
         # Results, and what the operation has written into: some return nothing.
         touched = tree_leaves(result)
         if func._schema.is_mutable:
@@ -211,3 +215,9 @@ class _Recorder(TorchDispatchMode):
     def _recomputes(self, node: Any) -> bool:
         """Whether a forward runs within backward: it began after `node` was recorded."""
         return self._running[-1][1] > number_of(node)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether all that an operation returns is memory of its inputs, which it does not write."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -38,6 +38,8 @@ PARSED = 16
 STEPS = 64
 """Steps of the slot file that one look reads at most. Figures that are sampled more rarely come with later looks."""
 MAX_EVENT = 160
+# Bytes at the beginning of a journal by which it is recognised.
+_HEAD = 200
 _ENDED = (State.DONE, State.HALTED, State.STOPPED, State.CRASHED, State.BROKEN)
 
 
@@ -61,7 +63,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._at = 0
-        self._inode = 0
+        self._head = b""
         # (time, step) of the newest rows, for the pace.
         self._pace: deque[tuple[float, int]] = deque(maxlen=PARSED)
         # Moves of layers, in order: (step, demoted, promoted), bare names.
@@ -140,9 +142,12 @@ class Follower:
     def _read_journal(self) -> bool:
         """Take the rows behind the last ones. Raises OSError."""
         path = self.folder / JOURNAL
-        status = path.stat()
-        if status.st_ino != self._inode or status.st_size < self._at:
-            self._begin_again(status.st_ino)
+        # The first row has the time at which the run began.
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head[: len(self._head)] != self._head or path.stat().st_size < self._at:
+            self._begin_again()
+        self._head = head
 
         newest: deque[bytes] = deque(maxlen=PARSED)
         validated: deque[bytes] = deque(maxlen=1)
@@ -176,9 +181,10 @@ class Follower:
             self._pace.clear()
         self._pace.append((float(row.get("time", 0.0)), row["step"]))
 
-    def _begin_again(self, inode: int) -> None:
+    def _begin_again(self) -> None:
         """Another journal lies in the place of the one that was read."""
-        self._at, self._inode = 0, inode
+        self._at = 0
+        self._tail = SlotTail(self.folder / SLOT_FILE)
         self.totals = Totals()
         self.events.clear()
         self._pace.clear()
