@@ -158,14 +158,14 @@ class _Recorder(TorchDispatchMode):
         self._stepping = False
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        self._running.append((module, torch._C._autograd._get_sequence_nr()))
+        self._running.append((module, _next_number()))
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
+    def _leave(self, module: nn.Module, *rest: Any) -> None:
         while self._running and self._running[-1][0] is not module:
             self._running.pop()  # a recomputation that was cut short never left them
         if self._running:
-            _, first = self._running.pop()
-            end = torch._C._autograd._get_sequence_nr()
+            first = self._running.pop()[1]
+            end = _next_number()
             self._ended.append(_Call(self._names[module], first, end))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,6 +215,12 @@ class _Recorder(TorchDispatchMode):
     def _recomputes(self, node: Any) -> bool:
         """Whether a forward runs within backward: it began after `node` was recorded."""
         return self._running[-1][1] > number_of(node)
+
+
+def _next_number() -> int:
+    """The number that autograd gives to the operation that is recorded next."""
+    autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (torch's stub lacks it)
+    return autograd._get_sequence_nr()
 
 
 def _is_view(func: Any) -> bool:

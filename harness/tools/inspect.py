@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
@@ -73,21 +73,20 @@ def _follow(folder: Path, every: float, slots: int | None, as_objects: bool) -> 
     run = Follower(folder)
     console = Screen()
     bars = bars_of(console)
-    is_live = console.is_terminal and not as_objects
-    live: AbstractContextManager[Any] = nullcontext()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    if is_live:
+    live: Live | None = None
+    if console.is_terminal and not as_objects:
         live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-    with live as shown:
+    with live or nullcontext():
         while True:
             # The lock first: what its owner has written by then is there.
             locked = is_locked(folder)
             if run.look(locked):
                 if as_objects:
                     print(json.dumps(as_json(run, slots), allow_nan=False), flush=True)
-                elif is_live:
-                    shown.update(_fitting(run, console, slots, bars), refresh=True)
+                elif live is not None:
+                    live.update(_fitting(run, console, slots, bars), refresh=True)
                 else:
                     console.print(view(run, slots or PLAIN_SLOTS, bars))
                     console.print()

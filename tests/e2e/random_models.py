@@ -59,6 +59,9 @@ class Unwritten(nn.Module):
 class Kept(nn.Module):
     """Dropout, and a buffer that no checkpoint has, which changes in each forward and counts in the next."""
 
+    calls: Tensor
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)

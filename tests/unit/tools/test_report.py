@@ -15,8 +15,8 @@ from matplotlib.image import imread
 
 from harness.core.errors import ConfigError
 from harness.report import page as report
-from harness.tracking.history import RunHistory, bare
 from harness.tracking.charts import SECTIONS
+from harness.tracking.history import RunHistory, bare
 from harness.tracking.journal import Journal, Position
 from harness.tracking.store import Destination
 
