@@ -46,6 +46,8 @@ _FIX = "replace what is named by something deterministic, or train with engine.d
 _SHARE = 2
 # Figures of a step that are no times or sizes of memory.
 _FIGURES = ("loss", "grad_norm", "loss_scale", "lr", "applied")
+# Begins the names of what the data source gave.
+_SAMPLES = "samples'"
 # Of torch's error for an operation that has no deterministic kernel.
 _NO_KERNEL = "does not have a deterministic implementation"
 
@@ -92,7 +94,10 @@ def prove(run: Run) -> None:
         return
     rank = differing[0]
     what = texts[rank] if len(texts) == 1 else f"{texts[rank]} on rank {rank}"
-    culprit = _named(run, kept)
+    if texts[rank].startswith(_SAMPLES):
+        culprit = "the data source gives other samples each time it is read"
+    else:
+        culprit = _named(run, kept)
     run.telemetry.event(step, "deterministic.differs", text=culprit, first_seen=what)
     why = f"{STEPS} steps were run twice from one state; first seen in: {what}"
     raise ConfigError(Problem(f"the same step gives other bits: {culprit}", _WHERE, why, _FIX))
@@ -137,7 +142,8 @@ def _run_steps(run: Run, count: int) -> Seen:
         shares = _read(run, window)
         for number, batch in enumerate(shares[0].batches, start=1):
             for name, values in batch.items():
-                seen.append((f"{name} of micro-batch {number} of {step}", hashes.of(values)))
+                label = f"{_SAMPLES} {name} of micro-batch {number} of {step}"
+                seen.append((label, hashes.of(values)))
 
         with _gradients(run, step, hashes, seen):
             in_flight = train_step(run, window, shares)

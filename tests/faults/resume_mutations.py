@@ -7,6 +7,20 @@ from mutation import Mutation
 RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
+        "the proof of engine.deterministic leaves the state as it was",
+        "            again = _run_steps(run, STEPS)\n            restore(run, kept)\n",
+        "            again = _run_steps(run, STEPS)\n",
+        "tests/e2e/test_deterministic_proof.py -k no_bit[fp8]",
+    ),
+    Mutation(
+        1,
+        "so does it with buffers that no checkpoint holds",
+        "copy.deepcopy(kept.meta))\n    restore_buffers(kept)\n",
+        "copy.deepcopy(kept.meta))\n",
+        "tests/e2e/test_deterministic_proof.py -k no_bit[fp8]",
+    ),
+    Mutation(
+        1,
         "numpy's generator is restored",
         'np.random.set_state(("MT19937", key, position, has_gauss, gauss))',
         "pass",
