@@ -148,8 +148,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "no loss scale, no collapse",
-        "context.scales_loss",
-        "True",
+        'collapse."""\n        return cls() if context.scales_loss else None',
+        'collapse."""\n        return cls()',
         "tests/faults/test_resume_elsewhere.py -k fp16_scaler-bf16",
     ),
     Mutation(
