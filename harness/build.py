@@ -45,6 +45,7 @@ from harness.data.mixture import Mixture, prepare_mixture
 from harness.data.prefetch import Prefetched, Watch
 from harness.data.tokens import TokenData, prepare
 from harness.engines.deepspeed import DeepSpeedEngine
+from harness.engines.deterministic import choose_deterministic
 from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
@@ -178,23 +179,13 @@ def join_worker(config: RunConfig, launcher: str) -> Worker:
 
     # Settings of this process, before it computes anything.
     if config.engine.deterministic:
-        _choose_deterministic_kernels()
+        choose_deterministic(config.engine.compile != "none")
     _set_threads(config.train.threads, launch)
 
     # Meet the other ranks.
     device = choose_device(launch)
     join(launch, device, config.engine.timeout_seconds)
     return Worker(launch, engine, device, facts, ProcessGroup(device))
-
-
-def _choose_deterministic_kernels() -> None:
-    """Use only deterministic kernels in this process. An operation without one raises RuntimeError, naming itself.
-
-    Call it before the first multiplication on a GPU: cuBLAS then reads the size of its workspace from the environment.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _set_threads(threads: int, launch: Launch) -> None:

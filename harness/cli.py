@@ -45,8 +45,8 @@ COMMANDS = {
         "Compare runs: what differs, the gap in loss, and where they part. First step and tensor that differ, and why.",
     ),
     "inspect": (
-        "report.inspect",
-        "Show a run's FP8 slots and its account. Of a slot: amax, scale, saturation, underflow, SQNR, amax history.",
+        "tools.inspect",
+        "Show a run's FP8 slots and its account, once or live. Of a slot: amax, scale, saturation, underflow, SQNR.",
     ),
     "explain": (
         "report.explain",

@@ -320,7 +320,7 @@ class EngineConfig(Strict):
     )
     deterministic: bool = Field(
         default=False,
-        description="GPU kernels that give the same bits each time; attention's usual gradient may not",
+        description="kernels that give the same bits each time; proven at each start by two steps that run twice",
     )
 
 

@@ -20,6 +20,7 @@ from harness.monitors.loss import FirstLossMonitor, LossMonitor, PlateauMonitor
 from harness.monitors.parameters import ParameterMonitor
 from harness.monitors.ranks import RanksMonitor
 from harness.monitors.rise import LearningRateMonitor, LossRiseMonitor
+from harness.monitors.scale_moves import ScaleMoves
 from harness.monitors.scaler import ScalerMonitor
 from harness.monitors.underflow import UnderflowMonitor
 
@@ -33,6 +34,7 @@ MONITORS = (
     FirstLossMonitor,
     LearningRateMonitor,
     ScalerMonitor,
+    ScaleMoves,
     DataMonitor,
     RanksMonitor,
     PlateauMonitor,

@@ -28,11 +28,12 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
-from harness.core.protocols import Batch, Meta, Tensors
+from harness.core.protocols import Batch, Meta
 from harness.core.state import RunLedger
 from harness.monitors.responder import Judgement
 from harness.replay.answer import Answer, Gradient, Sample, growth, stopped_by_gate
 from harness.replay.flight import BadStep, Branches, Difference, Environment
+from harness.replay.kept import Kept, keep, restore, restore_buffers
 from harness.replay.origin import Finding, Origin, locate, watch
 from harness.replay.step_tensors import StepTensors, watched
 from harness.run import Run, Share, next_window, observe, train_step
@@ -40,9 +41,6 @@ from harness.run_folder import read_plan
 
 NEVER_APPLIED = Limits(loss=float("-inf"))
 """Limits that every update exceeds: nothing is applied."""
-
-Kept = tuple[Tensors, Meta]
-"""A copy of the whole state: tensors by part and name, and the rest."""
 
 
 @dataclass
@@ -79,8 +77,8 @@ class Rerun:
 
     def resume(self, kept: Kept) -> None:
         """`start`, from a state that `keep` gave."""
-        self.restore(kept)
-        self._resumed(kept[1])
+        restore(self.run, kept)
+        self._resumed(kept.meta)
 
     def _resumed(self, meta: Meta, keeps_precision: bool = True) -> None:
         budgets = meta["budgets"]
@@ -178,32 +176,19 @@ class Rerun:
                 step = train_step(self.run, window, [Share(rank, [one])], NEVER_APPLIED)
                 return one, step.facts()
         finally:
-            self._restore_the_rest(*kept)
+            self._restore_the_rest(kept)
 
-    def keep(self) -> Kept:
-        """A copy of the whole state on the host."""
-        tensors, meta = self.run.state.state_dict()
-        copied: Tensors = {}
-        for part, of_part in tensors.items():
-            copied[part] = {}
-            for name, tensor in of_part.items():
-                copied[part][name] = tensor.detach().to("cpu", copy=True)
-        return copied, copy.deepcopy(meta)
-
-    def restore(self, kept: Kept) -> None:
-        """Load `kept`. The ledger stays as it is."""
-        tensors, meta = kept
-        self.run.state.load_state_dict(tensors, copy.deepcopy(meta))
-
-    def _restore_the_rest(self, tensors: Tensors, meta: Meta) -> None:
+    def _restore_the_rest(self, kept: Kept) -> None:
         """Load all but weights and optimizer. Buffers of the model may have changed in forward, so they are loaded."""
         for name, part in self.run.state.parts.items():
             if name not in ("model", "optimizer"):
-                part.load_state_dict(tensors.get(name, {}), copy.deepcopy(meta["parts"][name]))
+                meta = copy.deepcopy(kept.meta["parts"][name])
+                part.load_state_dict(kept.tensors.get(name, {}), meta)
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                if name in tensors["model"]:
-                    buffer.copy_(tensors["model"][name])
+                if name in kept.tensors["model"]:
+                    buffer.copy_(kept.tensors["model"][name])
+        restore_buffers(self.run, kept)
 
 
 @contextmanager
@@ -259,20 +244,20 @@ class Investigation:
         if self.record is not None:
             rerun.run.state.limits[self.step] = self.record.limits_then
         window = next_window(rerun.run)
-        kept = rerun.keep()
+        kept = keep(rerun.run)
 
         # With hooks, and without. Hooks need eager code: if the run was compiled, only the pass without hooks computes
         # what the run did.
         self.say(f"step {self.step}: under observation")
         compiled = self._again(kept) if rerun.compiled else None
         watched, origin = rerun.watched(self._usual())
-        rerun.restore(kept)
+        restore(rerun.run, kept)
         here = compiled or watched
         again = None if rerun.compiled else self._again(kept)
         finding = origin.first
         if finding is not None and finding.direction == "forward":
             finding = rerun.located(finding)
-            rerun.restore(kept)
+            restore(rerun.run, kept)
 
         # Against the journal.
         self._compare(here)
@@ -367,9 +352,9 @@ class Investigation:
                 self.say(f"step {facts.step}: re-run, {left} more before step {self.step}")
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
-        kept = self.rerun.keep()
+        kept = keep(self.rerun.run)
         watched = self.rerun.watched(None)
-        self.rerun.restore(kept)
+        restore(self.rerun.run, kept)
         return watched
 
     def _compare(self, facts: StepFacts) -> None:
@@ -380,7 +365,7 @@ class Investigation:
     def _again(self, kept: Kept) -> StepFacts:
         """The step without hooks."""
         facts = self.rerun.take()
-        self.rerun.restore(kept)
+        restore(self.rerun.run, kept)
         return facts
 
     def _samples(self, kept: Kept, window: Window) -> list[Sample]:
@@ -426,7 +411,7 @@ class Investigation:
                 return "\n".join([*traces, str(error)])
             finally:
                 self.rerun.model.zero_grad(set_to_none=True)
-                self.rerun.restore(kept)
+                restore(self.rerun.run, kept)
         return "no NaN in backward"
 
     def _in_float32(self, kept: Kept) -> tuple[StepFacts, Origin]:
@@ -436,9 +421,8 @@ class Investigation:
         config = self.config.model_copy(update={"engine": engine})
         exact = self.build(config, "fp32", self.history.ledger_of(self.step), self.world_size)
         # The weights alone: optimizer and loss scale do not change a step's loss and gradients.
-        tensors, meta = kept
         model = exact.run.state.parts["model"]
-        model.load_state_dict(tensors["model"], meta["parts"]["model"])
+        model.load_state_dict(kept.tensors["model"], kept.meta["parts"]["model"])
         exact.run.state.step = self.step - 1
         try:
             limits = self.rerun.run.state.limits.get(self.step)

@@ -111,7 +111,7 @@ class GraphWatch:
     def next_number(self) -> int:
         """The number of the operation that is recorded next, read from an operation recorded for this purpose."""
         with torch.enable_grad():
-            return _number((self._counter + 0).grad_fn)
+            return number_of((self._counter + 0).grad_fn)
 
     def forget(self) -> None:
         """Drop the graph and every hook on it."""
@@ -142,7 +142,7 @@ class GraphWatch:
                 # Where a leaf accumulates its gradient: it belongs to the module that has the parameter.
                 owner = self._parameters.get(id(variable), "").rpartition(".")[0]
                 self._hook(node, owner)
-            elif _number(node) < first:
+            elif number_of(node) < first:
                 # Recorded before this module began: a parent's.
                 self._unclaimed.append(node)
             else:
@@ -238,7 +238,7 @@ class GraphWatch:
         return ""
 
 
-def _number(node: Any) -> int:
+def number_of(node: Any) -> int:
     """The place of an operation in the order in which forward recorded them."""
     return int(node._sequence_nr())
 
@@ -286,11 +286,11 @@ class FirstBad(TorchFunctionMode):
             if badness > self._found:
                 self._found = badness
                 self.operation = resolve_name(func) or name
-                self.where = _calling_line()
+                self.where = calling_line()
         return result
 
 
-def _calling_line() -> str:
+def calling_line() -> str:
     """The line of the program that is running now."""
     frames: list[str] = []
     for frame in traceback.extract_stack():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.core.errors import CheckpointError, Problem
-from harness.replay.investigate import Kept
+from harness.replay.kept import Kept, keep
 from harness.replay.replayed import Replayed
 from harness.replay.step_tensors import (
     Apart,
@@ -187,7 +187,7 @@ class Search:
             parted = Parted(base + 1, place, apart(a.state(place).value, values_b))
             return Parting(base, base, parted)
         for step in range(base + 1, end + 1):
-            kept = b.rerun.keep()
+            kept = keep(b.rerun.run)
             taken = b.step()
             self._progress(b, step, end)
             place = log.difference(step - base, taken)
@@ -234,7 +234,7 @@ class Search:
         while a.steps_done < step - 1:
             a.step()
             self._progress(a, a.steps_done, step)
-        kept_a = a.rerun.keep()
+        kept_a = keep(a.rerun.run)
         of_a = a.observed(kept_a)
         a_repeats = a.compiled or log.difference(step - base, of_a) is None
         found = first_difference(of_a, of_b) or place

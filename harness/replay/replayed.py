@@ -7,7 +7,8 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, Tensors
 from harness.replay.flight import Branches
-from harness.replay.investigate import Builder, Kept, Rerun
+from harness.replay.investigate import Builder, Rerun
+from harness.replay.kept import Kept, keep, restore
 from harness.replay.step_tensors import Place, StepTensors
 from harness.report.divergence import Split, compare_rerun
 from harness.tracking.history import RunHistory
@@ -113,9 +114,8 @@ class Replayed:
         raise CheckpointError(problems)
 
     def resume(self, kept: Kept) -> None:
-        """Go to a state that `rerun.keep` gave."""
-        _, meta = kept
-        self._new(int(meta["step"]) + 1)
+        """Go to a state that `keep` gave."""
+        self._new(int(kept.meta["step"]) + 1)
         self.rerun.resume(kept)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Replayed:
         self._follow_changes()
         found = StepTensors(wanted)
         self.rerun.noted(found, every=True)
-        self.rerun.restore(kept)
+        restore(self.rerun.run, kept)
         return found
 
     def _new(self, step: int) -> None:
@@ -173,5 +173,5 @@ class Replayed:
         step = self.steps_done + 1
         if self._setting_of(step) == self._setting:
             return
-        kept = self.rerun.keep()
+        kept = keep(self.rerun.run)
         self.resume(kept)

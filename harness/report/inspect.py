@@ -25,7 +25,7 @@ from harness.checkpoint.manifest import check_header
 from harness.core.errors import ExitCode, clipped, some
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
-from harness.report import RunFolder, short, tool
+from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.tracking.existing import spans
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
@@ -41,10 +41,6 @@ COLUMNS = {"amax": "3g", "scale": "4g", "saturation": "3f", "underflow": "2%", "
 Histories = dict[str, npt.NDArray[np.float32]]
 MAX_NAMED = 8
 _OF_THE_STATE = ("applied", "skipped", "rollbacks")
-
-
-def command(run: RunFolder) -> int:
-    return inspect(run, Screen())
 
 
 def inspect(run_dir: Path, console: Screen) -> int:
@@ -105,8 +101,7 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
     source = f"checkpoint of step {step}" if histories else "the last steps"
     if unread:
         source += f" (cannot be read: {some(unread, MAX_NAMED)})"
-    can_draw = (console.encoding or "").lower().startswith("utf")
-    bars = BARS if can_draw else ASCII_BARS
+    bars = bars_of(console)
 
     table = Table(
         box=None,
@@ -114,6 +109,28 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
         header_style="bold",
         title=f"amax history: {source}, newest right",
     )
+    slot_columns(table)
+
+    listed = slots[:MOST_SLOTS]
+    newest, tails = history.newest(listed, SPARK)
+    for slot in listed:
+        figures: dict[str, float] = {}
+        for column in COLUMNS:
+            # {step: value}, of one step or none.
+            values = newest[f"fp8_{column}/{slot}"].values()
+            if values:
+                figures[column] = next(iter(values))
+        # Checkpoint and journal pad numbers differently (blocks.03, blocks.3): `bare` takes the zeros away.
+        amaxes = histories.get(bare(slot))
+        tail = tails[slot] if amaxes is None else amaxes.tolist()
+        table.add_row(*row_of_slot(slot, figures, tail, bars))
+    if len(slots) > MOST_SLOTS:
+        table.add_row(f"and {len(slots) - MOST_SLOTS} more")
+    return table
+
+
+def slot_columns(table: Table) -> None:
+    """Add the columns of slots to `table`; `row_of_slot` makes their rows."""
     table.add_column("slot", no_wrap=True)
     # On a narrow terminal the figures keep their width; slot names and the history are cut.
     widths = {"amax": 8, "scale": 9, "satur.": 6, "underfl.": 8, "SQNR dB": 7}
@@ -121,22 +138,31 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
         table.add_column(heading, justify="right", no_wrap=True, min_width=width)
     table.add_column("amax history", no_wrap=True, overflow="crop")
 
-    listed = slots[:MOST_SLOTS]
-    newest, tails = history.newest(listed, SPARK)
-    for slot in listed:
-        figures: list[str] = []
-        for column, form in COLUMNS.items():
-            # {step: value}, of one step or none.
-            values = newest[f"fp8_{column}/{slot}"].values()
-            value = next(iter(values), None)
-            figures.append("-" if value is None else format(value, f".{form}"))
-        # Checkpoint and journal pad numbers differently (blocks.03, blocks.3): `bare` takes the zeros away.
-        amaxes = histories.get(bare(slot))
-        tail = tails[slot] if amaxes is None else amaxes.tolist()
-        table.add_row(Text(slot), *figures, sparkline(tail[-SPARK:], bars))
-    if len(slots) > MOST_SLOTS:
-        table.add_row(f"and {len(slots) - MOST_SLOTS} more")
-    return table
+
+def row_of_slot(
+    slot: str,
+    figures: Mapping[str, float],
+    amaxes: Sequence[float],
+    bars: str,
+) -> list[Text]:
+    """One row of `slot_columns`.
+
+    figures: by their names in COLUMNS; one that is missing was not measured.
+    amaxes: the newest last.
+    bars: see `sparkline`.
+    """
+    cells = [Text(slot)]
+    for column, form in COLUMNS.items():
+        value = figures.get(column)
+        cells.append(Text("-" if value is None else format(value, f".{form}")))
+    cells.append(Text(sparkline(amaxes[-SPARK:], bars)))
+    return cells
+
+
+def bars_of(console: Screen) -> str:
+    """The characters of sparklines that the console can show."""
+    can_draw = (console.encoding or "").lower().startswith("utf")
+    return BARS if can_draw else ASCII_BARS
 
 
 def _checkpoint_histories(folder: Path) -> tuple[int | None, Histories, list[str]]:

@@ -152,8 +152,8 @@ class Overview:
 
 
 @dataclass
-class _Journal:
-    """What the line needs of a journal.
+class Totals:
+    """What one line needs of a journal.
 
     rows: how many rows of any kind.
     metrics: values of the last row with a training loss; step: of that row.
@@ -175,6 +175,31 @@ class _Journal:
     lowered: str = ""
     codes: Counter[str] = field(default_factory=Counter)
 
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row, in the order of the journal."""
+        self.latest = max(self.latest, float(row.get("time", 0.0)))
+        if row["kind"] == "metrics":
+            if LOSS in row["metrics"]:
+                self.step, self.metrics = row["step"], row["metrics"]
+            if VAL_LOSS in row["metrics"]:
+                self.val_loss = float(row["metrics"][VAL_LOSS])
+        elif row["kind"] == "run":
+            self.params |= row.get("params", {})
+            self.status = ""
+        elif row["kind"] == "end":
+            self.status = row["status"]
+        elif row["kind"] == "event":
+            self.codes[row["code"]] += 1
+            lowered = row.get("lowered")
+            if row["code"] == SWITCHED and isinstance(lowered, str) and lowered:
+                self.lowered = lowered
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps there will be; None if it is not known."""
+        value = self.params.get("train.steps", self.params.get("steps"))
+        return value if type(value) is int and value >= 0 else None
+
 
 def overview(folder: Path, locked: bool) -> Overview:
     """How the run in `folder` stands. locked: whether a process is writing it."""
@@ -191,14 +216,14 @@ def overview(folder: Path, locked: bool) -> Overview:
 
     # A journal that cannot be read still leaves what the other files say.
     outcome = read_mapping(folder / "outcome.json")
-    journal, trouble = _Journal(), ""
+    journal, trouble = Totals(), ""
     try:
         journal = _read_journal(folder / JOURNAL)
         if not journal.rows:
             trouble = f"{JOURNAL} has no row that can be read"
     except (OSError, ValueError) as error:
         trouble = f"{JOURNAL}: {getattr(error, 'strerror', None) or error}"
-    state, reason = _state(outcome, "outcome.json" in there, journal, trouble, locked)
+    state, reason = state_of(outcome, "outcome.json" in there, journal, trouble, locked)
     plan = read_plan(folder / "plan.json")
     return Overview(
         path=folder,
@@ -206,11 +231,11 @@ def overview(folder: Path, locked: bool) -> Overview:
         # One line: an error's text may have several.
         reason=shown(clipped(" ".join(reason.split()), _MAX_REASON)),
         step=journal.step,
-        steps=_count(journal.params.get("train.steps", journal.params.get("steps"))),
+        steps=journal.steps,
         recipe=shown(str(journal.params.get("recipe") or plan.get("recipe", ""))),
         train_loss=journal.metrics.get(LOSS),
         val_loss=journal.val_loss,
-        layers=_layers(plan, journal, ended=state in _ENDED),
+        layers=layers_in(plan, journal, ended=state in _ENDED),
         events=_by_severity(journal.codes),
         worst=_worst(journal.codes),
         latest=journal.latest or changed,
@@ -218,8 +243,8 @@ def overview(folder: Path, locked: bool) -> Overview:
     )
 
 
-def _state(
-    outcome: Mapping[str, Any], has_outcome: bool, journal: _Journal, trouble: str, locked: bool
+def state_of(
+    outcome: Mapping[str, Any], has_outcome: bool, journal: Totals, trouble: str, locked: bool
 ) -> tuple[State, str]:
     """(state, why) of a folder that has files of a run.
 
@@ -246,14 +271,14 @@ def _state(
     return state, reason
 
 
-def _read_journal(path: Path) -> _Journal:
+def _read_journal(path: Path) -> Totals:
     """One pass over a journal. Raises OSError, and ValueError if it is no regular file.
 
     A torn last line, and lines that are no rows, are skipped.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("is not a regular file")
-    found = _Journal()
+    found = Totals()
     # The newest lines of each kind; a few, as the newest one may be damaged.
     trained: deque[bytes] = deque(maxlen=_CANDIDATES)
     validated: deque[bytes] = deque(maxlen=_CANDIDATES)
@@ -265,7 +290,7 @@ def _read_journal(path: Path) -> _Journal:
                 row = decode(line)
                 if row is not None:
                     found.rows += 1
-                    _add(found, row)
+                    found.add(row)
             elif line.endswith(b"\n"):  # else it is being written
                 found.rows += 1
                 if b'"train/loss"' in line:
@@ -276,31 +301,11 @@ def _read_journal(path: Path) -> _Journal:
     for lines_of in (trained, validated):
         readable = [row for line in lines_of if (row := decode(line)) is not None]
         if readable:
-            _add(found, readable[-1])
+            found.add(readable[-1])
     return found
 
 
-def _add(found: _Journal, row: Mapping[str, Any]) -> None:
-    """Add a row, in the order of the journal."""
-    found.latest = max(found.latest, float(row.get("time", 0.0)))
-    if row["kind"] == "metrics":
-        if LOSS in row["metrics"]:
-            found.step, found.metrics = row["step"], row["metrics"]
-        if VAL_LOSS in row["metrics"]:
-            found.val_loss = float(row["metrics"][VAL_LOSS])
-    elif row["kind"] == "run":
-        found.params |= row.get("params", {})
-        found.status = ""
-    elif row["kind"] == "end":
-        found.status = row["status"]
-    elif row["kind"] == "event":
-        found.codes[row["code"]] += 1
-        lowered = row.get("lowered")
-        if row["code"] == SWITCHED and isinstance(lowered, str) and lowered:
-            found.lowered = lowered
-
-
-def _layers(plan: Mapping[str, Any], journal: _Journal, ended: bool) -> dict[str, int]:
+def layers_in(plan: Mapping[str, Any], journal: Totals, ended: bool) -> dict[str, int]:
     """Number of modules in each precision, from the plan and what was moved since."""
     # What a run that ended really ran in is in its plan.
     effective = plan.get("effective_layers")
@@ -342,10 +347,6 @@ def _worst(codes: Iterable[str]) -> str:
     ranked = [*catalogue().ranked(given), *(code for code in _ENDS if code in given)]
     known = severities()
     return min(ranked, key=lambda code: list(Severity).index(known[code]), default="")
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
 
 
 def size_on_disk(folder: Path) -> int:

@@ -7,6 +7,7 @@ in resume.py, what refuses a job that cannot come to its end in preflight.py.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from harness.build import (
     read_ledger,
 )
 from harness.checkpoint.store import Store
+from harness.core.collectives import gather_texts
 from harness.core.config import (
     RunConfig,
     data_doubts,
@@ -46,10 +48,12 @@ from harness.core.errors import CheckpointError, ExitCode, LostRankError, Proble
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
 from harness.data.source import source_changes
+from harness.engines.deterministic import NOT_SET, knobs
 from harness.engines.process_group import lost_rank_named
 from harness.models import Task, check_vocab
 from harness.models.huggingface import tokenizer_of
 from harness.precision.plan import Plan
+from harness.replay.proof import prove
 from harness.report.inspect import trained_on
 from harness.run import Run
 from harness.run import train as train_run
@@ -431,6 +435,9 @@ def _drive(run: Run) -> Outcome:
         # training.
         tell_wrapper(ExitCode.FAILED)
     try:
+        if run.config.engine.deterministic:
+            _log_knobs(run)
+            prove(run)
         return train_run(run)
     except BaseException as error:
         _settle(run, error)
@@ -438,6 +445,20 @@ def _drive(run: Run) -> Outcome:
         raise
     finally:
         run.telemetry.screen.close()
+
+
+def _log_knobs(run: Run) -> None:
+    """Log every setting on which the bits of a step depend, and ranks with other settings than rank 0's. Collective."""
+    settings = knobs(run.config.train.seed)
+    own = json.dumps(settings)
+    others = [rank for rank, text in enumerate(gather_texts(own)) if text != own]
+    set_ones = [f"{name} {value}" for name, value in settings.items() if value != NOT_SET]
+    text = ", ".join(set_ones)
+    fields: dict[str, Any] = {"text": text, "knobs": settings}
+    if others:
+        fields["differ_on_ranks"] = others
+    run.telemetry.event(run.state.step, "deterministic.knobs", **fields)
+    run.telemetry.screen.say(f"engine.deterministic: {text}")
 
 
 def _settle(run: Run, error: BaseException) -> None:

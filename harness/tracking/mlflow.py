@@ -26,8 +26,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from harness.core.facts import ROLES, SLOT_ROWS
+from harness.core.facts import SLOT_ROWS
 from harness.core.screen import say
+from harness.tracking.charts import LOG_AXIS, SECTIONS
 from harness.tracking.journal import JOURNAL, SET_ASIDE, Position, read_rows, rows_after, set_aside
 from harness.tracking.mlflow_machine import MachineWatch
 from harness.tracking.mlflow_models import CheckpointModels
@@ -49,13 +50,6 @@ NEVER_WORKS = (FileNotFoundError, PermissionError, NotADirectoryError)
 
 KIND, TRAINING = "mlflow.experimentKind", "custom_model_development"
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
-# Sections of the view in order, each with the figures that have a chart.
-_SECTIONS: Mapping[str, Sequence[str]] = {
-    "train": ("loss", "grad_norm", "lr", "tokens_per_second"),
-    "val": ("loss",),
-    "guard": ("demoted_layers", "skipped", "rollbacks"),
-    **{f"fp8/{role}": ("saturation_max", "amax_max", "sqnr_db_min") for role in ROLES},
-}
 # Sections that are closed at first: series of single slots, such as `fp8_amax/<slot>`.
 _FOLDED = tuple(metric.key for metric in SLOT_ROWS.values())
 
@@ -75,20 +69,20 @@ def arrange_charts(client: MlflowClient, experiment_id: str) -> None:
 
 def _view() -> dict[str, Any]:
     """The view as MLflow's page saves it. An amax spans powers of two, so its charts have a log axis."""
-    sections = [_section(name, display=True) for name in _SECTIONS]
+    sections = [_section(each.name, display=True) for each in SECTIONS]
     sections += [_section(name, display=False) for name in _FOLDED]
     charts: list[dict[str, Any]] = []
-    for name, figures in _SECTIONS.items():
-        for figure in figures:
+    for section in SECTIONS:
+        for key in section.figures:
             chart = {
                 "type": "LINE",
-                "uuid": f"{VIEW}-{name}/{figure}",
-                "metricKey": f"{name}/{figure}",
-                "metricSectionId": f"{VIEW}-{name}",
+                "uuid": f"{VIEW}-{key}",
+                "metricKey": key,
+                "metricSectionId": f"{VIEW}-{section.name}",
                 "deleted": False,
                 "isGenerated": True,
             }
-            if figure == "amax_max":
+            if key in LOG_AXIS:
                 chart["scaleType"] = "log"
             charts.append(chart)
     return {

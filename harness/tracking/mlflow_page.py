@@ -101,7 +101,7 @@ class Description:
         experiment = f"#/experiments/{self._experiment_id}"
         view = f"{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={VIEW}"
         lines = [
-            f"**{requested}** on {tier}: ran as **{resolved}**. [Charts in order: train, val, guard, FP8]({view})",
+            f"**{requested}** on {tier}: ran as **{resolved}**. [Charts in order, as in the report]({view})",
             "",
             "| | |",
             "|---|---|",

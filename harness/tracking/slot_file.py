@@ -25,6 +25,7 @@ import struct
 import zlib
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,11 +134,10 @@ class Frame(NamedTuple):
     step: int
 
 
-def _frames(path: Path) -> Iterator[Frame]:
-    """Headers in order, up to the first frame that is torn or damaged."""
+def _frames(path: Path, at: int = 0) -> Iterator[Frame]:
+    """Headers in order from byte `at` on, up to the first frame that is torn or damaged."""
     end = path.stat().st_size
     with path.open("rb") as file:
-        at = 0
         while at + _HEADER.size <= end:
             file.seek(at)
             magic, size, attempt, step = _HEADER.unpack(file.read(_HEADER.size))
@@ -201,10 +201,7 @@ class SlotSteps:
         file.seek(frame.at + _HEADER.size)
         packed = hashlib.sha256(file.read(frame.size)).digest()
         if packed not in self._lists:
-            names = parse_json(_payload(file, frame.at, frame.size, _MAX_PAYLOAD) or b"[]")
-            if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-                raise ValueError("has slots without a name")
-            self._lists[packed] = tuple(names)
+            self._lists[packed] = _names_of(file, frame)
         return self._lists[packed]
 
     @classmethod
@@ -229,14 +226,9 @@ class SlotSteps:
                 step = int(self.steps[place])
                 names = self._named[self._which[place]]
                 at, packed = int(self._at[place]), int(self._sizes[place])
-                size = 4 * len(FIGURES) * len(names)
-                payload = _payload(file, at, packed, size)
-                if payload is None or len(payload) != size or not names:
-                    continue
-                # The planes of bytes back into floats; see `SlotFile.add`.
-                planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
-                numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
-                yield step, names, numbers.view(np.float32)[..., 0]
+                values = _floats(file, at, packed, len(names))
+                if values is not None:
+                    yield step, names, values
 
     def heard(self) -> list[str]:
         """Slots whose amax was ever over 0."""
@@ -307,6 +299,44 @@ class SlotSteps:
         return self.steps[::each], values
 
 
+class SlotTail:
+    """Reader of the newest steps of a file that still grows: each call reads what was written since the last one.
+
+    at: byte up to which the file has been read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.at = 0
+        self._path = path
+        self._inode = 0
+        self._names: tuple[str, ...] = ()
+
+    def take(self, most: int) -> list[tuple[int, tuple[str, ...], Floats]]:
+        """(step, slots, float32 [figures, slots]) of the last `most` steps since the last call, in order.
+
+        Of earlier ones only the headers are read. Raises OSError, and ValueError for slots without a name.
+        """
+        # Another file in its place, or a shorter one, is read from its beginning.
+        status = self._path.stat()
+        if status.st_ino != self._inode or status.st_size < self.at:
+            self.at, self._inode = 0, status.st_ino
+
+        newest: deque[tuple[Frame, tuple[str, ...]]] = deque(maxlen=most)
+        found: list[tuple[int, tuple[str, ...], Floats]] = []
+        with self._path.open("rb") as file:
+            for frame in _frames(self._path, self.at):
+                self.at = frame.at + _HEADER.size + frame.size
+                if frame.magic == _NAMES:
+                    self._names = _names_of(file, frame)
+                else:
+                    newest.append((frame, self._names))
+            for frame, names in newest:
+                values = _floats(file, frame.at, frame.size, len(names))
+                if values is not None:
+                    found.append((frame.step, names, values))
+        return found
+
+
 def _kept(
     attempts: npt.NDArray[np.int64],
     steps: npt.NDArray[np.int64],
@@ -355,6 +385,26 @@ def _payload(file: Any, at: int, packed: int, size: int) -> bytes | None:
         return None
     # At most one byte more than allowed was unpacked: a small frame cannot fill the memory.
     return payload if stream.eof and len(payload) <= size else None
+
+
+def _names_of(file: Any, frame: Frame) -> tuple[str, ...]:
+    """The slots that a frame names. Raises ValueError if it has no list of names."""
+    names = parse_json(_payload(file, frame.at, frame.size, _MAX_PAYLOAD) or b"[]")
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise ValueError("has slots without a name")
+    return tuple(names)
+
+
+def _floats(file: Any, at: int, packed: int, slots: int) -> Floats | None:
+    """float32 [figures, slots] of the frame at byte `at`, whose payload has `packed` bytes; None if it is damaged."""
+    size = 4 * len(FIGURES) * slots
+    payload = _payload(file, at, packed, size)
+    if payload is None or len(payload) != size or not slots:
+        return None
+    # The planes of bytes back into floats; see `SlotFile.add`.
+    planes = np.frombuffer(payload, np.uint8).reshape(len(FIGURES), 4, -1)
+    numbers = np.ascontiguousarray(planes.transpose(0, 2, 1))
+    return numbers.view(np.float32)[..., 0]
 
 
 def write_parquet(run_dir: Path) -> Path | None:

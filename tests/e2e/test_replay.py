@@ -23,6 +23,7 @@ from harness.core.errors import ConfigError
 from harness.core.facts import StepFacts
 from harness.core.files import find
 from harness.core.state import RunLedger
+from harness.replay.kept import keep, restore
 from harness.tools.replay import rebuild, replay
 from tests.support.runs import ROOT, events, harness, metrics, train
 
@@ -249,9 +250,9 @@ def test_what_is_due_before_a_step_is_done_before_every_run_of_it(
     plain = rebuild(backward_run, tmp_path, worker, config, "fp8_hybrid", RunLedger(), 1)
     layer = again.run.precision.slot_names[0].rpartition(".")[0]
     again.run.state.switches.append((1, [layer], [], ""))
-    kept = again.keep()
+    kept = keep(again.run)
     first = again.take()
-    again.restore(kept)
+    restore(again.run, kept)
     assert again.run.precision.demoted == (), "the switch is undone with the state"
     second = again.take()
     other = plain.take()

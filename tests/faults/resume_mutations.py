@@ -7,6 +7,20 @@ from mutation import Mutation
 RESUME: tuple[Mutation, ...] = (
     Mutation(
         1,
+        "the proof of engine.deterministic leaves the state as it was",
+        "            again = _run_steps(run, STEPS)\n            restore(run, kept)\n",
+        "            again = _run_steps(run, STEPS)\n",
+        "tests/e2e/test_deterministic_proof.py -k no_bit[fp8]",
+    ),
+    Mutation(
+        1,
+        "so does it with buffers that no checkpoint holds",
+        "copy.deepcopy(kept.meta))\n    restore_buffers(run, kept)\n",
+        "copy.deepcopy(kept.meta))\n",
+        "tests/e2e/test_deterministic_proof.py -k no_bit[fp8]",
+    ),
+    Mutation(
+        1,
         "numpy's generator is restored",
         'np.random.set_state(("MT19937", key, position, has_gauss, gauss))',
         "pass",
@@ -134,8 +148,8 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "no loss scale, no collapse",
-        "context.scales_loss",
-        "True",
+        'collapse."""\n        return cls() if context.scales_loss else None',
+        'collapse."""\n        return cls()',
         "tests/faults/test_resume_elsewhere.py -k fp16_scaler-bf16",
     ),
     Mutation(

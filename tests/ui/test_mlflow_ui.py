@@ -179,7 +179,7 @@ def test_the_first_charts_are_of_the_loss(page: browser.Browser, server: str, st
     assert places == sorted(places)
 
 
-def test_the_view_has_train_val_guard_and_then_fp8(
+def test_the_view_has_the_order_of_the_report(
     page: browser.Browser, server: str, store: Path
 ) -> None:
     address = run_page(store / "runs" / "large")
@@ -191,12 +191,13 @@ def test_the_view_has_train_val_guard_and_then_fp8(
     show(page, link, FIRST_CHART, "view")
     text = page.text()
     sections = (
-        "\ntrain\n",
-        "\nval\n",
-        "\nguard\n",
+        "\nloss\n",
         "\nfp8/input\n",
         "\nfp8/weight\n",
         "\nfp8/grad_output\n",
+        "\nloss scale\n",
+        "\ntrain\n",
+        "\nguard\n",
         "\nfp8_amax\n",
     )
     places = [text.find(section) for section in sections]

@@ -128,6 +128,7 @@ def test_what_practitioners_meet_is_there() -> None:
 def test_every_explained_code_is_ranked_but_for_what_the_run_itself_does() -> None:
     acts = {"guard.rollback", "guard.halt", "precision.switched"}
     acts |= {"run.stopped", "run.resumed", "run.started_from", "run.changed"}
+    acts |= {"deterministic.knobs", "deterministic.proven", "scaler.grew", "scaler.backed_off"}
     assert acts == EXPLAINED - RANKED
     assert RANKED <= EXPLAINED
     assert len(RANKED) == len(KNOWN.ranking)

@@ -32,7 +32,8 @@ ALWAYS = [
     "ranks",
     "plateau",
 ]
-ALL = [*ALWAYS, "first_loss", "scaler", "fp8", "fp8_storm", "fallback", "fp8_frozen", "whole_run"]
+OF_FP16 = ["scaler", "scale_moves"]
+ALL = [*ALWAYS, "first_loss", *OF_FP16, "fp8", "fp8_storm", "fallback", "fp8_frozen", "whole_run"]
 
 
 class NoData:
@@ -92,9 +93,9 @@ def stored(part: MonitorsPart) -> dict[str, Any]:
     [
         (FP8, [*ALWAYS, "fp8", "fp8_storm", "fallback", "fp8_frozen"]),
         ({**FP8, "amax_history": None}, [*ALWAYS, "fp8", "fp8_storm", "fallback"]),
-        (FP16, [*ALWAYS[:7], "scaler", *ALWAYS[7:], "whole_run"]),
-        ({**FP16, "fallback": FallbackConfig(enabled=False)}, [*ALWAYS[:7], "scaler", *ALWAYS[7:]]),
-        ({"scales_loss": True}, [*ALWAYS[:7], "scaler", *ALWAYS[7:]]),
+        (FP16, [*ALWAYS[:7], *OF_FP16, *ALWAYS[7:], "whole_run"]),
+        ({**FP16, "fallback": FallbackConfig(enabled=False)}, [*ALWAYS[:7], *OF_FP16, *ALWAYS[7:]]),
+        ({"scales_loss": True}, [*ALWAYS[:7], *OF_FP16, *ALWAYS[7:]]),
         ({}, ALWAYS),
     ],
     ids=["fp8", "fp8 not delayed", "fp16", "fp16 without fallback", "fp16 of DeepSpeed", "bf16"],

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from harness.core.errors import ConfigError
 from harness.report import page as report
+from harness.tracking.charts import SECTIONS
 from harness.tracking.history import RunHistory, bare
 from harness.tracking.journal import Journal, Position
 from harness.tracking.store import Destination
@@ -106,6 +107,9 @@ def test_files_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
         "report.html",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[:2])
+    dashboard = [name for section in SECTIONS for name in section.pictures]
+    pictures = [path.stem for path in written[:2]]
+    assert pictures == sorted(pictures, key=dashboard.index), "MLflow's charts have this order, too"
     text = written[2].read_text()
     page = Page(text)
     assert page.tags.count("script") == 3, "its data, the library, and ours"

@@ -75,7 +75,12 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     assert found["mlflow.experimentKind"] == "custom_model_development"
     view = json.loads(found["mlflow.sharedViewState.harness"])
     names = [section["name"] for section in view["compareRunSections"]]
-    assert names[:6] == ["train", "val", "guard", "fp8/input", "fp8/weight", "fp8/grad_output"]
+    roles = ["fp8/input", "fp8/weight", "fp8/grad_output"]
+    assert names[:7] == ["loss", *roles, "loss scale", "train", "guard"]
+    keys = [chart["metricKey"] for chart in view["compareRunCharts"]]
+    assert keys[:3] == ["train/loss", "val/loss", "fp8/input/saturation_max"]
+    known = {section["uuid"] for section in view["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} <= known
     logarithmic = [
         chart["metricKey"] for chart in view["compareRunCharts"] if chart.get("scaleType") == "log"
     ]
