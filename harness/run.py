@@ -29,11 +29,11 @@ from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ExitCode
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
-from harness.core.health import Fault, check_batch, harmless, name_faults
+from harness.core.health import Fault, check_batch, harmless, name_faults, to_device
 from harness.core.progress import training
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, finish_step, peak_memory, to_device
+from harness.core.update import InFlight, StepClock, finish_step, peak_memory
 from harness.monitors.responder import Judgement
 from harness.stop import StopRequest
 

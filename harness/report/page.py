@@ -24,6 +24,7 @@ from harness.core.screen import say
 from harness.core.secrets import scrubbed
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
+from harness.report.hunt import SHOWN, hunt_plot, hunted
 from harness.report.inspect import account
 from harness.tracking.figures import Points
 from harness.tracking.history import BYTES, MAX_TEXT, RunHistory, bare, split_slot
@@ -76,6 +77,8 @@ def write(run_dir: Path) -> list[Path]:
     if saturation_plot(history, plots / "fp8_saturation.png"):
         made.append(plots / "fp8_saturation.png")
     made += pictures(history, plots)
+    if hunt_plot(history, plots / "grad_norms.png"):
+        made.append(plots / "grad_norms.png")
 
     # One file that can be sent to somebody: the pictures are inside.
     report = run_dir / "report.html"
@@ -97,6 +100,7 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
         encoded = base64.b64encode(path.read_bytes()).decode()
         image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}">'
         sections.append(f"<p>{image}</p>")
+    sections += _hunt(history)
     sections += _plan(history.plan)
     sections += _config(history.run_dir)
     sections += _events(history.events)
@@ -106,6 +110,22 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
+
+
+def _hunt(history: RunHistory) -> list[str]:
+    """The layers whose gradients grew most, if the run measured them."""
+    layers = hunted(history)
+    if not layers:
+        return []
+    rows: list[Sequence[Any]] = []
+    for each in layers[:SHOWN]:
+        figures = (f"{each.usual:.4g}", f"{each.largest:.4g}", each.at, f"{each.growth:.4g}")
+        rows.append((each.layer, each.steps, *figures))
+    more = ""
+    if len(layers) > SHOWN:
+        more = f"<p>The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl.</p>"
+    headings = ("layer", "steps", "usual norm", "largest norm", "at step", "largest / usual")
+    return ["<h2>Gradient norms by layer</h2>", more, _table(headings, rows)]
 
 
 def _plan(plan: Mapping[str, Any]) -> list[str]:

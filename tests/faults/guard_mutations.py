@@ -326,7 +326,7 @@ GUARD = (
     Mutation(
         12,
         "the guard's limits reach the update of a loop that is not ours",
-        "update(gradients, backend, own, terms.limits, terms.measures)",
+        "update(gradients, backend, own, terms.limits, terms.measures, terms.hunts)",
         "update(gradients, backend, own, thorough=terms.measures)",
         "tests/unit/precision/test_own_guard.py -k limits_reach",
     ),
