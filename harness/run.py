@@ -469,8 +469,11 @@ def observe(run: Run, facts: StepFacts) -> Judgement:
 
 def next_step(run: Run) -> InFlight:
     """Train on the next window. The figures returned must be judged, in order."""
+    step = run.state.step + 1
+    run.telemetry.step_begins(step)
     pending = train_step(run, next_window(run))
     run.state.advance()
+    run.telemetry.step_ends(step)
     return pending
 
 

@@ -22,6 +22,7 @@ from harness.core.files import atomic_file
 from harness.core.plan_text import fold, rung_lines
 from harness.core.screen import say
 from harness.core.secrets import scrubbed
+from harness.profiling.report import Profile, headings, notes, profiles, rows, title
 from harness.report import RunFolder, label
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.hunt import SHOWN, hunt_plot, hunted
@@ -101,6 +102,8 @@ def _page(history: RunHistory, made: Sequence[Path]) -> str:
         image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}">'
         sections.append(f"<p>{image}</p>")
     sections += _hunt(history)
+    for _, made in profiles(history.run_dir):
+        sections += _profile(made)
     sections += _plan(history.plan)
     sections += _config(history.run_dir)
     sections += _events(history.events)
@@ -126,6 +129,15 @@ def _hunt(history: RunHistory) -> list[str]:
         more = f"<p>The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl.</p>"
     headings = ("layer", "steps", "usual norm", "largest norm", "at step", "largest / usual")
     return ["<h2>Gradient norms by layer</h2>", more, _table(headings, rows)]
+
+
+def _profile(made: Profile) -> list[str]:
+    text = "<br>".join(escape(shown(note)) for note in notes(made))
+    return [
+        f"<h2>{escape(title(made))}</h2>",
+        _table(headings(made), rows(made)),
+        f"<p>{text}</p>",
+    ]
 
 
 def _plan(plan: Mapping[str, Any]) -> list[str]:
