@@ -65,6 +65,10 @@ COMMANDS = {
         "tools.doctor",
         "Report what this machine can run, and what in a config is unsafe. Findings say what, why and fix.",
     ),
+    "profile": (
+        "tools.profile",
+        "Show what the profiled steps of a run went to. By kind of work, beside what estimate predicts for the card.",
+    ),
     "estimate": (
         "tools.estimate",
         "Predict a run's memory and speed on another card. Nothing runs on a GPU.",

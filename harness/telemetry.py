@@ -182,7 +182,9 @@ class Telemetry:
         train = validate(TrainConfig, profiled, _HERE)
         if folder is None and train.profile_steps is not None:
             fix = "give the Telemetry a folder"
-            raise ConfigError(Problem("a profile has no place to go", f"{_HERE}: profile_steps", fix=fix))
+            raise ConfigError(
+                Problem("a profile has no place to go", f"{_HERE}: profile_steps", fix=fix)
+            )
         if folder is not None and precision.prepared.guarded:
             what = "the model's guard has another Telemetry already"
             fix = "make the Telemetry first, then Guard.for_precision(..., telemetry=telemetry)"

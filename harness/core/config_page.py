@@ -39,7 +39,10 @@ def on_resume(key: str) -> str:
 
 def _decided() -> str:
     """The keys that a resume may change freely, and which rank decides by each."""
-    lines = ["Those that it may change freely, and which rank decides by each while the run trains:", ""]
+    lines = [
+        "Those that it may change freely, and which rank decides by each while the run trains:",
+        "",
+    ]
     for key, ranks in RESUME_DECIDED_BY.items():
         name = f"{key}*" if key.endswith(".") else key
         lines.append(f"- `{name}`: {ranks}.")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 ROLES = ("input", "weight", "grad_output")
 """The quantised tensors of a layer, in the order of its slots `<layer>.<role>`."""
 
+
 def pad_numbers(name: str) -> str:
     """Zero-pad the numeric parts of a dotted name: blocks.3.mlp -> blocks.03.mlp. Charts then sort by number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(2), name)

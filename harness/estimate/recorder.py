@@ -265,6 +265,7 @@ _SHOWN_FRAMES = 8
 _TORCH = str(Path(torch.__file__ or "").parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
 _OPTIM = _TORCH + "optim/"
+FP8_CASTS = "FP8 casts and scales"
 _GEMM_NAMES = {
     "fp8": "GEMMs in FP8",
     "half": "GEMMs in 16 bits",
@@ -792,7 +793,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     libraries = [f"{backend.library}/" for backend in BACKENDS.values() if backend.library]
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
-        return "FP8 casts and scales"
+        return FP8_CASTS
     if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):
         return OPTIMIZER
     if phase in ("forward", "backward"):

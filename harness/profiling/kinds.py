@@ -59,6 +59,8 @@ _ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention
 _COMMUNICATION = re.compile(r"^(c10d|_c10d_functional|nccl|gloo|mpi|fsdp)::?|record_param_comms")
 _CONVOLUTION = re.compile(r"conv(olution|\dd|_transpose)")
 _QUANTIZE = re.compile(r"quantize|cast")
+# The autograd functions of the native backend, where they cast operands to FP8. The GEMMs in them are GEMMs all the same.
+_FP8_FUNCTIONS = frozenset({"_Matmul", "_MatmulBackward"})
 _VALUES = frozenset({"item", "_local_scalar_dense", "is_nonzero"})
 # Synchronising calls of the CUDA runtime. `cudaMemcpyAsync` is none, though it may wait for pageable memory.
 _WAITING = frozenset(
@@ -112,6 +114,8 @@ def kind_of_op(
     # A copy into a tensor of another type, such as of a gradient into a bucket.
     floats = [each for each in types[:2] if each in _TYPES or each.startswith("c10::Float8")]
     if short == "copy_" and len(floats) == 2 and floats[0] != floats[1]:
+        return CASTS
+    if short in _FP8_FUNCTIONS:
         return CASTS
     if namespace == "hopper_harness" and _QUANTIZE.search(short):
         return CASTS

@@ -117,7 +117,10 @@ class StepProfiler:
     def close(self) -> Profiled | None:
         """End a profile that has begun, at the end of the run at the latest; None if there is none."""
         profiler, self._profiler = self._profiler, None
-        self._end_mark()
+        if self._mark is not None:
+            # It never ended: the loop was over, or it failed in the middle of a step.
+            self._end_mark()
+            self._steps.pop()
         if profiler is None:
             return None
         self._over = True
@@ -125,7 +128,7 @@ class StepProfiler:
             # What the device still computes belongs to these steps.
             self._wait()
             profiler.stop()
-            return self._written(profiler)
+            return self._written(profiler) if self._steps else None
         except (RuntimeError, OSError, ValueError) as error:
             return Profiled(f"{self._names()} could not be written: {error}")
 
@@ -167,6 +170,7 @@ class StepProfiler:
             events, cut = write_trace(raw, trace, self._most)
         finally:
             raw.unlink(missing_ok=True)
+        events.keep(self._steps)
         found = table(events)
         files = [trace]
         text = f"{self._names()}: {FOLDER}/{trace.name} for https://ui.perfetto.dev"
@@ -183,7 +187,7 @@ class StepProfiler:
 
 
 def named_steps(steps: Sequence[int]) -> str:
-    """"step 5", or "steps 5 to 8"."""
+    """ "step 5", or "steps 5 to 8"."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"steps {steps[0]} to {steps[-1]}"

@@ -148,7 +148,7 @@ def headings(made: Profile) -> list[str]:
     """The columns of the table."""
     names = ["what", "ms a step", "share", "calls a step", "mostly"]
     if made.predicted:
-        names.insert(2, f"predicted for {made.card}, ms")
+        names.insert(2, "predicted ms")
     return names
 
 
@@ -181,9 +181,13 @@ def notes(made: Profile) -> list[str]:
     if made.waits:
         each = made.waits / len(made.steps)
         text = f"The host waited for the device {_count(each)} times a step, "
-        lines.append(f"{text}{_ms(made.waited / len(made.steps))} ms, most of it while the device worked.")
+        lines.append(
+            f"{text}{_ms(made.waited / len(made.steps))} ms, most of it while the device worked."
+        )
     if made.predicted:
-        lines.append("A dash: estimate does not predict it, such as the time of communication.")
+        lines.append(
+            f"Predicted: a usual step on a {made.card}, by harness estimate; a dash: not predicted."
+        )
     if made.no_prediction:
         lines.append(made.no_prediction[:1].upper() + made.no_prediction[1:] + ".")
     if made.cut:

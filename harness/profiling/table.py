@@ -99,7 +99,7 @@ class _Event(NamedTuple):
     end: float
     name: str
     kind: str
-    identity: Any
+    identity: int | None
     is_mark: bool
     is_operation: bool
 
@@ -116,7 +116,7 @@ class Events:
 
     marks: dict[int, tuple[float, float, Any]] = field(default_factory=dict)
     host: dict[Any, list[_Event]] = field(default_factory=lambda: defaultdict(list))
-    device: list[tuple[float, float, str, str, Any]] = field(default_factory=list)
+    device: list[tuple[float, float, str, str, int | None]] = field(default_factory=list)
     runtime: list[Span] = field(default_factory=list)
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -133,6 +133,8 @@ class Events:
         if not (math.isfinite(start) and duration >= 0 and math.isfinite(end)):
             return
         identity = arguments.get("External id")
+        if not isinstance(identity, int):
+            identity = None
 
         if category in _ON_HOST:
             mark = _MARK.fullmatch(name)
@@ -147,6 +149,10 @@ class Events:
             self.device.append((start, end, name, category, identity))
         elif category in _RUNTIME and is_wait(name):
             self.runtime.append(Span(start, end, WAITS, name))
+
+    def keep(self, steps: Sequence[int]) -> None:
+        """Count these steps only."""
+        self.marks = {step: mark for step, mark in self.marks.items() if step in steps}
 
 
 def _of_op(name: str, arguments: Mapping[str, Any]) -> str:
@@ -177,7 +183,7 @@ def table(events: Events) -> Table | None:
 
     # The operations of each thread, and what kind of operation launched which kernel.
     on_threads: dict[Any, list[Span]] = {}
-    launched: dict[Any, str] = {}
+    launched: dict[int | None, str] = {}
     calls: dict[str, int] = defaultdict(int)
     for thread, found in events.host.items():
         counted = calls if thread == training_thread and not events.device else None
@@ -230,7 +236,7 @@ def _rows(totals: Mapping[tuple[str, str], float], calls: Mapping[str, int]) -> 
 
 
 def _self_times(
-    events: Sequence[_Event], calls: dict[str, int] | None, launched: dict[Any, str]
+    events: Sequence[_Event], calls: dict[str, int] | None, launched: dict[int | None, str]
 ) -> list[Span]:
     """The time of each operation of a thread without that of the operations in it, in order.
 
@@ -281,7 +287,12 @@ def _within(around: str, own: str) -> str:
 
 
 def _kernel(
-    start: float, end: float, name: str, category: str, identity: Any, launched: Mapping[Any, str]
+    start: float,
+    end: float,
+    name: str,
+    category: str,
+    identity: int | None,
+    launched: Mapping[int | None, str],
 ) -> Span:
     """A kernel, of the kind of the operation that launched it, or of its own name's."""
     if category != "kernel":

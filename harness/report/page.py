@@ -126,7 +126,9 @@ def _hunt(history: RunHistory) -> list[str]:
         rows.append((each.layer, each.steps, *figures))
     more = ""
     if len(layers) > SHOWN:
-        more = f"<p>The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl.</p>"
+        more = (
+            f"<p>The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl.</p>"
+        )
     headings = ("layer", "steps", "usual norm", "largest norm", "at step", "largest / usual")
     return ["<h2>Gradient norms by layer</h2>", more, _table(headings, rows)]
 

@@ -421,7 +421,9 @@ def _profile(run: Run, worker: Worker) -> None:
     run.telemetry.profiler = profiler
     if profiler is not None and profiler.missed(next_step):
         text = f"train.profile_steps {list(train.profile_steps or ())} were done before this start, without a profile"
-        run.telemetry.tell(run.state.step, "profile.missed", f"{text}; the next step is {next_step}")
+        run.telemetry.tell(
+            run.state.step, "profile.missed", f"{text}; the next step is {next_step}"
+        )
 
 
 def _drive(run: Run) -> Outcome:
