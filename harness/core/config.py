@@ -36,7 +36,7 @@ RESUME_DECIDED_BY = {
     "train.max_minutes": "any rank: the first whose time is over stops all of them after the same step",
     "train.profile_steps": "every rank alike, by the step; it records if train.profile_ranks names it",
     "train.profile_ranks": "each rank by its own number",
-    "checkpoint.": "every rank alike, by the step; rank 0 alone knows the disk, and decides for all what follows from it",
+    "checkpoint.": "every rank alike, by the step; what the disk demands, rank 0 decides for all",
     "engine.timeout_seconds": "each rank for itself: the first that has waited so long fails the run",
     "guard.hunt": "every rank alike, by the step and by the rollbacks, which all carry out together",
 }

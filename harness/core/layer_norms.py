@@ -1,7 +1,8 @@
 """Gradient norms by layer, for the hunt (`guard.hunt`): which layer made the gradient large.
 
-A layer is a module that owns trained parameters, under its name in the model. A parameter of the model itself is a layer
-of its own. A model of very many such modules, such as a mixture of experts, is measured by the modules around them.
+A layer is a module that owns trained parameters, under its name in the model. A parameter of the model itself is a
+layer of its own. A model of very many such modules, such as a mixture of experts, is measured by the modules around
+them.
 
 The squares of all gradients come from one fused operation for each dtype. They leave as one vector, which ranks that
 hold different rows add up together with the step's other sums. So the hunt costs no collective and no host read.

@@ -65,7 +65,7 @@ class Gradients(Protocol):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers whose gradient norms `measure` gives in a hunt; empty if the owner does not see whole gradients."""
+        """The layers that `measure` gives norms of in a hunt; empty if the owner does not see whole gradients."""
         ...
 
     def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """What an operation or a kernel is for, from its name: the rows of a profile's table. Pure and torch-free.
 
-On a CPU the operations themselves are timed, and on a GPU the kernels that they launch. A kernel counts as the operation
-that launched it. Only kernels without one, such as those of NCCL, and those whose operation says nothing, such as
-compiled blocks, are told by their own names. `harness estimate` sorts its operations by the same function.
+On a CPU the operations themselves are timed, and on a GPU the kernels that they launch. A kernel counts as the
+operation that launched it. Only kernels without one, such as those of NCCL, and those whose operation says nothing,
+such as compiled blocks, are told by their own names. `harness estimate` sorts its operations by the same function.
 
-Names of operations are those of ATen (`aten::mm`). Names of kernels are those of cuBLAS (`nvjet_...`, `sm90_xmma_gemm`),
-CUTLASS, cuDNN, FlashAttention, NCCL, Transformer Engine and PyTorch's own templates.
+Names of operations are those of ATen (`aten::mm`). Names of kernels are those of cuBLAS (`nvjet_...`,
+`sm90_xmma_gemm`), CUTLASS, cuDNN, FlashAttention, NCCL, Transformer Engine and PyTorch's own templates.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention
 _COMMUNICATION = re.compile(r"^(c10d|_c10d_functional|nccl|gloo|mpi|fsdp)::?|record_param_comms")
 _CONVOLUTION = re.compile(r"conv(olution|\dd|_transpose)")
 _QUANTIZE = re.compile(r"quantize|cast")
-# The autograd functions of the native backend, where they cast operands to FP8. The GEMMs in them are GEMMs all the same.
+# The native backend's autograd functions, which cast operands to FP8. The GEMMs in them are GEMMs all the same.
 _FP8_FUNCTIONS = frozenset({"_Matmul", "_MatmulBackward"})
 _VALUES = frozenset({"item", "_local_scalar_dense", "is_nonzero"})
 # Synchronising calls of the CUDA runtime. `cudaMemcpyAsync` is none, though it may wait for pageable memory.

@@ -1,4 +1,4 @@
-"""The table of a profile as people read it, and its file, with what `harness estimate` predicts beside it. Torch-free."""
+"""The table of a profile as people read it, and its file, with what `harness estimate` predicts. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The trace of a profile as a file: read event by event, and written compressed and of bounded size. Torch-free.
 
-torch's profiler writes JSON in Chrome's trace format, hundreds of megabytes for some steps of a large model. It is never
-read whole. Where it is too large, it is cut at a moment in time: what begins later is left out, and the file says so. It
-is valid JSON in any case. https://ui.perfetto.dev opens it as it is.
+torch's profiler writes JSON in Chrome's trace format, hundreds of megabytes for some steps of a large model. It is
+never read whole. Where it is too large, it is cut at a moment in time: what begins later is left out, and the file says
+so. It is valid JSON in any case. https://ui.perfetto.dev opens it as it is.
 """
 
 from __future__ import annotations

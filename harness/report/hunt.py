@@ -50,10 +50,8 @@ class Hunted:
 
 def hunted(history: RunHistory) -> list[Hunted]:
     """Every layer that was measured, the one that grew most first."""
-    found: list[Hunted] = []
-    for name in history.rows.names():
-        if name.startswith(_PREFIX):
-            found.append(_hunted(history, name))
+    names = [name for name in history.rows.names() if name.startswith(_PREFIX)]
+    found = [_hunted(history, name) for name in names]
 
     def order(each: Hunted) -> tuple[float, float]:
         growth = -1.0 if math.isnan(each.growth) else each.growth

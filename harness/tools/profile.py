@@ -74,7 +74,7 @@ def command(
 
 
 def _card(name: str, history: RunHistory) -> Card | None:
-    """The card to predict for; None if the run had none that is known. Raises ConfigError for a name that is unknown."""
+    """The card to predict for; None if the run had none that is known. Raises ConfigError for an unknown name."""
     from harness.estimate.roofline import find_card
 
     if name:

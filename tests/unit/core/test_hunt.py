@@ -210,11 +210,12 @@ def test_after_a_rollback_the_bad_layer_is_named_first(tmp_path: Path) -> None:
     assert len(loop.rollbacks) == 1
     measured = [bool(norms) for norms in loop.norms]
     first = measured.index(True)
-    assert not any(measured[:first]) and all(measured[first:]), "from the rollback on"
+    assert not any(measured[:first]), "from the rollback on"
+    assert all(measured[first:])
 
     history = RunHistory.read(tmp_path / "run")
     found = hunted(history)
-    assert [each.layer for each in found][0] == BAD.zfill(2)
+    assert found[0].layer == BAD.zfill(2)
     assert found[0].growth > 1e3 > 10 > found[1].growth
     assert f"grew most: {BAD.zfill(2)} " in hunt_line(history)
     pictures = [path.name for path in write(tmp_path / "run")]

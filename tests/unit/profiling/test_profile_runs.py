@@ -98,7 +98,7 @@ def test_a_loop_of_ones_own_is_profiled(tmp_path: Path, guarded: bool) -> None:
     assert sum(seconds.values()) == pytest.approx(made.seconds, rel=1e-9)
     # Two Linears: two GEMMs forward, two for the weights and one for the input backward.
     assert calls["GEMMs bf16"] == 2 * 5
-    assert seconds["norms"] > 0 and seconds["casts"] > 0 and seconds["optimizer"] > 0
+    assert min(seconds[kind] for kind in ("norms", "casts", "optimizer")) > 0
     files = sorted(file.name for file in (run / "profile").iterdir())
     assert files == [f"steps-000003-000004.{end}" for end in ("json.gz", "md", "table.json")]
     write(run)
@@ -167,7 +167,7 @@ def test_our_loop_is_profiled_and_a_resume_goes_on_inside(tmp_path: Path) -> Non
     ours, theirs = (RunHistory.read(tmp_path / "runs" / name) for name in ("r", "plain"))
     for name in ("train/loss", "train/grad_norm"):
         assert list(ours.points(name).items()) == list(theirs.points(name).items())
-    assert "profile " in done.stdout and "ms a step" in done.stdout
+    assert "ms a step" in done.stdout
 
     # They have been profiled by now. Others that lie behind were missed.
     for steps, missed in (([3, 4], []), ([1, 1], ["profile.missed"])):
