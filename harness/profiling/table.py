@@ -126,8 +126,9 @@ class Events:
             return
         start, duration = event.get("ts"), event.get("dur")
         name, arguments = event.get("name"), event.get("args")
-        times = isinstance(start, int | float) and isinstance(duration, int | float)
-        if not times or not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(start, int | float) or not isinstance(duration, int | float):
+            return
+        if not isinstance(name, str) or not isinstance(arguments, dict):
             return
         end = start + duration
         if not (math.isfinite(start) and duration >= 0 and math.isfinite(end)):

@@ -31,8 +31,8 @@ def answer(here: StepFacts, **changes: Any) -> Answer:
     values: dict[str, Any] = {
         "run": "runs/r", "step": 8, "base": 5, "attempt": 1, "window": 7, "codes": [], "was_bad": True, "here": here,
         "again": here, "in_float32": WELL, "loss_before": 2.1, "journal_loss": here.loss, "difference": None,
-        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "hunted": [], "samples": [],
-        "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
+        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "hunted": [],
+        "samples": [], "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
     }  # fmt: skip
     return Answer(**{**values, **changes})
 
