@@ -4,8 +4,8 @@ On a CPU the operations themselves are timed, and on a GPU the kernels that they
 operation that launched it. Only kernels without one, such as those of NCCL, and those whose operation says nothing,
 such as compiled blocks, are told by their own names. `harness estimate` sorts its operations by the same function.
 
-Names of operations are those of ATen (`aten::mm`). Names of kernels are those of cuBLAS (`nvjet_...`,
-`sm90_xmma_gemm`), CUTLASS, cuDNN, FlashAttention, NCCL, Transformer Engine and PyTorch's own templates.
+Names of operations are those of ATen, with `aten::` before them. Names of kernels are those of cuBLAS, CUTLASS, cuDNN,
+FlashAttention, NCCL, Transformer Engine and PyTorch's own templates.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _QUANTIZE = re.compile(r"quantize|cast")
 # The native backend's autograd functions, which cast operands to FP8. The GEMMs in them are GEMMs all the same.
 _FP8_FUNCTIONS = frozenset({"_Matmul", "_MatmulBackward"})
 _VALUES = frozenset({"item", "_local_scalar_dense", "is_nonzero"})
-# Synchronising calls of the CUDA runtime. `cudaMemcpyAsync` is none, though it may wait for pageable memory.
+# Synchronising calls of the CUDA runtime. An asynchronous copy is none, though it may wait for pageable memory.
 _WAITING = frozenset(
     {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 )

@@ -4,7 +4,7 @@ The loop says when a step begins and ends (`StepProfiler.begins`, `ends`). The p
 first step to the end of the last one, and not before or after. It only watches: the steps compute the same bits.
 
 When it ends, the trace is written and read back into a table. That takes about as long as some steps, in which training
-waits. A profile that cannot be made never fails the run: `outcome` says why.
+waits. A profile that cannot be made never fails the run: `Profiled` says why.
 """
 
 from __future__ import annotations
