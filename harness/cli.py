@@ -73,6 +73,10 @@ COMMANDS = {
         "tools.drill",
         "Rehearse kills, damage and outages on short runs of a config. A verdict for each, and a page to file.",
     ),
+    "profile": (
+        "tools.profile",
+        "Show what the profiled steps of a run went to. By kind of work, beside what estimate predicts for the card.",
+    ),
     "estimate": (
         "tools.estimate",
         "Predict a run's memory and speed on another card. Nothing runs on a GPU.",

@@ -192,6 +192,7 @@ class Guard:
             fix = "call it once after every precision.step()"
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
+        self.telemetry.step_ends(self.state.step)
         self._drop_unrelated_snapshots(precision)
 
         # With a snapshot due, the present step must be judged first. Else it stays on the device for one more step.
@@ -210,6 +211,7 @@ class Guard:
         if self.snapshot_due():
             self.snapshot()
         self.begin()
+        self.telemetry.step_begins(self.state.step + 1)
         return done
 
     def _drop_unrelated_snapshots(self, precision: Precision) -> None:

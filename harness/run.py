@@ -29,11 +29,11 @@ from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ExitCode
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
-from harness.core.health import Fault, check_batch, harmless, name_faults
+from harness.core.health import Fault, check_batch, harmless, name_faults, to_device
 from harness.core.progress import training
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
-from harness.core.update import InFlight, StepClock, finish_step, peak_memory, to_device
+from harness.core.update import InFlight, StepClock, finish_step, peak_memory
 from harness.monitors.responder import Judgement
 from harness.stop import StopRequest
 
@@ -469,8 +469,11 @@ def observe(run: Run, facts: StepFacts) -> Judgement:
 
 def next_step(run: Run) -> InFlight:
     """Train on the next window. The figures returned must be judged, in order."""
+    step = run.state.step + 1
+    run.telemetry.step_begins(step)
     pending = train_step(run, next_window(run))
     run.state.advance()
+    run.telemetry.step_ends(step)
     return pending
 
 

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
 from harness.core.collectives import world_rank
-from harness.core.config import FallbackConfig, TrackingConfig
+from harness.core.config import FallbackConfig, TrackingConfig, TrainConfig
 from harness.core.errors import (
     CheckpointError,
     ConfigError,
@@ -33,6 +33,7 @@ from harness.core.metrics import row
 from harness.core.schema import validate
 from harness.core.secrets import scrub_all, scrubbed
 from harness.core.state import RunLedger
+from harness.profiling.recorder import Profiled, StepProfiler, profiler_of
 from harness.run_folder import RunLock, forget_outcome, write_outcome, write_plan
 from harness.tracking import shipper
 from harness.tracking.console import Console
@@ -112,6 +113,7 @@ class Telemetry:
     screen: where lines for people are printed.
     config: the section `tracking` of a run's config.
     layers: how many FP8 layers the plan has.
+    profiler: profiles some of the steps; None: none are profiled here.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Telemetry:
         self.screen = screen
         self.config = config
         self.layers = layers
+        self.profiler: StepProfiler | None = None
         self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
         # The Precision of a loop of the user's own; None under `harness train`.
@@ -152,6 +155,8 @@ class Telemetry:
         steps: int | None = None,
         params: Mapping[str, Any] | None = None,
         tags: Mapping[str, str] | None = None,
+        profile_steps: tuple[int, int] | None = None,
+        profile_ranks: Any = 0,
         **settings: Any,
     ) -> Telemetry:
         """The telemetry of a loop of your own. Call it after `prepare`. A folder that a run began in is continued.
@@ -161,6 +166,8 @@ class Telemetry:
         steps: how many steps there will be, for the lines on the screen; None: only events are printed.
         params: parameters of the MLflow run, by name.
         tags: tags of the MLflow run, by name.
+        profile_steps, profile_ranks: as `train.profile_steps` and `train.profile_ranks` of a run's config. Every step
+          has to be recorded, by a guard or by `record`.
         settings: keys of the section `tracking` of a run's config: mlflow, experiment, fp8_every (steps), fp8_series,
           fp8_slots, report, drain_seconds.
 
@@ -171,6 +178,13 @@ class Telemetry:
           MachineError: MLflow is wanted, and its library is missing.
         """
         config = validate(TrackingConfig, settings, _HERE)
+        profiled = {"profile_steps": profile_steps, "profile_ranks": profile_ranks}
+        train = validate(TrainConfig, profiled, _HERE)
+        if folder is None and train.profile_steps is not None:
+            fix = "give the Telemetry a folder"
+            raise ConfigError(
+                Problem("a profile has no place to go", f"{_HERE}: profile_steps", fix=fix)
+            )
         if folder is not None and precision.prepared.guarded:
             what = "the model's guard has another Telemetry already"
             fix = "make the Telemetry first, then Guard.for_precision(..., telemetry=telemetry)"
@@ -217,6 +231,14 @@ class Telemetry:
         own_params = {} if steps is None else {"steps": steps}
         telemetry.begin({**own_tags, **(tags or {})}, {**(params or {}), **own_params})
         telemetry.ship()
+        telemetry.profiler = profiler_of(
+            None if folder is None else Path(folder),
+            train.profile_steps,
+            precision.prepared.device,
+            world_rank(),
+            train.profile_ranks,
+        )
+        telemetry.step_begins(precision.prepared.state.step + 1)
         return telemetry
 
     def is_of(self, precision: Precision) -> bool:
@@ -320,7 +342,7 @@ class Telemetry:
 
         facts: the figures of the step.
         ledger: of the run; None: that of the prepared model.
-        judged: what the guard decided; None: nothing was judged.
+        judged: what the guard decided; None: nothing was judged. The step has then just ended.
 
         Raises MisuseError after `close`.
         """
@@ -328,6 +350,10 @@ class Telemetry:
             what = "the telemetry was closed: this step would not be kept"
             fix = "keep the whole loop inside of `with Telemetry.for_precision(...)`"
             raise MisuseError(Problem(what, "record()", fix=fix))
+        # A guard says itself when a step ends: it records the one before.
+        without_guard = self._precision is not None and judged is None
+        if without_guard:
+            self.step_ends(facts.step)
         if ledger is None and self._precision is not None:
             ledger = self._precision.prepared.state.ledger
         if ledger is None:
@@ -353,6 +379,31 @@ class Telemetry:
         in_fp8 = self.layers - len(facts.demoted)
         rollbacks = len(ledger.returned_to)
         self.screen.step(facts, in_fp8, self.layers, skipped, rollbacks)
+        if without_guard:
+            self.step_begins(facts.step + 1)
+
+    def step_begins(self, step: int) -> None:
+        """`step` is about to begin: a profile may begin with it, or end before it."""
+        if self.profiler is not None:
+            self._log_profile(step - 1, self.profiler.begins(step))
+
+    def step_ends(self, step: int) -> None:
+        """`step` has ended, and with it perhaps a profile."""
+        if self.profiler is not None:
+            self._log_profile(step, self.profiler.ends(step))
+
+    def close_profile(self, step: int) -> None:
+        """End a profile that has begun: no step follows `step`."""
+        if self.profiler is not None:
+            self._log_profile(step, self.profiler.close())
+
+    def _log_profile(self, step: int, made: Profiled | None) -> None:
+        """Write what became of a profile. made: None: nothing ended."""
+        if made is None:
+            return
+        self.tell(step, "profile.written" if made.files else "profile.failed", made.text)
+        for path in made.files:
+            self.note("artifact", path=path)
 
     def count(self, step: int, applied: int, ledger: RunLedger) -> None:
         """Set the counts that go into the outcome of `harness train`. A resume needs this if no step is left to record.
@@ -543,6 +594,8 @@ class Telemetry:
         """
         # The last step gets its row, though no guard will judge it.
         ready = precision.prepared
+        self.close_profile(ready.state.step)
+        self.profiler = None
         if error is None:
             for each in ready.pending:
                 facts = each.facts()

@@ -24,7 +24,16 @@ from harness.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LEAVES = ("engines", "data", "models", "optim", "monitors", "tracking", "checkpoint")
+LEAVES = (
+    "engines",
+    "data",
+    "models",
+    "optim",
+    "monitors",
+    "tracking",
+    "profiling",
+    "checkpoint",
+)
 CORES = ("core", "capability", "precision", *LEAVES)
 LOOP = ("stop", "run_folder", "report", "telemetry", "guard", "run")
 # room -> rooms it may import from, itself always included
@@ -35,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ("core",)),
     "stop": ("core",),
     "run_folder": ("core",),
-    "report": ("core", "checkpoint", "tracking"),
+    "report": ("core", "checkpoint", "tracking", "profiling"),
     "telemetry": (
         "core",
         "capability",
@@ -43,6 +52,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "precision",
         "run_folder",
         "tracking",
+        "profiling",
         "report",
     ),
     "guard": ("core", "checkpoint", "engines", "monitors", "precision", "telemetry"),
@@ -88,6 +98,7 @@ TORCH_FREE = (
     "harness.monitors.fallback",
     "harness.monitors.responder",
     "harness.precision.recipe",
+    "harness.profiling.report",
     "harness.tracking.history",
     "harness.tracking.journal",
 )

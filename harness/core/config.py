@@ -31,12 +31,26 @@ OPTIMIZERS = ("adamw", "sgd", "adamw8bit", "adamw_fp8", "muon")
 Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
 """Formats of text, which is made into token ids; `data.rows.FORMATS` has their readers."""
 
-RESUME_MAY_CHANGE = ("train.steps", "train.max_minutes", "checkpoint.", "engine.timeout_seconds")
-"""Prefixes of the keys that a resume may change freely. Other keys need --accept-changed."""
+RESUME_DECIDED_BY = {
+    "train.steps": "every rank alike, by the step that all are in",
+    "train.max_minutes": "any rank: the first whose time is over stops all of them after the same step",
+    "train.profile_steps": "every rank alike, by the step; it records if train.profile_ranks names it",
+    "train.profile_ranks": "each rank by its own number",
+    "checkpoint.": "every rank alike, by the step; what the disk demands, rank 0 decides for all",
+    "engine.timeout_seconds": "each rank for itself: the first that has waited so long fails the run",
+    "guard.hunt": "every rank alike, by the step and by the rollbacks, which all carry out together",
+}
+"""Prefixes of the keys that a resume may change freely, and which rank decides by the key's value while the run trains.
+
+Other keys need --accept-changed. All ranks are given the same values, or the start is refused."""
+RESUME_MAY_CHANGE = tuple(RESUME_DECIDED_BY)
 DATA_MAY_CHANGE = ("data.context", "data.val_samples", "data.bad")
 """Keys of `data` that --accept-changed opens: they only say how the same data are cut into samples."""
 RESUME_NEVER = ("train.optimizer",)
 """Keys that --accept-changed does not open, besides the others of `data`: the saved state belongs to the old value."""
+
+MOST_PROFILED = 20
+"""Most steps in one profile: a step of a large model is tens of megabytes of trace."""
 
 # Most names in a message.
 _NAMED = 5
@@ -104,6 +118,28 @@ class TrainConfig(Strict):
     max_minutes: float = Field(
         default=0.0, ge=0, description="minutes after which the run saves and stops; 0: never"
     )
+    profile_steps: tuple[Positive, Positive] | None = Field(
+        default=None,
+        strict=False,
+        description="first and last step that are profiled, at most 20: a trace for Perfetto and a table of the step, "
+        "in profile/ of the run; null: none",
+    )
+    profile_ranks: Literal[0, "all"] = Field(
+        default=0, description="ranks that are profiled: 0, or all, with files of their own"
+    )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is None:
+            return None
+        first, last = steps
+        if last < first:
+            raise ValueError(f"the last step ({last}) comes before the first ({first})")
+        if last - first >= MOST_PROFILED:
+            count = last - first + 1
+            raise ValueError(f"{count} steps, and at most {MOST_PROFILED} can be profiled")
+        return steps
 
     @field_validator("optimizer")
     @classmethod
@@ -374,6 +410,11 @@ class GuardConfig(Strict):
         default=10.0,
         gt=1,
         description="reported growth of the weights' norm within 100 steps, times the smallest",
+    )
+    hunt: Literal["auto", True, False] = Field(
+        default="auto",
+        description="gradient norms of every layer at every step: true, false, or auto: in the 50 steps after each "
+        "rollback; not under DeepSpeed's ZeRO 1 and 2",
     )
     snapshot_every: Count = Field(
         default=20,
@@ -705,6 +746,11 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
         if ranks > 1:
             why = "the ranks' weights not compared"
             periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, why))
+    if config.train.profile_steps is not None:
+        first, last = config.train.profile_steps
+        # It begins in a run that has its first step, and then ends with the run.
+        why = "no step profiled" if first > steps else f"no step after {steps} profiled"
+        periods.append(("train.profile_steps", last, why))
     too_long = [each for each in periods if each[1] > steps]
     if not too_long:
         return ""

@@ -9,12 +9,18 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from harness.core import key_table
-from harness.core.config import DATA_MAY_CHANGE, RESUME_MAY_CHANGE, RESUME_NEVER, RunConfig
+from harness.core.config import (
+    DATA_MAY_CHANGE,
+    RESUME_DECIDED_BY,
+    RESUME_MAY_CHANGE,
+    RESUME_NEVER,
+    RunConfig,
+)
 
 
 def page() -> str:
     """The page, in Markdown."""
-    parts = [_INTRODUCTION, _table("", RunConfig, sections=False)]
+    parts = [_INTRODUCTION, _decided(), _table("", RunConfig, sections=False)]
     for name, field in RunConfig.model_fields.items():
         section = key_table.section(field.annotation)
         if section is not None:
@@ -29,6 +35,18 @@ def on_resume(key: str) -> str:
     if key in RESUME_NEVER or (key.startswith("data.") and key not in DATA_MAY_CHANGE):
         return "never"
     return "if accepted"
+
+
+def _decided() -> str:
+    """The keys that a resume may change freely, and which rank decides by each."""
+    lines = [
+        "Those that it may change freely, and which rank decides by each while the run trains:",
+        "",
+    ]
+    for key, ranks in RESUME_DECIDED_BY.items():
+        name = f"{key}*" if key.endswith(".") else key
+        lines.append(f"- `{name}`: {ranks}.")
+    return "\n".join(lines)
 
 
 def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -16,6 +17,12 @@ import numpy.typing as npt
 
 ROLES = ("input", "weight", "grad_output")
 """The quantised tensors of a layer, in the order of its slots `<layer>.<role>`."""
+
+
+def pad_numbers(name: str) -> str:
+    """Zero-pad the numeric parts of a dotted name: blocks.3.mlp -> blocks.03.mlp. Charts then sort by number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(2), name)
+
 
 SWITCH_DELAY = 2
 """Steps from the evidence for a switch or a limit to its effect.
@@ -74,11 +81,13 @@ class StepTerms:
     step: its number, from 1.
     limits: of its update.
     measures: whether to measure expensive figures: the weights' norm, and shares of gradients near fp16's limits.
+    hunts: whether to measure the gradient norm of every layer (`guard.hunt`).
     """
 
     step: int
     limits: Limits
     measures: bool
+    hunts: bool = False
 
 
 Over = Literal["ranks agree", "max", "min", "any bit"]
@@ -108,6 +117,9 @@ _KEPT = "tracking.fp8_every"
 SAMPLED = "tracking.fp8_every, sampled"
 _SCALED = "guard.measure_every, under a loss scale"
 _OWN_LOOP = "every step, not in loops of your own"
+_HUNTED = "guard.hunt"
+HUNT_STEPS = 50
+"""Steps after a rollback in which `guard.hunt: auto` measures the gradient norm of every layer."""
 _PerSlot = npt.NDArray[np.float32]
 
 
@@ -314,6 +326,14 @@ class StepFacts:
     ] = False
     ideal_seconds: float = math.nan
     diverged: tuple[str, ...] = ()
+    layer_norms: Annotated[
+        Mapping[str, float],
+        Metric(
+            "L2 norm of the unscaled gradients of one layer's own parameters, before clipping",
+            key="grad_norm",
+            often=_HUNTED,
+        ),
+    ] = field(default_factory=dict[str, float])
 
     @property
     def over_limits(self) -> bool:

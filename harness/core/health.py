@@ -134,6 +134,13 @@ def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def _counts(gradient: Tensor, limit: float | Tensor) -> Tensor:
     """float64 [4]: zeros, elements they are a share of, elements near the limit, elements; see `grad_health`."""
     # Every `step`-th slice, as a matrix. A vector is one row: each of its zeros is an empty column.

@@ -69,7 +69,9 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
     if origin is Annotated:
         return _kind(parts[0], [*metadata, *parts[1:]])
     if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in parts)
+        # As in YAML: true, not Python's True.
+        words = [part if isinstance(part, str) else json.dumps(part) for part in parts]
+        return ", ".join(f"`{word}`" for word in words)
     if NoneType in parts:
         (other,) = (part for part in parts if part is not NoneType)
         return f"{_kind(other, metadata)}, or null"

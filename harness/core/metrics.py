@@ -30,6 +30,9 @@ _DEFAULTS = {each.name: each.default for each in _FIELDS}
 SCALARS: dict[str, Metric] = {name: _DECLARED[name][1] for name in _READ}
 """The figures of the whole step by their field, in the order in which they are packed."""
 
+OF_LAYERS: Metric = _DECLARED["layer_norms"][1]
+"""The figure of each layer in a hunt; `/<layer>` is appended to its key."""
+
 # Bits of `StepFacts.bad_data`, the one figure whose ranks are joined bit by bit.
 _BITS = 4
 
@@ -131,6 +134,8 @@ def row(facts: StepFacts, ledger: RunLedger) -> dict[str, float]:
         # NaN in a figure of every step is a value: a loss that is not finite must show in its chart.
         if metric.often == EVERY_STEP or not math.isnan(value):
             found[metric.key] = value
+    for layer, norm in facts.layer_norms.items():
+        found[f"{OF_LAYERS.key}/{layer}"] = norm
     for key, _, _, compute in _OF_THE_RUN:
         found[key] = compute(facts, ledger)
     if math.isnan(found[MFU]):
@@ -162,6 +167,7 @@ def page() -> str:
     ]
     # Declared at the fields of facts.
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
+    keyed.append((f"{OF_LAYERS.key}/<layer>", OF_LAYERS))
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
         cells = (f"`{key}`", metric.about, metric.unit, metric.over_ranks, metric.often)
@@ -210,6 +216,7 @@ _BEGINNING = (
     "- **measured**: in which steps. A key stands for one step in so many; the last step has a row too. `sampled`: the",
     "  value of the last sampled step (`fp8.stats_every`) since the row before.",
     "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",
+    "- `<layer>` is a module that owns trained parameters ([guard.md](../guide/guard.md), hunting).",
     "- Shares and decibels of a slot are over the values of all ranks together.",
     "- Only models of up to `tracking.fp8_series` slots have series of all; in larger ones some are picked",
     "  ([telemetry.md](../guide/telemetry.md)).",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     MakeOptimizer = Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
 
 NO_LIMITS = Limits()
+LAYER_NORMS = "layer_norms"
+"""The name in StepFacts of the one figure of a step that is a vector."""
 TensorDict = dict[str, "Tensor"]
 Tensors = dict[str, TensorDict]
 Batch = dict[str, "Tensor"]
@@ -61,7 +63,12 @@ class Gradients(Protocol):
 
     device: torch.device
 
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that `measure` gives norms of in a hunt; empty if the owner does not see whole gradients."""
+        ...
+
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """Figures of the window's gradients by their names in StepFacts: `grad_norm` and `loss_scale`.
 
         Each is fp32 0-d, and the same on every rank where ranks exchange gradients.
@@ -69,6 +76,8 @@ class Gradients(Protocol):
         thorough: also measure `param_norm`, of the weights that the gradients were computed with, and `grad_zeros` and
             `grad_near_limit`. They cost another pass over weights and gradients. An owner that cannot see scaled
             gradients leaves the last two out.
+        hunts: also measure LAYER_NORMS, fp32 [layers]: of each of `layers` the L2 norm of the unscaled gradients of its
+            own parameters. It costs another pass over the gradients, and no collective.
         """
         ...
 

@@ -195,6 +195,10 @@ class RunLedger:
         """How many rollbacks `step`, a step of the present branch, comes after."""
         return sum(target < step for target in self.returned_to)
 
+    def rolled_back_before(self, step: int, within: int) -> bool:
+        """Whether `step` is one of the first `within` steps after a rollback."""
+        return any(target < step <= target + within for target in self.returned_to)
+
     def window_index(self, step: int) -> int:
         """The place in the data order that `step` consumes: that of the step-th window that is not skipped."""
         index = step

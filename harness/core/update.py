@@ -41,9 +41,16 @@ from torch import Tensor, nn
 
 from harness.core.collectives import RankComparison, max_over_ranks, mean_over_ranks
 from harness.core.facts import SLOT_ROWS, Limits, SlotStats, StepFacts, StepTerms
-from harness.core.health import GradHealth, by_device_and_dtype, grad_health, sum_of_squares
+from harness.core.health import (
+    GradHealth,
+    by_device_and_dtype,
+    grad_health,
+    sum_of_squares,
+    to_device,
+)
+from harness.core.layer_norms import LayerNorms
 from harness.core.metrics import REDUCED, SCALARS, read
-from harness.core.protocols import NO_LIMITS, Gradients, PrecisionBackend
+from harness.core.protocols import LAYER_NORMS, NO_LIMITS, Gradients, PrecisionBackend
 from harness.core.sharded import LocalRows, local_of
 
 
@@ -171,6 +178,7 @@ class TorchGradients:
     parameters: whose gradients these are, each once.
     weights: whose norm is measured; None: `parameters`.
     max_norm: clip to this global L2 norm; infinity: do not clip.
+    named: the model's weights by name, for their gradients' norms by layer; None: those are never asked for.
     overflow: only where gradients were already divided by the loss scale on their way. fp32 0-d, over 0 if a gradient
         was not finite before that division. The norm is then reported as infinite, whatever the gradients hold now.
 
@@ -187,6 +195,7 @@ class TorchGradients:
         overflow: Tensor | None = None,
         weights: Iterable[torch.nn.Parameter] | None = None,
         local: LocalRows | None = None,
+        named: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.device = device
         self._local = local
@@ -198,12 +207,26 @@ class TorchGradients:
         self._loss_scale = loss_scale
         self._overflow = overflow
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._named = named or {}
+        self._layer_norms: LayerNorms | None = None
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """As `Gradients.layers`."""
+        return self._by_layer.layers
+
+    @property
+    def _by_layer(self) -> LayerNorms:
+        # Made for the first hunt: most runs have none.
+        if self._layer_norms is None:
+            self._layer_norms = LayerNorms(self._named)
+        return self._layer_norms
 
     def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
         """As `Gradients.with_gradient`; reads no values."""
         return tuple(name for name, weight in weights.items() if weight.grad is not None)
 
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """As `Gradients.measure`; the shares are of scaled gradients, and NaN without a loss scale."""
         if self._local is not None:
             self._local.take_gradients()
@@ -216,14 +239,15 @@ class TorchGradients:
         wants_shares = thorough and self._loss_scale is not None
         health = grad_health(self._parameters, wants_shares, divided_by)
 
-        # Gradients and weights in one sum over ranks.
-        sums = health.sums.to(self.device)
+        # Gradients, weights and layers in one sum over ranks.
+        pieces = [health.sums.to(self.device)]
         if thorough:
             squares = sum_of_squares(weight.detach() for weight in self._weights)
-            squares = squares.to(self.device).reshape(1)
-            sums = torch.cat([sums, squares])
-        sums = self.sum(sums)
-        # The first five are `GradHealth.sums`, the sixth is of the weights.
+            pieces.append(squares.to(self.device).reshape(1))
+        if hunts:
+            pieces.append(self._layer_squares())
+        sums = self.sum(torch.cat(pieces))
+        # The first five are `GradHealth.sums`, the sixth is of the weights, and the last ones are of the layers.
         health = GradHealth(sums[:5])
 
         figures = {
@@ -234,9 +258,21 @@ class TorchGradients:
         }
         if thorough:
             figures["param_norm"] = sums[5].sqrt().float()
+        if hunts:
+            of_layers = sums[len(sums) - len(self.layers) :]
+            norms = of_layers.sqrt().float()
+            # Where gradients were divided on their way, they have the true size already.
+            figures[LAYER_NORMS] = norms if self._overflow is not None else norms / loss_scale
         if self._local is not None:
             figures["other_calls"] = (~self._local.same_order).float()
         return figures
+
+    def _layer_squares(self) -> Tensor:
+        """Squares of the gradients as they are, by layer, of the weights that count on this rank: fp64 [layers]."""
+        counted = self._named.values()
+        if self._local is not None:
+            counted = self._local.counted()
+        return self._by_layer.squares(counted, self.device)
 
     def _unscaled(self, norm: Tensor, loss_scale: Tensor) -> Tensor:
         """The norm of the true gradients; norm: of the gradients as they are."""
@@ -301,21 +337,23 @@ def update(
     own: Mapping[str, float | Tensor],
     limits: Limits = NO_LIMITS,
     thorough: bool = False,
+    hunts: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gate, unscale, clip, apply and roll: the end of a window, the same for every loop and engine.
 
     own: what this rank measured, by the names of StepFacts; what is missing was not measured. Numbers of the host or
         fp32 0-d. `loss` is already the mean over ranks.
     limits: the update is skipped where loss or norm is over them.
-    thorough: see `Gradients.measure`.
+    thorough, hunts: see `Gradients.measure`.
 
     The update is applied unless, on any rank, loss or gradient norm is not finite or over `limits`, or the window's
     samples are unfit (`bad_data`). No value is read on the host, unless the owner of the gradients says that it does.
 
-    Returns every figure of the step by name, fp32 0-d on the device, and what `PrecisionBackend.end_window` gave.
+    Returns every figure of the step by name, fp32 on the device, and what `PrecisionBackend.end_window` gave. Figures
+    are 0-d, but LAYER_NORMS are [layers].
     """
     # Measure what this rank can judge by itself.
-    measured = gradients.measure(thorough)
+    measured = gradients.measure(thorough, hunts)
     own = {**own, **measured}
     figures = _not_reduced(own, gradients.device)
     loss, norm = figures["loss"], figures["grad_norm"]
@@ -400,13 +438,6 @@ def _unpack_reduced(reduced: Tensor) -> dict[str, Tensor]:
         else:
             figures[name] = values[place]
     return figures
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class WindowBuffers:
@@ -499,10 +530,10 @@ class StepClock:
 class InFlight:
     """A step's facts on their way to the host: one packed float32 copy, made while the next step already runs.
 
-    packed: one figure for each of SCALARS, then [SLOT_ROWS, slots] row by row, then for each parameter in `compared`
-        1.0 if it differs between ranks and 0.0 if not.
+    packed: one figure for each of SCALARS, then [SLOT_ROWS, slots] row by row, then the gradient norm of each of
+        `layers`, then for each parameter in `compared` 1.0 if it differs between ranks and 0.0 if not.
     clock: knows when the copy has arrived and how long the step took; None for facts that were restored.
-    slot_names, compared: names of the slots and parameters in `packed`.
+    slot_names, layers, compared: names of the slots, layers and parameters in `packed`.
 
     Other fields as in StepFacts.
     """
@@ -517,6 +548,7 @@ class InFlight:
     fell_back_to: str = ""
     trained: tuple[str, ...] = ()
     limits: Limits = NO_LIMITS
+    layers: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
     ideal_seconds: float = math.nan
 
@@ -541,6 +573,8 @@ class InFlight:
             scalars.append(figure.float().reshape(()))
         # One tensor, so that one copy takes everything to the host.
         pieces = [torch.stack(scalars), slots.flatten()]
+        if LAYER_NORMS in figures:
+            pieces.append(figures[LAYER_NORMS])
         if differs is not None:
             pieces.append(differs)
         packed = torch.cat(pieces).to("cpu", non_blocking=True)
@@ -557,8 +591,8 @@ class InFlight:
         """The step's facts; waits until it is over."""
         packed = self.arrived()
         slot_values = len(SLOT_ROWS) * len(self.slot_names)
-        lengths = [len(SCALARS), slot_values, len(self.compared)]
-        scalars, by_slot, differs = packed.split(lengths)
+        lengths = [len(SCALARS), slot_values, len(self.layers), len(self.compared)]
+        scalars, by_slot, by_layer, differs = packed.split(lengths)
 
         # The figures of the whole step, and those of each slot.
         values = read(scalars.tolist())
@@ -589,6 +623,7 @@ class InFlight:
             limits=self.limits,
             ideal_seconds=self.ideal_seconds,
             slots=slots,
+            layer_norms=dict(zip(self.layers, by_layer.tolist(), strict=True)),
             diverged=tuple(diverged),
             **values,
         )
@@ -618,7 +653,7 @@ def finish_step(
 
     Collective. Nothing is read on the host but what `update` reads.
 
-    Returns the step's figures by name, fp32 0-d on the device, and the facts.
+    Returns the step's figures as `update` does, and the facts.
     """
     # Which FP8 weights got a gradient. Asked before the update, in which engines drop the gradients.
     trained: tuple[str, ...] = ()
@@ -626,7 +661,8 @@ def finish_step(
         trained = gradients.with_gradient(fp8_weights)
 
     # Gate, clip and apply, or leave everything as it was; then the scales roll.
-    figures, slots = update(gradients, backend, own, terms.limits, terms.measures)
+    figures, slots = update(gradients, backend, own, terms.limits, terms.measures, terms.hunts)
+    layers = gradients.layers if LAYER_NORMS in figures else ()
 
     # Ranks that drifted apart show in the weights after the update.
     compared: tuple[str, ...] = ()
@@ -648,6 +684,7 @@ def finish_step(
         trained=trained,
         limits=terms.limits,
         slot_names=backend.slot_names,
+        layers=layers,
         compared=compared,
         ideal_seconds=ideal_seconds,
     )

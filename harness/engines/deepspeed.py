@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from harness.core.config import EngineConfig, RunConfig
 from harness.core.errors import CheckpointError, ConfigError, MachineError, Problem
 from harness.core.health import grad_norm, l2_norm
-from harness.core.protocols import Meta, Stateful
+from harness.core.layer_norms import LayerNorms
+from harness.core.protocols import LAYER_NORMS, Meta, Stateful
 from harness.core.update import DynamicLossScale, WindowBuffers, init_optimizer_state
 from harness.engines.buffers import follow_rank_0, shares_buffers
 from harness.engines.deepspeed_setup import (
@@ -337,6 +338,7 @@ class DeepSpeedEngine(ProcessGroup):
             follow_rank_0(model)
 
         self._first_use = FirstUse(model)
+        self._by_layer = LayerNorms(dict(model.named_parameters()))
 
         # ZeRO makes a new state for its flat partitions.
         if self._sharded:
@@ -381,14 +383,22 @@ class DeepSpeedEngine(ProcessGroup):
                 used.add(id(param))
         return tuple(name for name, weight in weights.items() if id(weight) in used)
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """As `core.protocols.Gradients.layers`: none from ZeRO 1 on, which cuts gradients in a way of its own."""
+        return () if self._sharded else self._by_layer.layers
+
     @lost_rank_named()
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`, but never with the shares: DeepSpeed owns the scaled gradients."""
         loss_scale = torch.tensor(self._loss_scale(), dtype=torch.float32, device=self.device)
         norm = self._sharded_norm() if self._sharded else grad_norm(self._weights())
         figures = {"grad_norm": norm.to(self.device) / loss_scale, "loss_scale": loss_scale}
         if thorough:
             figures["param_norm"] = l2_norm(weight.detach() for weight in self._weights())
+        if hunts and not self._sharded:
+            squares = self._by_layer.squares(self._model.parameters(), self.device)
+            figures[LAYER_NORMS] = squares.sqrt().float() / loss_scale
         return figures
 
     def _weights(self) -> list[nn.Parameter]:

@@ -139,6 +139,7 @@ class FsdpEngine(OwnUpdate):
             loss_scale,
             device,
             local=self._local,
+            named=weights,
         )
         super().__init__(model, optimizer, gradients, schedule, loss_scale, device)
         self.module = model
@@ -160,13 +161,13 @@ class FsdpEngine(OwnUpdate):
         self._window_begun = not last
 
     @lost_rank_named()
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`."""
         if not self._checked:
             self._first_use.end()
             self._require_gradients()
 
-        figures = self._gradients.measure(thorough)
+        figures = self._gradients.measure(thorough, hunts)
 
         # The host reads this once. In later steps it is one of the step's facts.
         if not self._checked:

@@ -88,6 +88,11 @@ class OwnUpdate(ProcessGroup):
             loss = loss * self._loss_scale.value
         loss.backward()
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """As `core.protocols.Gradients.layers`."""
+        return self._gradients.layers
+
     def with_gradient(self, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
         """As `core.protocols.Gradients.with_gradient`."""
         return self._gradients.with_gradient(weights)

@@ -85,7 +85,14 @@ class TorchEngine(OwnUpdate):
         params: list[nn.Parameter] = []
         for group in optimizer.param_groups:
             params += group["params"]
-        gradients = TorchGradients([optimizer], params, max_grad_norm, loss_scale, device)
+        gradients = TorchGradients(
+            [optimizer],
+            params,
+            max_grad_norm,
+            loss_scale,
+            device,
+            named=dict(model.named_parameters()),
+        )
         super().__init__(model, optimizer, gradients, schedule, loss_scale, device)
         self.name = "ddp" if self.world_size > 1 else "single"
 
@@ -114,12 +121,12 @@ class TorchEngine(OwnUpdate):
         with lost_rank_named(), exchange:
             yield
 
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters without a gradient under DDP."""
         if self._ddp is not None and not self._checked:
             self._checked = True
             _require_gradients(self._model)
-        return self._gradients.measure(thorough)
+        return self._gradients.measure(thorough, hunts)
 
     def parts(self) -> dict[str, Stateful]:
         """`model` and `optimizer`; the loss scale is a part of its own."""

@@ -39,9 +39,8 @@ from harness.core.sharded import local_of
 from harness.estimate.roofline import OPTIMIZER, Op, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
+from harness.profiling.kinds import CONVOLUTIONS, PRODUCTS
 
-GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"})
-CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 # Attention kernels, with the position of `is_causal` among their arguments. PyTorch omits trailing arguments that have
 # their default, so a missing one means False.
 _CAUSAL = {
@@ -247,7 +246,7 @@ def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
 
     tf32: whether the card has TF32.
     """
-    if name not in GEMMS and name not in ATTENTION and name not in CONVOLUTIONS:
+    if name not in PRODUCTS and name not in ATTENTION and name not in CONVOLUTIONS:
         return "none"
     if name.startswith("_scaled_mm"):
         return "fp8"
@@ -266,6 +265,7 @@ _SHOWN_FRAMES = 8
 _TORCH = str(Path(torch.__file__ or "").parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
 _OPTIM = _TORCH + "optim/"
+FP8_CASTS = "FP8 casts and scales"
 _GEMM_NAMES = {
     "fp8": "GEMMs in FP8",
     "half": "GEMMs in 16 bits",
@@ -535,7 +535,7 @@ class Recorder(TorchDispatchMode):
 
         # Memory: what the operation made. A cast or transpose of a weight has as many elements as the weight.
         reads_weights = any(self._kind_of(tensor) in (WEIGHTS, GATHERED, COPIES) for tensor in ins)
-        may_copy = name not in GEMMS and reads_weights
+        may_copy = name not in PRODUCTS and reads_weights
         for tensor in outs:
             same_size = any(tensor.numel() == source.numel() for source in ins)
             self._track(tensor, may_copy and same_size)
@@ -776,7 +776,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     GEMMs, attention and convolutions follow from the operation. Everything else follows from the calling code. Backward
     has no Python frames except those of our own autograd Functions, so there the phase decides.
     """
-    if name in GEMMS:
+    if name in PRODUCTS:
         return _GEMM_NAMES[kind]
     if name in ATTENTION:
         return "attention"
@@ -793,7 +793,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     libraries = [f"{backend.library}/" for backend in BACKENDS.values() if backend.library]
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)
     if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
-        return "FP8 casts and scales"
+        return FP8_CASTS
     if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):
         return OPTIMIZER
     if phase in ("forward", "backward"):

@@ -627,11 +627,11 @@ class _Engine:
         with self._recorder.phased("backward"):
             self._engine.backward(loss)
 
-    def measure(self, thorough: bool) -> Any:
+    def measure(self, thorough: bool, hunts: bool) -> Any:
         self._recorder.micro = 0
         self._recorder.note_lasting()
         with self._recorder.phased("update"):
-            return self._engine.measure(thorough)
+            return self._engine.measure(thorough, hunts)
 
     def apply(self, *args: Any) -> Any:
         with self._recorder.phased("update"):

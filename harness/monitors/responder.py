@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.core.facts import (
+    HUNT_STEPS,
     SWITCH_DELAY,
     Action,
     Continue,
@@ -342,4 +343,14 @@ class Judge:
         step = self.state.step + 1
         usual = (step - 1) % self.config.measure_every == 0
         measures = self.config.enabled and (usual or step in self.state.dense_sampling)
-        return StepTerms(step, self.state.limits.get(step, NO_LIMITS), measures)
+        return StepTerms(step, self.state.limits.get(step, NO_LIMITS), measures, self._hunts(step))
+
+    def _hunts(self, step: int) -> bool:
+        """Whether `step` measures the gradient norm of every layer.
+
+        What is left of a hunt follows from the ledger, which knows every rollback: a resume and a later rollback change
+        nothing about it.
+        """
+        if isinstance(self.config.hunt, bool):
+            return self.config.hunt
+        return self.state.ledger.rolled_back_before(step, HUNT_STEPS)

@@ -15,12 +15,13 @@ from torch import nn
 from harness.capability.probe import MachineFacts
 from harness.core.config import GuardConfig
 from harness.core.errors import MisuseError, Problem
+from harness.core.facts import pad_numbers
 from harness.core.protocols import PrecisionBackend
 from harness.monitors.base import MonitorContext
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.layers import keep_in_fp32
 from harness.precision.loss_scale import LossScale
-from harness.precision.plan import Plan, agree_on_fallback, pad_numbers
+from harness.precision.plan import Plan, agree_on_fallback
 from harness.precision.recipe import LossScaleConfig, Recipe, Rung
 
 

@@ -9,7 +9,6 @@ Three questions, in this order:
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.cards import Tier, tier_of
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran
+from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran, pad_numbers
 from harness.core.plan_text import plan_text
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
 from harness.precision.recipe import Recipe, Rung
@@ -247,11 +246,6 @@ class Plan:
         for precision, count in sorted(Counter(layers.values()).items()):
             parts.append(f"{precision}: {count} modules")
         return {**self.as_dict(), "effective": ", ".join(parts), "effective_layers": layers}
-
-
-def pad_numbers(name: str) -> str:
-    """Zero-pad the numeric parts of a dotted name: blocks.3.mlp -> blocks.03.mlp. Charts then sort by number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", lambda match: match.group().zfill(2), name)
 
 
 def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[RungVerdict]]:

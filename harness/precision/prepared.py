@@ -28,7 +28,7 @@ from harness.core.collectives import (
 )
 from harness.core.config import GuardConfig
 from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
-from harness.core.facts import Limits, RungVerdict, StepTerms, Switch
+from harness.core.facts import Limits, RungVerdict, StepTerms, Switch, pad_numbers
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
 from harness.core.sharded import StartWeights
@@ -41,7 +41,7 @@ from harness.monitors.responder import Judge
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharded_problems
-from harness.precision.plan import NoFp8LayerError, Plan, make_plan, pad_numbers, take_rung
+from harness.precision.plan import NoFp8LayerError, Plan, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
 from harness.precision.sharding import LoopShards, is_sharded, late_problem, other_calls
@@ -490,10 +490,14 @@ class LoopGradients(TorchGradients):
         # Of a sharded model every rank measures its own rows, and the sums over ranks are of all of them.
         shards = ready.shards
         local = None
+        named: Mapping[str, nn.Parameter] = {}
+        if ready.terms().hunts:
+            named = dict(ready.model.named_parameters())
         if shards is not None:
             parameters = shards.counted(parameters)
             weights = shards.counted(weights)
             local = shards.local
+            named = local.weights
         super().__init__(
             optimizers,
             parameters,
@@ -503,12 +507,13 @@ class LoopGradients(TorchGradients):
             overflow,
             weights=weights,
             local=local,
+            named=named,
         )
         self._ready = ready
 
-    def measure(self, thorough: bool) -> dict[str, Tensor]:
+    def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
         """See `Gradients.measure`."""
-        figures = super().measure(thorough)
+        figures = super().measure(thorough, hunts)
         if self._ready.shards is not None:
             self._ready.shards.check()
         return figures
@@ -676,6 +681,8 @@ def _last(facts: InFlight, pending: bool) -> dict[str, Any]:
         "demoted": list(facts.demoted),
         "lowered": facts.fell_back_to,
         "figures": list(SCALARS),
+        "layers": list(facts.layers),
+        "compared": list(facts.compared),
     }
 
 
@@ -685,20 +692,22 @@ def _restored(
     slot_names: tuple[str, ...],
 ) -> InFlight:
     """The facts that were saved. Figures are found by their names in `meta`; one that is not there is NaN."""
-    # Figures of the whole step come first in `packed`, those of slots behind them.
+    # Figures of the whole step come first in `packed`; those of slots, layers and parameters are behind them.
     names = meta["figures"]
     found = dict(zip(names, packed.tolist(), strict=False))
     values = [found.get(name, math.nan) for name in SCALARS]
     scalars = torch.tensor(values)
-    by_slot = packed[len(names) :].detach().cpu()
+    others = packed[len(names) :].detach().cpu()
     return InFlight(
         meta["step"],
         meta["window"],
-        torch.cat([scalars, by_slot]),
+        torch.cat([scalars, others]),
         None,
         slot_names,
         demoted=tuple(meta["demoted"]),
         fell_back_to=meta["lowered"],
+        layers=tuple(meta["layers"]),
+        compared=tuple(meta["compared"]),
         limits=Limits.from_json(meta["limits"]),
     )
 

@@ -82,6 +82,18 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerHistory:
+    """The gradient norms that the run itself measured of one layer in a hunt (`guard.hunt`).
+
+    layer: name with padded numbers.
+    norms: L2 norm of the unscaled gradient, by step.
+    """
+
+    layer: str
+    norms: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Everything that a replay found.
 
@@ -101,6 +113,7 @@ class Answer:
     setup_differences: why bits may differ from the run's; empty if they must not.
     finding, finding_in_float32: where the first NaN or Inf came from.
     gradients: by parameter, the largest growth first.
+    hunted: of the layers of the first SHOWN gradients, what the journal has of this step and those before it.
     samples: each alone, if the step is bad.
     window_size: samples in the window.
     ranks: of the run.
@@ -126,6 +139,7 @@ class Answer:
     finding: Finding | None
     finding_in_float32: Finding | None
     gradients: list[Gradient]
+    hunted: list[LayerHistory]
     samples: list[Sample]
     window_size: int
     ranks: int
@@ -345,6 +359,7 @@ def lines(answer: Answer) -> list[str]:
     else:
         found += _without_origin(answer)
     found += _gradients(answer)
+    found += _hunted(answer)
 
     # The experiments: sample by sample, in float32, under anomaly mode.
     found += _samples(answer)
@@ -440,6 +455,17 @@ def _gradients(answer: Answer) -> list[str]:
         ratio = "" if math.isnan(each.growth) else f"  {each.growth:8.3g}x"
         name = f"{each.parameter} (largest element {each.largest:.4g})"
         found.append(f"  {each.norm:10.4g}{ratio}  {name}")
+    return found
+
+
+def _hunted(answer: Answer) -> list[str]:
+    """The gradient norms of the layers named, step by step, as the run measured them."""
+    if not answer.hunted:
+        return []
+    found = ["gradient norms by layer in the run (guard.hunt):"]
+    for each in answer.hunted:
+        norms = [f"{norm:.3g} at step {step}" for step, norm in each.norms.items()]
+        found.append(f"  {each.layer}: {', '.join(norms)}")
     return found
 
 

@@ -16,7 +16,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -28,10 +28,20 @@ from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
+from harness.core.layer_norms import layer_of
+from harness.core.metrics import OF_LAYERS
 from harness.core.protocols import Batch, Meta
 from harness.core.state import RunLedger
 from harness.monitors.responder import Judgement
-from harness.replay.answer import Answer, Gradient, Sample, growth, stopped_by_gate
+from harness.replay.answer import (
+    SHOWN,
+    Answer,
+    Gradient,
+    LayerHistory,
+    Sample,
+    growth,
+    stopped_by_gate,
+)
 from harness.replay.flight import BadStep, Branches, Difference, Environment
 from harness.replay.kept import Kept, keep, restore, restore_buffers
 from harness.replay.origin import Finding, Origin, locate, watch
@@ -202,6 +212,8 @@ def eager(compiled: bool) -> Iterator[None]:
 
 
 _PROGRESS_SECONDS = 5.0
+# Steps before the one that is replayed whose norms by layer are listed.
+_HUNTED_STEPS = 6
 # The unit of the loss where tokens are bytes.
 _BYTES = "nats per byte"
 # Tokens of a sample that are shown.
@@ -293,6 +305,7 @@ class Investigation:
             finding=finding,
             finding_in_float32=exact_origin.first,
             gradients=gradients,
+            hunted=self._hunted(gradients[:SHOWN]),
             samples=samples,
             window_size=len(window.samples),
             ranks=self.world_size,
@@ -315,6 +328,24 @@ class Investigation:
         # What hooks see is the sum over all ranks' shares, still scaled.
         ranks = self.world_size
         return growth(origin.gradients, usual, watched.loss_scale * ranks, scale * ranks)
+
+    def _hunted(self, gradients: Sequence[Gradient]) -> list[LayerHistory]:
+        """What the journal has of these gradients' layers: their norms in the step and those before it."""
+        # A step that was not measured has no such figures, so it is not listed.
+        norms: dict[str, dict[int, float]] = {}
+        for step in range(max(1, self.step - _HUNTED_STEPS), self.step + 1):
+            row = self.history.row(step, self.attempt) or {}
+            for name, norm in row.items():
+                prefix, _, layer = name.partition("/")
+                if prefix == OF_LAYERS.key:
+                    norms.setdefault(layer, {})[step] = norm
+
+        found: dict[str, LayerHistory] = {}
+        for gradient in gradients:
+            layer = layer_of(gradient.parameter, norms)
+            if layer:
+                found[layer] = LayerHistory(layer, norms[layer])
+        return list(found.values())
 
     def _start(self) -> int:
         """Load the best state before the step that verifies. Returns its step, 0 for the initial state."""

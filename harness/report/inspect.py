@@ -25,8 +25,10 @@ from harness.checkpoint.manifest import check_header
 from harness.core.errors import ExitCode, clipped, some
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
+from harness.profiling.report import profiles, title
 from harness.report import short, tool
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
+from harness.report.hunt import hunt_line
 from harness.tracking.existing import spans
 from harness.tracking.history import BYTES, MAX_TEXT, SWITCHED, RunHistory, bare
 from harness.tracking.journal import POSITION, delivered, run_page, tracking_uri
@@ -246,6 +248,11 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
     if proof := fp8_proof(history):
         lines.append(("FP8 proof", proof))
     lines += [("steps", _steps(history)), ("speed", _speed(history))]
+    if hunt := hunt_line(history):
+        lines.append(("hunt", hunt))
+    for path, made in profiles(history.run_dir):
+        where = path.parent / path.name.replace(".table.json", ".md")
+        lines.append(("profile", f"{title(made)}: {made.summary()}; see {short(where)}"))
     if history.lost:
         lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
     codes = Counter(event["code"] for event in history.events)

@@ -921,6 +921,13 @@ function cost(part) {
   part.append(grid);
 }
 
+function measured(part) {
+  for (const each of run.measured) {
+    part.append(el("h3", {}, each.title), table(each.headings, each.rows, each.numbers));
+    for (const note of each.notes) part.append(el("p", {class: "note"}, note));
+  }
+}
+
 function comparison(part) {
   const found = content.compared;
   const [steps, first, last] = found.steps;
@@ -962,6 +969,7 @@ if (run.slots) section("slots", "FP8 slots", slotSection);
 section("moves", "Demotions and rollbacks", moves);
 section("checkpoints", "Checkpoints", checkpoints);
 section("cost", "Cost", cost);
+if (run.measured.length) section("measured", "Profiles and layers", measured);
 if (run.plan) section("plan", "Precision plan", plan);
 if (run.config != null) section("config", "Config", (part) => part.append(el("pre", {}, run.config)));
 if (content.pictures.length) section("pictures", "FP8 over the layers", pictures);

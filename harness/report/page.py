@@ -25,7 +25,6 @@ from harness.core.errors import ConfigError, ExitCode, Problem, shown
 from harness.core.files import atomic_file, home
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.report.fp8_pictures import pictures
 from harness.report.page_content import ROOM, compared, explanations, kinds, of_run
 from harness.report.plots import draw
 from harness.tracking.history import RunHistory
@@ -36,6 +35,7 @@ REPORT = "report.html"
 _SHOWN = {
     "fp8_fan.png": "amax, saturation and SQNR over the layers, by step: minimum, 10%, median, 90%, maximum",
     "fp8_exponents.png": "binary exponents of amax, before and after scaling, beside the ranges of the formats",
+    "grad_norms.png": "gradient norms by step of the layers that grew most; dotted: discarded by a rollback",
 }
 _HERE = Path(__file__).parent
 _UPLOT = _HERE / "vendor" / "uplot"
@@ -114,9 +114,9 @@ def write_page(run_dir: Path, other: Path | None, out: Path | None) -> Path:
         what, why = "is no name of a page", "a page replaces the file of that name"
         raise ConfigError(Problem(what, str(out), why, "end it in .html"))
     try:
-        # Not those in the run's folder: they may be older than the journal, or of somebody else.
+        # Drawn anew: not those in the run's folder: they may be older than the journal, or of somebody else.
         with TemporaryDirectory() as folder:
-            _write(path, page(histories, pictures(histories[0], Path(folder))))
+            _write(path, page(histories, draw(histories[0], Path(folder))))
     except OSError as error:
         what = f"the page cannot be written: {error.strerror}"
         fix = "name a file in a folder that is there and can be written: --out FILE"

@@ -17,11 +17,14 @@ from harness.core.facts import SWITCH_DELAY, jsonable
 from harness.core.memory import size_text
 from harness.core.plan_text import fold, rung_lines
 from harness.core.secrets import scrubbed
+from harness.profiling.report import headings, profiles, rows, title
+from harness.profiling.report import notes as profile_notes
 from harness.report import short, tool
 from harness.report.charts import charts, marks_of_scale
 from harness.report.differences import Difference, differences, likely_causes
 from harness.report.divergence import compare
 from harness.report.explain import catalogue, described, flights, plain, streaks
+from harness.report.hunt import SHOWN, hunted
 from harness.report.inspect import account, counts
 from harness.report.overview import Severity, severities
 from harness.report.page_slots import content as slots_of
@@ -91,6 +94,7 @@ def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
         "replays": _replays(history.run_dir),
         "checkpoints": [_checkpoint(each) for each in spent.checkpoints],
         "cost": _cost(history, spent),
+        "measured": [*_profiles(history), *_hunt(history)],
         "slots": slots_of(history, room),
     }
 
@@ -114,6 +118,48 @@ def explanations(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def kinds() -> list[tuple[str, str]]:
     """(kind, label) of events."""
     return list(_LABELS.items())
+
+
+def _profiles(history: RunHistory) -> Iterator[dict[str, Any]]:
+    """A table for each profile of the run (`train.profile_steps`)."""
+    for _, profile in profiles(history.run_dir):
+        cells: list[list[str]] = []
+        for row in rows(profile):
+            cells.append([shown(cell) for cell in row])
+        lines = [shown(line) for line in profile_notes(profile)]
+        names = headings(profile)
+        # All but the first and the last column are numbers.
+        numbers = list(range(1, len(names) - 1))
+        yield _table(title(profile), names, cells, numbers, lines)
+
+
+def _hunt(history: RunHistory) -> Iterator[dict[str, Any]]:
+    """The layers whose gradients grew most, if the run measured them (`guard.hunt`)."""
+    layers = hunted(history)
+    if not layers:
+        return
+    cells: list[list[str]] = []
+    for each in layers[:SHOWN]:
+        figures = (f"{each.usual:.4g}", f"{each.largest:.4g}", str(each.at), f"{each.growth:.4g}")
+        cells.append([shown(each.layer), str(each.steps), *figures])
+    lines: list[str] = []
+    if len(layers) > SHOWN:
+        lines.append(
+            f"The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl."
+        )
+    names = ["layer", "steps", "usual norm", "largest norm", "at step", "largest / usual"]
+    yield _table("Gradient norms by layer", names, cells, [1, 2, 3, 4, 5], lines)
+
+
+def _table(
+    heading: str,
+    names: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    numbers: Sequence[int],
+    lines: Sequence[str],
+) -> dict[str, Any]:
+    """numbers: columns that are aligned right. lines: under the table."""
+    return {"title": heading, "headings": names, "rows": cells, "numbers": numbers, "notes": lines}
 
 
 def _plan(plan: Mapping[str, Any]) -> dict[str, Any] | None:

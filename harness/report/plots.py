@@ -15,6 +15,7 @@ from harness.core.facts import ROLES
 from harness.report import label
 from harness.report.charts import BEYOND
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
+from harness.report.hunt import hunt_plot
 from harness.tracking.figures import Points
 from harness.tracking.history import BYTES, RunHistory, bare, split_slot
 
@@ -35,7 +36,10 @@ def draw(history: RunHistory, folder: Path) -> list[Path]:
         made.append(folder / "loss.png")
     if saturation_plot(history, folder / "fp8_saturation.png"):
         made.append(folder / "fp8_saturation.png")
-    return made + pictures(history, folder)
+    made += pictures(history, folder)
+    if hunt_plot(history, folder / "grad_norms.png"):
+        made.append(folder / "grad_norms.png")
+    return made
 
 
 def loss_plot(history: RunHistory, path: Path) -> bool:

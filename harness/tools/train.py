@@ -53,6 +53,7 @@ from harness.engines.process_group import lost_rank_named
 from harness.models import Task, check_vocab
 from harness.models.huggingface import tokenizer_of
 from harness.precision.plan import Plan
+from harness.profiling.recorder import profiler_of
 from harness.replay.proof import prove
 from harness.report.inspect import trained_on
 from harness.run import Run
@@ -175,6 +176,7 @@ def train(request: Request) -> int:
                     _go_on_in_folder(start, job)
 
                 # Train. MLflow gets the journal from here on.
+                _profile(run, worker)
                 telemetry.ship()
                 outcome = _drive(run)
                 _finish(run, job.plan, outcome)
@@ -427,6 +429,20 @@ def _build(
     )
 
 
+def _profile(run: Run, worker: Worker) -> None:
+    """Profile the steps of train.profile_steps on this rank; warn if this start comes too late for them."""
+    train, next_step = run.config.train, run.state.step + 1
+    profiler = profiler_of(
+        run.folder, train.profile_steps, worker.device, worker.group.rank, train.profile_ranks
+    )
+    run.telemetry.profiler = profiler
+    if profiler is not None and profiler.missed(next_step):
+        text = f"train.profile_steps {list(train.profile_steps or ())} were done before this start, without a profile"
+        run.telemetry.tell(
+            run.state.step, "profile.missed", f"{text}; the next step is {next_step}"
+        )
+
+
 def _drive(run: Run) -> Outcome:
     """The loop under signal handlers; whatever ends it becomes an outcome."""
     run.stop.install()
@@ -435,10 +451,13 @@ def _drive(run: Run) -> Outcome:
         # training.
         tell_wrapper(ExitCode.FAILED)
     try:
-        if run.config.engine.deterministic:
-            _log_knobs(run)
-            prove(run)
-        return train_run(run)
+        try:
+            if run.config.engine.deterministic:
+                _log_knobs(run)
+                prove(run)
+            return train_run(run)
+        finally:
+            run.telemetry.close_profile(run.state.step)
     except BaseException as error:
         _settle(run, error)
         run.telemetry.failed(run.state.step, error)

@@ -326,7 +326,7 @@ GUARD = (
     Mutation(
         12,
         "the guard's limits reach the update of a loop that is not ours",
-        "update(gradients, backend, own, terms.limits, terms.measures)",
+        "update(gradients, backend, own, terms.limits, terms.measures, terms.hunts)",
         "update(gradients, backend, own, thorough=terms.measures)",
         "tests/unit/precision/test_own_guard.py -k limits_reach",
     ),
@@ -378,5 +378,19 @@ GUARD = (
         "            follow_rank_0(model)",
         "            pass",
         "tests/dist/test_rank_buffers.py::test_every_rank_evaluates_with_rank_0s_statistics[zero0]",
+    ),
+    Mutation(
+        12,
+        "a hunt begins by itself behind a rollback",
+        "any(target < step <= target + within for target in self.returned_to)",
+        "False",
+        "tests/unit/core/test_hunt.py -k follows_a_rollback",
+    ),
+    Mutation(
+        8,
+        "a loop of one's own that does not record every step gets no profile of it",
+        "if step != self._steps[-1]:",
+        "if False:",
+        "tests/unit/profiling/test_profile_runs.py -k not_recorded",
     ),
 )

@@ -58,6 +58,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
+from harness.core.facts import pad_numbers
 from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.native_gemm import (
     Carrier,
@@ -70,7 +71,7 @@ from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear, shallow_copy, swap_linears
 from harness.precision.operators import define, layer_of, register
-from harness.precision.plan import Plan, pad_numbers
+from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.errors import CheckpointError, MachineError, Problem
+from harness.core.facts import pad_numbers
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends import te_fused, te_library
@@ -54,7 +55,7 @@ from harness.precision.backends.te_library import (
 )
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
 from harness.precision.layers import swap_linears
-from harness.precision.plan import Plan, pad_numbers
+from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
 

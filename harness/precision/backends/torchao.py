@@ -32,13 +32,14 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.core.errors import CheckpointError, Problem
+from harness.core.facts import pad_numbers
 from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_linear
 from harness.precision.operators import define, layer_of, register
-from harness.precision.plan import Plan, pad_numbers
+from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats

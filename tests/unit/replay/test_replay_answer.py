@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.core.facts import BAD_LABEL, Limits, SlotStats, StepFacts
-from harness.replay.answer import Answer, Sample, growth, lines, plain
+from harness.replay.answer import Answer, LayerHistory, Sample, growth, lines, plain
 from harness.replay.flight import Difference
 from harness.replay.origin import Finding
 
@@ -31,8 +31,8 @@ def answer(here: StepFacts, **changes: Any) -> Answer:
     values: dict[str, Any] = {
         "run": "runs/r", "step": 8, "base": 5, "attempt": 1, "window": 7, "codes": [], "was_bad": True, "here": here,
         "again": here, "in_float32": WELL, "loss_before": 2.1, "journal_loss": here.loss, "difference": None,
-        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "samples": [],
-        "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
+        "setup_differences": [], "finding": None, "finding_in_float32": None, "gradients": [], "hunted": [],
+        "samples": [], "window_size": 4, "ranks": 1, "precision": "autocast:fp16",
     }  # fmt: skip
     return Answer(**{**values, **changes})
 
@@ -122,3 +122,11 @@ def test_the_report_is_strict_json_without_slots() -> None:
     assert '"slots"' not in text
     assert json.loads(text)["here"]["loss"] == "nan"
     assert json.loads(text)["samples"][0]["bad"] is True
+
+
+def test_the_norms_that_a_hunt_measured_are_listed() -> None:
+    of_a_hunt = [LayerHistory("blocks.01.up", {7: 0.25, 8: 4e4})]
+    text = "\n".join(lines(answer(OVER, hunted=of_a_hunt)))
+    assert "blocks.01.up: 0.25 at step 7, 4e+04 at step 8" in text
+    assert json.loads(json.dumps(plain(answer(OVER, hunted=of_a_hunt))))["hunted"]
+    assert "guard.hunt" not in "\n".join(lines(answer(OVER)))
