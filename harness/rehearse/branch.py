@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.core.facts import Halt, Rollback, StepFacts, Switch, jsonable
 from harness.monitors.fallback import FallbackController
 from harness.monitors.responder import Judgement
 from harness.rehearse.slots import SlotRecord, SlotRow
 from harness.replay.flight import Difference
+
+if TYPE_CHECKING:
+    from harness.precision.counterfactual import Comparison
 
 FaultKind = Literal["unfit data", "not finite", "left its precision", "rollback", "halt"]
 
@@ -53,6 +56,7 @@ class Branch:
     record: the figures behind `slots`, step by step; None without FP8.
     fell_back_to: the precision that the whole branch was downgraded to; empty: none.
     unhealthy: codes of verdicts by which a step does not count as healthy.
+    scalings: what other scalings would lose on the sampled tensors; None if that was not measured.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Branch:
     record: SlotRecord | None = None
     fell_back_to: str = ""
     unhealthy: tuple[str, ...] = ()
+    scalings: Comparison | None = None
 
     @property
     def last_step(self) -> int:

@@ -17,6 +17,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ from harness.core.facts import SamplingSpan
 from harness.core.memory import peak_resident, restart_peak
 from harness.core.state import RunLedger, random_numbers_apart
 from harness.monitors.fallback import FallbackController
+from harness.precision.counterfactual import Counterfactual
 from harness.precision.plan import pad_numbers
 from harness.precision.recipe import PrecisionName, Recipe, load_recipe
 from harness.rehearse.begin import Beginning
@@ -226,7 +228,9 @@ class Rehearsal:
             if nudged:
                 nudge(rerun.model)
             record = self._record(rerun, precision, recipe)
-            difference = self._steps(name, rerun, record, repeats)
+            watch = _scalings(rerun)
+            with watch or nullcontext():
+                difference = self._steps(name, rerun, record, repeats)
             peak = _peak(rerun, on_gpu)
         finally:
             rerun.close()
@@ -248,6 +252,7 @@ class Rehearsal:
             record=record.slots,
             fell_back_to=record.fell_back_to,
             unhealthy=tuple(record.unhealthy),
+            scalings=None if watch is None else watch.report(),
         )
         # The next branch must not share this machine's memory with this one.
         del rerun
@@ -289,6 +294,13 @@ class Rehearsal:
                 reported = time.monotonic()
                 self.say(f"{name}: step {done} of {begin.steps}, loss {judged.facts.loss:.4f}")
         return difference
+
+
+def _scalings(rerun: Rerun) -> Counterfactual | None:
+    """What measures other scalings on the sampled tensors of a branch; None where its layers cannot be watched."""
+    if rerun.resolved != "native:fp8":
+        return None
+    return Counterfactual(rerun.model)
 
 
 def _peak(rerun: Rerun, on_gpu: bool) -> float:

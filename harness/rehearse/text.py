@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _SLOTS_SHOWN = 12
 _NAMES_SHOWN = 8
+_SCALINGS_SHOWN = 6
 _LONGEST = 160
 _MISSING = "-"
 
@@ -47,6 +48,7 @@ def as_json(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> di
         "branches": [_branch_json(branch, found) for branch in every_branch(made)],
         "left_out": dict(made.left_out),
         "slots": [] if fp8 is None else [row.as_json() for row in fp8.slots],
+        "scalings": None if fp8 is None or fp8.scalings is None else fp8.scalings.as_json(),
         "recipe": None if made.recommended is None else made.recommended.as_json(),
         "notes": list(made.notes),
     }
@@ -80,6 +82,11 @@ def lines(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> list
     shown += ["", *_branch_lines(made, machine)]
     if made.fp8 is not None:
         shown += ["", *_fp8_lines(made.fp8)]
+        if made.fp8.scalings is not None:
+            # It loads torch, which whoever has such figures has loaded.
+            from harness.precision.counterfactual import lines as scaling_lines
+
+            shown += ["", *scaling_lines(made.fp8.scalings, _SCALINGS_SHOWN)]
     shown += [f"note: {note}" for note in made.notes]
     return shown
 

@@ -123,9 +123,7 @@ def kinds() -> list[tuple[str, str]]:
 def _profiles(history: RunHistory) -> Iterator[dict[str, Any]]:
     """A table for each profile of the run (`train.profile_steps`)."""
     for _, profile in profiles(history.run_dir):
-        cells: list[list[str]] = []
-        for row in rows(profile):
-            cells.append([shown(cell) for cell in row])
+        cells = [list(map(shown, row)) for row in rows(profile)]
         lines = [shown(line) for line in profile_notes(profile)]
         names = headings(profile)
         # All but the first and the last column are numbers.
