@@ -24,9 +24,9 @@ from harness.core.config import GuardConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError, one_line
 from harness.core.state import RunLedger
 from harness.core.timing import spread, wait
+from harness.measure.contender import Contender
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import next_step
-from harness.tools.contender import Contender
 from harness.tracking.console import Console
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from harness.core.errors import ConfigError, ExitCode, Problem
 from harness.core.files import shipped
 from harness.core.findings import Finding, exit_code, refused
 from harness.core.memory import size_text
-from harness.tools.effort import MINUTES, Effort, check_effort
+from harness.measure.effort import MINUTES, Effort, check_effort
 from harness.tools.start import Overrides, RecipeName, read_policies
 from harness.tracking.journal import tracking_uri
 from harness.tracking.reach import unanswered
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from harness.core.config import RunConfig
+    from harness.measure.card_check import CardReport
+    from harness.measure.speed import SpeedReport
     from harness.precision.decision import Question
     from harness.precision.recipe import Recipe
-    from harness.tools.card_check import CardReport
-    from harness.tools.speed import SpeedReport
 
 _DEFAULT_RECIPE = "fp8_hybrid"
 
@@ -147,8 +147,8 @@ def _with_speed(
     if diagnosis.exit_code is not ExitCode.DONE:
         print("nothing was timed: the run could not start", file=sys.stderr, flush=True)
         return diagnosis
-    from harness.tools.speed import measure_speed
-    from harness.tools.speed_picture import draw
+    from harness.measure.speed import measure_speed
+    from harness.measure.speed_picture import draw
 
     with redirect_stdout(sys.stderr):
         report = measure_speed(run, diagnosis.recipe, diagnosis.facts, minutes)
@@ -165,8 +165,8 @@ def _with_speed(
 
 def _with_cards(diagnosis: Diagnosis, share: float | None, seconds: float | None) -> Diagnosis:
     """`diagnosis`, with what was found on every device."""
-    from harness.tools.card_check import check_card
-    from harness.tools.card_device import devices_here
+    from harness.measure.card_check import check_card
+    from harness.measure.card_device import devices_here
 
     reports: list[CardReport] = []
     findings = list(diagnosis.findings)
@@ -333,7 +333,7 @@ def _cards(console: Console, diagnosis: Diagnosis) -> None:
     """What --card checked; what it found is among the findings."""
     if diagnosis.cards is None:
         return
-    from harness.tools.card_check import lines
+    from harness.measure.card_check import lines
 
     console.print("\n[bold]Answers, bit for bit[/]")
     if not diagnosis.facts.cuda_available:
@@ -347,7 +347,7 @@ def _speed(console: Console, diagnosis: Diagnosis) -> None:
     """What --speed timed."""
     if diagnosis.speed is None:
         return
-    from harness.tools.speed import lines
+    from harness.measure.speed import lines
 
     console.print("\n[bold]Speed[/]")
     for line in lines(diagnosis.speed):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.measure.speed import SpeedReport
 from harness.report import label
 from harness.report.fp8_pictures import GRID, INK, save
-from harness.tools.speed import SpeedReport
 
 _TAKEN, _OTHER = "#2c7fb8", "#b8c4cf"
 _LONGEST = 60

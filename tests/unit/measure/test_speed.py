@@ -15,15 +15,15 @@ from harness.capability.probe import MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.core.protocols import Batches
 from harness.estimate.roofline import Op, Rates
+from harness.measure import speed
+from harness.measure.held_data import HeldBatches
+from harness.measure.speed import Candidate, candidates, figures_of, measure_speed
+from harness.measure.speed_picture import draw
+from harness.measure.speed_verdict import Figures, Machine, Row, Status, choose, reason
+from harness.measure.turns import spread_of, steps_of_a_turn, take_turns
 from harness.precision.recipe import load_recipe
-from harness.tools import speed
 from harness.tools.doctor import command
-from harness.tools.held_data import HeldBatches
-from harness.tools.speed import Candidate, candidates, figures_of, measure_speed
-from harness.tools.speed_picture import draw
-from harness.tools.speed_verdict import Figures, Machine, Row, Status, choose, reason
 from harness.tools.start import read_policies
-from harness.tools.turns import spread_of, steps_of_a_turn, take_turns
 
 # ---- Turns
 

@@ -11,8 +11,8 @@ import torch
 
 from harness.core.timing import in_turns, launch_seconds
 from harness.estimate.roofline import Rates
-from harness.tools.card_device import TorchDevice
-from harness.tools.speed_verdict import Machine
+from harness.measure.card_device import TorchDevice
+from harness.measure.speed_verdict import Machine
 
 # Precision -> what it is called among known answers.
 _PRODUCTS = {"fp8": "fp8_e4m3", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}

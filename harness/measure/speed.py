@@ -46,15 +46,11 @@ from harness.core.state import RunLedger
 from harness.engines.process_group import read_launch
 from harness.estimate.recorder import Recorder
 from harness.estimate.roofline import Op, Rates, device_seconds, seconds_by_cause
-from harness.precision.backends.registry import BACKENDS
-from harness.precision.plan import Plan, judge
-from harness.precision.recipe import Recipe, Rung, load_recipe
-from harness.run_folder import fit_vocab
-from harness.tools.card_device import devices_here
-from harness.tools.contender import Contender
-from harness.tools.held_data import HeldBatches
-from harness.tools.machine_rates import measure_machine, roofline_rates
-from harness.tools.speed_verdict import (
+from harness.measure.card_device import devices_here
+from harness.measure.contender import Contender
+from harness.measure.held_data import HeldBatches
+from harness.measure.machine_rates import measure_machine, roofline_rates
+from harness.measure.speed_verdict import (
     COMPILED,
     Choice,
     Figures,
@@ -64,7 +60,11 @@ from harness.tools.speed_verdict import (
     choose,
     reason,
 )
-from harness.tools.turns import LEAST_ROUNDS, steps_of_a_turn, take_turns
+from harness.measure.turns import LEAST_ROUNDS, steps_of_a_turn, take_turns
+from harness.precision.backends.registry import BACKENDS
+from harness.precision.plan import Plan, judge
+from harness.precision.recipe import Recipe, Rung, load_recipe
+from harness.run_folder import fit_vocab
 from harness.tracking.console import Console
 
 _NEVER = 10**6

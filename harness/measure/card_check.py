@@ -24,9 +24,9 @@ from harness.capability.readings import Readings, reading_findings
 from harness.core.errors import Problem, shown
 from harness.core.findings import Finding, refused
 from harness.core.memory import size_text
-from harness.tools.effort import Effort
-from harness.tools.known_answers import KINDS, PRECISIONS, KnownProduct, Shape, known_product
-from harness.tools.memory_patterns import CELL_BYTES, Pattern, patterns
+from harness.measure.effort import Effort
+from harness.measure.known_answers import KINDS, PRECISIONS, KnownProduct, Shape, known_product
+from harness.measure.memory_patterns import CELL_BYTES, Pattern, patterns
 
 Multiply = Callable[[], Tensor]
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from harness.capability.readings import Readings, processor_readings, reading_findings
 from harness.core.errors import ConfigError, ExitCode
 from harness.core.findings import exit_code
-from harness.tools import card_check, card_device
-from harness.tools.card_check import CardReport, Wrong, check_card
-from harness.tools.card_device import TorchDevice
+from harness.measure import card_check, card_device
+from harness.measure.card_check import CardReport, Wrong, check_card
+from harness.measure.card_device import TorchDevice
+from harness.measure.effort import Effort, check_effort
+from harness.measure.known_answers import KINDS, PRECISIONS, known_product
+from harness.measure.memory_patterns import patterns
 from harness.tools.doctor import command
-from harness.tools.effort import Effort, check_effort
-from harness.tools.known_answers import KINDS, PRECISIONS, known_product
-from harness.tools.memory_patterns import patterns
 
 HERE = torch.device("cpu")
 # A few hundred KiB of memory, and a soak of one round.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from harness.tools.turns import Spread, spread_of
+from harness.measure.turns import Spread, spread_of
 
 Status = Literal["measured", "not finite", "too slow", "failed", "cannot be built"]
 COMPILED = ", compiled"

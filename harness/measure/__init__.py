@@ -1,0 +1,1 @@
+"""Speed and soundness of this machine: what `harness doctor --speed` and `--card` measure."""
