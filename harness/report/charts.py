@@ -12,7 +12,7 @@ import numpy as np
 from harness.core.config import FallbackConfig
 from harness.core.errors import clipped, shown
 from harness.core.facts import ROLES
-from harness.core.metrics import MFU
+from harness.core.metrics import MFU, OF_LAYERS
 from harness.report.decimate import Floats, Ints, extremes, not_finite, rounded
 from harness.tracking.existing import LOSS, VAL_LOSS
 from harness.tracking.figures import Points
@@ -28,8 +28,8 @@ BEYOND = 1e100
 """Figures over this are not drawn, like those that are not finite: the axis would have no finite width."""
 _LOSS_SCALE = "train/loss_scale"
 _APPLIED = "train/step_applied"
-# Beginnings of metrics that have a chart, or are in the table of slots.
-_OURS = ("train/", "guard/", "fp8", "Loss/", "val/")
+# Beginnings of metrics that have a chart, or are in a table: of slots, or of layers.
+_OURS = ("train/", "guard/", "fp8", "Loss/", "val/", f"{OF_LAYERS.key}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Chart:
     settled: int = 0
 
 
-def _shipped(history: RunHistory) -> list[Chart]:
+def shipped(history: RunHistory) -> list[Chart]:
     """The charts of the metrics that this project writes, in the order of the page."""
     counted = str(history.run["data"].get("counted", "tokens"))
     unit = "" if history.unit == "loss" else history.unit
@@ -83,7 +83,7 @@ def _shipped(history: RunHistory) -> list[Chart]:
 
 def charts(history: RunHistory) -> list[dict[str, Any]]:
     """The charts that have data, each with its series, for the page's script."""
-    wanted = _shipped(history)
+    wanted = shipped(history)
     others: list[Chart] = []
     for name in history.rows.names():
         if not name.startswith(_OURS):

@@ -1,4 +1,4 @@
-"""Which charts a run's dashboard has, and in which order: that of the pictures in report.html. Torch-free."""
+"""Which charts a run's dashboard has, and in which order: that of the curves in report.html. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from harness.core.facts import ROLES
 
 
 class Section(NamedTuple):
-    """Charts that belong together.
-
-    name: heading.
-    figures: metrics, one chart each.
-    pictures: names of the report's pictures of the same; empty: the report has none.
-    """
+    """Charts that belong together. name: heading; figures: metrics, one chart each."""
 
     name: str
     figures: tuple[str, ...]
-    pictures: tuple[str, ...] = ()
 
 
 def _of_role(role: str) -> Section:
     figures = ("saturation_max", "amax_max", "sqnr_db_min")
-    keys = tuple(f"fp8/{role}/{figure}" for figure in figures)
-    return Section(f"fp8/{role}", keys, ("fp8_saturation", "fp8_fan", "fp8_exponents"))
+    return Section(f"fp8/{role}", tuple(f"fp8/{role}/{figure}" for figure in figures))
 
 
 SECTIONS = (
-    Section("loss", ("train/loss", "val/loss"), ("loss",)),
+    Section("loss", ("train/loss", "val/loss")),
+    Section("train", ("train/lr", "train/grad_norm")),
+    Section("loss scale", ("train/loss_scale",)),
     *map(_of_role, ROLES),
-    Section("loss scale", ("train/loss_scale",), ("loss_scale",)),
-    Section("train", ("train/grad_norm", "train/lr", "train/tokens_per_second")),
     Section("guard", ("guard/demoted_layers", "guard/skipped", "guard/rollbacks")),
+    Section("speed", ("train/tokens_per_second",)),
 )
-"""In order. What is watched without a picture comes last."""
+"""In order."""
 
 LOG_AXIS = tuple(f"fp8/{role}/amax_max" for role in ROLES)
 """Charts whose values span powers of two."""

@@ -192,12 +192,13 @@ def test_the_view_has_the_order_of_the_report(
     text = page.text()
     sections = (
         "\nloss\n",
+        "\ntrain\n",
+        "\nloss scale\n",
         "\nfp8/input\n",
         "\nfp8/weight\n",
         "\nfp8/grad_output\n",
-        "\nloss scale\n",
-        "\ntrain\n",
         "\nguard\n",
+        "\nspeed\n",
         "\nfp8_amax\n",
     )
     places = [text.find(section) for section in sections]

@@ -76,9 +76,9 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     view = json.loads(found["mlflow.sharedViewState.harness"])
     names = [section["name"] for section in view["compareRunSections"]]
     roles = ["fp8/input", "fp8/weight", "fp8/grad_output"]
-    assert names[:7] == ["loss", *roles, "loss scale", "train", "guard"]
+    assert names[:8] == ["loss", "train", "loss scale", *roles, "guard", "speed"]
     keys = [chart["metricKey"] for chart in view["compareRunCharts"]]
-    assert keys[:3] == ["train/loss", "val/loss", "fp8/input/saturation_max"]
+    assert keys[:3] == ["train/loss", "val/loss", "train/lr"]
     known = {section["uuid"] for section in view["compareRunSections"]}
     assert {chart["metricSectionId"] for chart in view["compareRunCharts"]} <= known
     logarithmic = [
