@@ -13,7 +13,8 @@ import typer
 from harness.capability.cards import Card, card_named
 from harness.core.errors import ConfigError, HarnessError, Problem
 from harness.core.files import write_json
-from harness.core.screen import Screen, say
+from harness.core.plan_text import aligned
+from harness.core.screen import say
 from harness.profiling.report import Profile, headings, notes, profiles, rows, title, write_text
 from harness.report import RunFolder, short
 from harness.tracking.history import RunHistory
@@ -120,19 +121,10 @@ def _predicted(history: RunHistory, card: Card, calibration: Path | None) -> Pre
 
 
 def _show(made: Profile, text: Path) -> None:
-    """Print one table."""
-    from rich.table import Table
-    from rich.text import Text
-
-    screen = Screen()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=title(made))
-    for place, heading in enumerate(headings(made)):
-        last = place == len(headings(made)) - 1
-        is_text = place == 0 or last
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows(made):
-        table.add_row(*[Text(cell) for cell in row])
-    screen.print(table)
+    """Print one table. No figure is cut off, however narrow the terminal is."""
+    say(title(made))
+    for line in aligned([headings(made), *rows(made)]):
+        say(line)
     for note in notes(made):
-        screen.print(Text(note))
-    screen.print(Text(f"written: {short(text)}"))
+        say(note)
+    say(f"written: {short(text)}")
