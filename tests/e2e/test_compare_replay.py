@@ -234,7 +234,7 @@ def test_another_recipe_is_named_by_what_it_computes_first(
     assert at(replayed(base, other)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rate_that_a_resume_changed_is_named_at_its_step(base: Path, half: Path) -> None:
     other = base.parent / "changed"
     shutil.copytree(half, other)
@@ -246,7 +246,7 @@ def test_a_rate_that_a_resume_changed_is_named_at_its_step(base: Path, half: Pat
     assert found["replay"]["not_reproduced"] == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_search_goes_back_to_the_last_checkpoints_that_agree(base: Path) -> None:
     """A's and B's checkpoints of step 4 agree in nothing, those of step 2 in all: the search begins there."""
     longer = "train.steps=6"

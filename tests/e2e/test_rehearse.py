@@ -158,7 +158,7 @@ def test_what_breaks_in_every_window_is_the_models_fault(
     assert {branch["fault"]["step"] for branch in found["branches"]} == {4}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_only_fp16_cannot_hold_is_precision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_run_that_halted_is_rehearsed_from_before_that(
     assert not [note for note in found["notes"] if "differs from its journal" in note]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rate_at_which_nothing_is_learnt_is_the_learning_rate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_rate_at_which_nothing_is_learnt_is_the_learning_rate(
     assert found["verdict"] == "learning rate"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_downgraded_has_its_reference_in_float32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
