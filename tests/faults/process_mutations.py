@@ -46,7 +46,7 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal while the run starts ends it with 75",
-        "    stop_while_starting()\n",
+        "    # Until the run can save, a signal ends this process and leaves nothing behind.\n    stop_while_starting()\n",
         "",
         "tests/faults/test_signals.py -k imports",
     ),
