@@ -12,21 +12,27 @@ import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from harness.core.files import write_json
 
 
-class _Damage:
-    """A hook that torch calls after every optimizer step; it damages a weight after step `step`."""
+class Damage:
+    """A hook that torch calls after every step of any optimizer; it damages a weight after step `step` of one.
+
+    Each optimizer is counted by itself: one may be made of several, and a copy of it may have been tried before.
+    """
 
     def __init__(self, step: int, evidence: Path) -> None:
         self.step = step
         self.evidence = evidence
-        self.steps = 0
+        self._done = False
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.steps += 1
-        if self.steps != self.step:
+        count = self._steps.get(optimizer, 0) + 1
+        self._steps[optimizer] = count
+        if count != self.step or self._done:
             return
         import torch
 
@@ -35,6 +41,7 @@ class _Damage:
                 if parameter.grad is not None:
                     with torch.no_grad():
                         parameter.fill_(float("nan"))
+                    self._done = True
                     write_json(self.evidence, {"step": self.step, "shape": list(parameter.shape)})
                     return
 
@@ -44,7 +51,7 @@ def main() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     step, evidence, *rest = sys.argv[1:]
-    register_optimizer_step_post_hook(_Damage(int(step), Path(evidence)))
+    register_optimizer_step_post_hook(Damage(int(step), Path(evidence)))
     sys.argv[1:] = rest
     runpy.run_module("harness.cli", run_name="__main__", alter_sys=True)
 

@@ -62,7 +62,7 @@ from harness.measure.speed_verdict import (
 )
 from harness.measure.turns import LEAST_ROUNDS, steps_of_a_turn, take_turns
 from harness.precision.backends.registry import BACKENDS
-from harness.precision.plan import Plan, judge
+from harness.precision.plan import Plan, first_taken, judge
 from harness.precision.recipe import Recipe, Rung, load_recipe
 from harness.run_folder import fit_vocab
 from harness.tracking.console import Console
@@ -84,35 +84,55 @@ _CAST_BYTES = 4.0
 
 
 class Candidate(NamedTuple):
-    """What may be taken. recipe: with `rung` as its only one. compile: of engine.compile."""
+    """What may be taken.
+
+    recipe: with `rung` as its only one.
+    compile: of engine.compile.
+    of_config: whether the recipe is the config's own.
+    shadowed: whether the whole recipe takes another rung on this machine.
+    """
 
     name: str
     recipe: Recipe
     rung: Rung
     compile: str
+    of_config: bool
+    shadowed: bool
 
 
 def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
     """Every rung that this machine takes by some recipe, eager and compiled; the ladder of `own` comes first.
 
-    Of rungs that compute the same in several recipes, the first one stands for all.
+    Of recipes whose rungs compute the same, the first stands for all that takes this rung here, so that naming it asks
+    for the rung. Where each takes another rung, the first one does.
     """
-    recipes = [own] + [load_recipe(name) for name in shipped("recipes")]
-    found: dict[str, tuple[Recipe, Rung]] = {}
-    for recipe in recipes:
-        for rung, judged in zip(recipe.ladder, judge(recipe, facts), strict=True):
-            if judged.takes:
-                found.setdefault(_computation(recipe, rung), (recipe, rung))
+    # A preset is for a fault of one model: the plain loss scale comes before it.
+    others = sorted(
+        map(load_recipe, shipped("recipes")), key=lambda each: each.loss_scale.preset != "default"
+    )
+    found: dict[str, Candidate] = {}
+    for place, recipe in enumerate([own, *others]):
+        judged = judge(recipe, facts)
+        taken = first_taken(judged)
+        for number, (rung, each) in enumerate(zip(recipe.ladder, judged, strict=True)):
+            if not each.takes:
+                continue
+            only = recipe.model_copy(update={"ladder": [rung]})
+            shadowed = number != taken
+            computation = _computation(recipe, rung)
+            before = found.get(computation)
+            if before is None or (before.shadowed and not shadowed):
+                # One that replaces another has its place in the order.
+                found[computation] = Candidate(rung.name, only, rung, "none", place == 0, shadowed)
 
-    rungs = [rung.name for _, rung in found.values()]
+    rungs = [each.name for each in found.values()]
     made: list[Candidate] = []
-    for recipe, rung in found.values():
-        name = rung.name
+    for each in found.values():
+        name = each.name
         if rungs.count(name) > 1:
-            name = f"{name} ({recipe.name})"
-        only = recipe.model_copy(update={"ladder": [rung]})
-        made.append(Candidate(name, only, rung, "none"))
-        made.append(Candidate(f"{name}{COMPILED}", only, rung, "blocks"))
+            name = f"{name} ({each.recipe.name})"
+        made.append(each._replace(name=name))
+        made.append(each._replace(name=f"{name}{COMPILED}", compile="blocks"))
     return made
 
 
@@ -161,7 +181,12 @@ class SpeedReport:
         if self.choice is not None:
             row = self.choice.taken
             compile = "blocks" if row.compiled else "none"
-            taken = {"name": row.name, "recipe": row.recipe, "engine.compile": compile}
+            taken = {
+                "name": row.name,
+                "recipe": row.recipe,
+                "shadowed": row.shadowed,
+                "engine.compile": compile,
+            }
             tied = [row.name for row in self.choice.tied]
         return {
             "device": self.device,
@@ -393,7 +418,9 @@ def _measure(bench: _Bench, asked: Sequence[Candidate], report: SpeedReport) -> 
     limit = torch._dynamo.config.recompile_limit * len(asked)
     with torch._dynamo.config.patch(recompile_limit=limit):
         for candidate in asked:
-            row = Row(candidate.name, candidate.recipe.name, candidate.rung.precision)
+            recipe = bench.config.recipe if candidate.of_config else candidate.recipe.name
+            row = Row(candidate.name, recipe, candidate.rung.precision)
+            row.shadowed = candidate.shadowed
             row.compiled = candidate.compile == "blocks"
             report.rows.append(row)
             say(f"building {row.name} ...", file=sys.stderr)
@@ -542,6 +569,11 @@ def _verdict(report: SpeedReport) -> list[str]:
     taken = report.choice.taken
     compile = "blocks" if taken.compiled else "none"
     found = [f"Take {taken.name}: --recipe {taken.recipe} engine.compile={compile}"]
+    if taken.shadowed:
+        found = [
+            f"Take {taken.name}: a copy of recipe {taken.recipe} without the rungs before this one, "
+            f"engine.compile={compile}"
+        ]
     others = [row.name for row in report.choice.tied if row is not taken]
     if others:
         names = ", ".join(others)

@@ -67,7 +67,7 @@ class Row:
     """One candidate and what was measured of it.
 
     name: `backend:precision`, with the recipe's name where several recipes compute it otherwise; ", compiled".
-    recipe, precision, compiled: what to ask for to get it.
+    recipe, precision, compiled: what to ask for to get it. recipe: a name, or the path that the config has.
     status: "measured", or why it cannot be taken.
     why: the reason for any other status.
     out_of_memory: whether that is that memory ran out.
@@ -79,6 +79,7 @@ class Row:
     skipped: updates that were skipped, of all steps.
     notes: what else the reader has to know.
     figures: of its eager form; None if they are not known.
+    shadowed: whether this machine takes another rung of that recipe, so that the recipe has to be changed.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Row:
     skipped: int = 0
     notes: list[str] = field(default_factory=list[str])
     figures: Figures | None = None
+    shadowed: bool = False
 
     @property
     def eager_name(self) -> str:

@@ -133,7 +133,7 @@ _KERNELS = (
     (re.compile(r"flash|fmha|attention|sdpa|softmax_warp_.*mask"), ATTENTION),
     (re.compile(r"fusedadam|fused_adam|fusedsgd|fused_sgd|adagrad|adam_"), OPTIMIZER),
     (re.compile(r"(layer|rms|batch|group|instance)_?norm|\bln_(fwd|bwd)|bn_(fw|bw)"), NORMS),
-    (re.compile(r"implicit_?gemm|conv|wgrad|dgrad|cudnn.*engine"), CONVOLUTION),
+    (re.compile(r"implicit_?gemm|conv(?!ert)|wgrad|dgrad|cudnn.*engine"), CONVOLUTION),
 )
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|hgmma|cublas|gemv|splitk")
 _CAST = re.compile(r"cast|quantize|(bfloat16|float16|float8|half)\w*_copy|convert_|_to_copy")

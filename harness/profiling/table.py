@@ -6,7 +6,8 @@ that applies:
 1. On a CPU, the innermost operation that runs on the training thread (self time). On a GPU, the kernel that runs; of
    several at once, the one that began first.
 2. Communication, where nothing else runs: what is hidden behind other work costs nothing.
-3. Time between steps, where the host judges, validates or saves.
+3. Time between steps, where the host judges, validates or saves. What it computes then counts as this, too, and not as
+   the work that a step does.
 4. On a GPU, time in which the host waits for the device although the device is idle.
 5. Gaps.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -188,14 +190,15 @@ def table(events: Events) -> Table | None:
     calls: dict[str, int] = defaultdict(int)
     for thread, found in events.host.items():
         counted = calls if thread == training_thread and not events.device else None
-        on_threads[thread] = _self_times(found, counted, launched)
+        on_threads[thread] = _self_times(found, marks, counted, launched)
 
     # What runs, what communicates, and what the host does.
     if events.device:
         kernels = [_kernel(*each, launched) for each in events.device]
         for each in kernels:
             calls[each.kind] += 1
-        end = max([end, *(each.end for each in kernels)])
+        # The device may still work on the last step. What no step launched, as in a cut trace, makes none longer.
+        end = max([end, *(each.end for each in kernels if each.kind != BETWEEN)])
         runs = [each for each in kernels if each.kind != COMMUNICATION]
         communicates = [each for each in kernels if each.kind == COMMUNICATION]
         waits = events.runtime
@@ -237,19 +240,24 @@ def _rows(totals: Mapping[tuple[str, str], float], calls: Mapping[str, int]) -> 
 
 
 def _self_times(
-    events: Sequence[_Event], calls: dict[str, int] | None, launched: dict[int | None, str]
+    events: Sequence[_Event],
+    marks: Sequence[tuple[float, float, Any]],
+    calls: dict[str, int] | None,
+    launched: dict[int | None, str],
 ) -> list[Span]:
     """The time of each operation of a thread without that of the operations in it, in order.
 
     An operation whose name does not say its kind is of the kind of the one around it. Work of an optimizer and of
     attention stays that, whatever it is made of. Annotations of no kind have no time of their own.
 
+    marks: of the steps, in order; what begins in none of them is of the kind BETWEEN.
     calls: counted by kind; None: not counted.
     launched: the kind by the number of each operation, written here.
     """
     spans: list[Span] = []
     stack: list[tuple[_Event, str]] = []
     cursor = -math.inf
+    begins = [mark[0] for mark in marks]
 
     def emit(until: float) -> None:
         nonlocal cursor
@@ -268,6 +276,9 @@ def _self_times(
         kind = event.kind or around
         if around and around not in (OTHER, WAITS) and not event.is_mark:
             kind = _within(around, kind)
+        step = bisect_right(begins, event.start) - 1
+        if step < 0 or event.start >= marks[step][1]:
+            kind = BETWEEN
         if calls is not None and event.kind and kind != around:
             calls[kind] += 1
         if event.identity is not None:
@@ -296,10 +307,12 @@ def _kernel(
     launched: Mapping[int | None, str],
 ) -> Span:
     """A kernel, of the kind of the operation that launched it, or of its own name's."""
+    by_launch = launched.get(identity, "")
+    if by_launch == BETWEEN:
+        return Span(start, end, BETWEEN, name)
     if category != "kernel":
         return Span(start, end, COPIES, name)
     own = kind_of_kernel(name)
-    by_launch = launched.get(identity, "")
     if own == COMMUNICATION or by_launch in ("", OTHER, WAITS):
         return Span(start, end, own or OTHER, name)
     # Float32 operands may be multiplied in TF32: only the kernel knows.

@@ -4,6 +4,7 @@
 (() => {
 const content = JSON.parse(document.getElementById("content").textContent);
 const [run, other] = content.runs;
+const ofFirst = other ? " of A" : ""; // ends the titles of what is shown of the first run only
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const PLOT_HEIGHT = 210;
@@ -158,8 +159,9 @@ function aboutEvent(event, open) {
 }
 
 function explanation(code, open) {
+  // A code may be any text, such as "constructor".
+  if (!Object.hasOwn(content.explanations, code)) return "";
   const explained = content.explanations[code];
-  if (!explained) return "";
   const about = el("details", {open}, el("summary", {}, `${code} in the runbook`));
   for (const [label, lines] of explained) {
     about.append(el("h3", {}, label));
@@ -396,7 +398,7 @@ class Plot {
     });
     if (place != null && this.u) parts.unshift(el("span", {}, `step ${figure(this.u.data[0][place])}`));
     if (this.series.some((one) => one.marks.length)) parts.push(el("span", {}, "\u25bc NaN, infinite or off the axis"));
-    if (this.chart.skipped?.length) parts.push(el("span", {}, "\u00d7 update skipped"));
+    if (this.chart.skipped?.length) parts.push(el("span", {}, `\u00d7 update${ofFirst} skipped`));
     if (this.chart.line) parts.push(el("span", {}, `\u2026 ${this.chart.line[1]}`));
     this.key.replaceChildren(...parts);
   }
@@ -964,15 +966,15 @@ const themed = []; // functions that draw in the colours of the theme
 section("overview", "Overview", overview);
 if (content.compared) section("compared", "A and B", comparison);
 section("curves", "Curves", curves);
-section("events", "Events", listOfEvents);
-if (run.slots) section("slots", "FP8 slots", slotSection);
-section("moves", "Demotions and rollbacks", moves);
-section("checkpoints", "Checkpoints", checkpoints);
+section("events", `Events${ofFirst}`, listOfEvents);
+if (run.slots) section("slots", `FP8 slots${ofFirst}`, slotSection);
+section("moves", `Demotions and rollbacks${ofFirst}`, moves);
+section("checkpoints", `Checkpoints${ofFirst}`, checkpoints);
 section("cost", "Cost", cost);
-if (run.measured.length) section("measured", "Profiles and layers", measured);
-if (run.plan) section("plan", "Precision plan", plan);
-if (run.config != null) section("config", "Config", (part) => part.append(el("pre", {}, run.config)));
-if (content.pictures.length) section("pictures", "FP8 over the layers", pictures);
+if (run.measured.length) section("measured", `Profiles and layers${ofFirst}`, measured);
+if (run.plan) section("plan", `Precision plan${ofFirst}`, plan);
+if (run.config != null) section("config", `Config${ofFirst}`, (part) => part.append(el("pre", {}, run.config)));
+if (content.pictures.length) section("pictures", `FP8 over the layers${ofFirst}`, pictures);
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const swatch of document.querySelectorAll("[data-kind]")) swatch.style.background = color(swatch.dataset.kind);

@@ -175,7 +175,7 @@ def _blocks_of_file(history: RunHistory, groups: Groups) -> Iterator[Block]:
 def _blocks_of_journal(
     history: RunHistory, slots: Sequence[str], groups: Groups
 ) -> Iterator[Block]:
-    """The same from the journal's series; a block is a group."""
+    """The same from the journal's series."""
     matrices = [history.matrix(metric.key, slots) for metric in SLOT_ROWS.values()]
     steps = matrices[0][0]
     values = np.full((len(steps), len(FIGURES), len(slots)), np.nan)
@@ -183,9 +183,19 @@ def _blocks_of_journal(
         # A figure may be in fewer rows than amax; rows without an amax are left out.
         there = np.isin(of_figure, steps)
         values[np.searchsorted(steps, of_figure[there]), number] = matrix[:, there].T
-    for first in range(0, len(steps), groups.each):
-        places = np.arange(first, min(first + groups.each, len(steps)))
-        yield places, slots, values[places]
+    # Which slots have a row differs: one that got into trouble late has none before. What has no row is no NaN.
+    there = np.zeros((len(steps), len(slots)), np.bool_)
+    for number, slot in enumerate(slots):
+        there[:, number] = np.isin(steps, history.points(f"{SLOT_ROWS['amax'].key}/{slot}").steps)
+    begins = [
+        place
+        for place in range(len(steps))
+        if place % groups.each == 0 or (there[place] != there[place - 1]).any()
+    ]
+    for first, last in zip(begins, [*begins[1:], len(steps)], strict=True):
+        wanted = np.flatnonzero(there[first])
+        names = [slots[number] for number in wanted.tolist()]
+        yield np.arange(first, last), names, values[first:last][:, :, wanted]
 
 
 def _row(trouble: Trouble, row: int, gathered: _Gathered) -> dict[str, Any]:

@@ -46,8 +46,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a signal while the run starts ends it with 75",
-        "    stop_while_starting()\n",
-        "",
+        "a signal ends this process and leaves nothing behind.\n    stop_while_starting()\n",
+        "a signal ends this process and leaves nothing behind.\n",
         "tests/faults/test_signals.py -k imports",
     ),
     Mutation(

@@ -66,6 +66,8 @@ def make_run(folder: Path, loss: float = 5.0) -> Path:
                 1, step, SlotStats(names, amax, np.ones(6, np.float32), amax, none, none, none)
             )
         journal.event(20, "loss.spike", text=EVIL, value=9.0)
+        # Every object of the page's script has something of this name.
+        journal.event(20, "constructor", text="of another program")
         journal.event(50, "precision.switched", demote=["blocks.0.up"], promote=[], lowered="")
         journal.note("end", status="done")
     file.close()
@@ -174,6 +176,7 @@ def test_an_event_opens_by_the_keyboard_and_says_what_its_code_means(page: brows
     text = page.ask("document.activeElement.innerText")
     assert EVIL in text
     assert "What to do" in text
+    assert "of another program" in text
 
 
 def test_the_first_tab_leads_past_the_menu(page: browser.Browser) -> None:
@@ -213,6 +216,9 @@ def test_two_runs_and_an_empty_one(page: browser.Browser, runs: Path) -> None:
     assert "training (A)" in text
     assert "training (B)" in text
     assert "First divergence, of steps 1 to 60: step 1" in text
+    titles = page.ask("[...document.querySelectorAll('h2')].map((each) => each.textContent)")
+    assert titles[:3] == ["Overview", "A and B", "Curves"]
+    assert {"Events of A", "Checkpoints of A", "FP8 slots of A"} <= set(titles)
     show(page, runs / "empty.html")
     assert "No step has figures yet." in page.text()
     assert page.ask("document.querySelectorAll('[role=alert]').length") == 0

@@ -21,6 +21,7 @@ from harness.measure.speed import Candidate, candidates, figures_of, measure_spe
 from harness.measure.speed_picture import draw
 from harness.measure.speed_verdict import Figures, Machine, Row, Status, choose, reason
 from harness.measure.turns import spread_of, steps_of_a_turn, take_turns
+from harness.precision.plan import resolve
 from harness.precision.recipe import load_recipe
 from harness.tools.doctor import command
 from harness.tools.start import read_policies
@@ -305,6 +306,33 @@ def test_candidates_are_every_rung_that_runs_here_in_both_modes(facts: MachineFa
 
 def test_another_own_recipe_comes_first(facts: MachineFacts) -> None:
     assert candidates(load_recipe("fp32"), facts)[0].name == "autocast:fp32"
+
+
+def test_the_recipe_that_is_named_takes_the_rung(facts: MachineFacts) -> None:
+    own = load_recipe("fp8_hybrid")
+    found = candidates(own, facts)
+    assert not any(each.shadowed for each in found)
+    for each in found:
+        taken, _ = resolve(load_recipe(each.recipe.name), facts)
+        assert taken == each.rung, f"{each.name}: --recipe {each.recipe.name} gives another rung"
+    by_name = {each.name: each for each in found}
+    assert by_name["native:fp8"].of_config
+    assert by_name["autocast:fp16"].recipe.name == "fp16_scaler", "not one for a fault of a model"
+
+    # No recipe as it is gives a rung that stands below another one of all that have it.
+    first = own.ladder[1].model_copy(update={"backend": "autocast", "precision": "fp32"})
+    mine = own.model_copy(update={"float32_matmul": "medium", "ladder": [first, own.ladder[2]]})
+    (bf16,) = (
+        each
+        for each in candidates(mine, facts)
+        if each.rung.name == "autocast:bf16" and each.of_config and each.compile == "none"
+    )
+    assert bf16.shadowed
+    row = speed.Row(bf16.name, "my/own.yaml", "bf16", shadowed=bf16.shadowed, seconds=[1.0] * 5)
+    report = speed.SpeedReport("processor", 1, "a step", 1.0, speed.Machine({}, 1.0, 1.0), [row])
+    report.choice = speed.choose(report.rows)
+    (line,) = (line for line in speed.lines(report) if line.startswith("Take "))
+    assert "a copy of recipe my/own.yaml without the rungs before this one" in line
 
 
 def test_three_parameters_are_timed_in_turns(

@@ -88,6 +88,35 @@ def test_communication_counts_where_nothing_else_runs() -> None:
     }
 
 
+def test_what_is_computed_between_steps_is_no_work_of_a_step() -> None:
+    steps = (annotation("harness step 1", 0, 50), annotation("harness step 2", 170, 200))
+    made = made_of(
+        *steps,
+        op("aten::mm", 10, 20, BF16),
+        op("aten::linear", 60, 160),
+        op("aten::mm", 70, 150, BF16),
+        op("aten::mm", 175, 185, BF16),
+    )
+    assert microseconds(made) == {"GEMMs bf16": 20, "between steps": 120, "gaps": 60}
+    assert {row.kind: row.calls for row in made.rows}["GEMMs bf16"] == 2
+
+    # A kernel belongs to the step that launched it, also if it runs when the step's mark is over.
+    made = made_of(
+        *steps,
+        op("aten::mm", 10, 20, BF16, number=1),
+        op("aten::mm", 60, 70, BF16, number=2),
+        op("aten::copy_", 70, 75, number=3),
+        on_device("nvjet_tst", 40, 90, 1),
+        on_device("nvjet_tst", 90, 130, 2),
+        on_device("Memcpy DtoH (Device -> Pinned)", 130, 140, 3, cat="gpu_memcpy"),
+        # Of a step that was cut from the trace.
+        op("aten::mm", 210, 211, BF16, number=4),
+        on_device("nvjet_tst", 215, 400, 4),
+    )
+    assert microseconds(made) == {"GEMMs bf16": 50, "between steps": 80, "gaps": 70}
+    assert made.seconds == pytest.approx(200e-6)
+
+
 def test_on_a_gpu_kernels_count_as_the_operations_that_launched_them() -> None:
     made = made_of(
         annotation("harness step 7", 0, 60),
@@ -137,6 +166,8 @@ def test_on_a_gpu_kernels_count_as_the_operations_that_launched_them() -> None:
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("void transformer_engine::cast_transpose_kernel<__nv_fp8_e4m3>", "casts"),
         ("void at::native::bfloat16_copy_kernel_cuda", "casts"),
+        ("triton_poi_fused_convert_element_type_0", "casts"),
+        ("void cudnn::detail::conv2d_grouped_direct_kernel<>", "convolutions"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", ""),
     ],
 )

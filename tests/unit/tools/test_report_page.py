@@ -289,6 +289,29 @@ def test_a_slot_file_that_is_lost_is_replaced_by_the_journal(tmp_path: Path) -> 
     }
 
 
+def test_a_slot_that_has_rows_only_later_was_never_not_finite(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    run.mkdir()
+    with Journal(run / JOURNAL) as journal:
+        for step in range(1, 9):
+            row: dict[str, float] = {"train/loss": 1.0, "train/step_applied": 1.0}
+            # The second slot is picked when it gets into trouble, and then is infinite once.
+            for slot, since in (("up.input", 1), ("down.input", 5)):
+                if step >= since:
+                    amax = math.inf if (slot, step) == ("down.input", 7) else 2.0
+                    row |= {f"fp8_{name}/{slot}": amax for name in ("amax", "scale", "saturation")}
+            journal.metrics(step, row)
+    slots = content_of(saved(run))["runs"][0]["slots"]
+    assert slots["joined"] == 1
+    assert {each["name"]: each["nonfinite"] for each in slots["slots"]} == {
+        "up.input": 0,
+        "down.input": 1,
+    }
+    place = [each["name"] for each in slots["slots"]].index("down.input")
+    marks = base64.b64decode(slots["series"]["marks"][place])
+    assert list(marks) == [0, 0, 0, 0, 0, 0, decimate.INFINITE, 0]
+
+
 def test_the_command_writes_one_page_or_one_of_two_runs(tmp_path: Path) -> None:
     one, other = small_run(tmp_path / "one"), small_run(tmp_path / "other")
     before = sorted(path.name for path in one.iterdir())
