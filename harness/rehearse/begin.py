@@ -125,9 +125,7 @@ def _initial(history: Branches, config: RunConfig, steps: int) -> Beginning:
     ledger = _unspent(_ledger(history))
     steps = min(steps, config.train.steps)
     ranks = _ranks(history, 1)
-    return Beginning(
-        config, ledger, ranks, 0, None, steps, attempt=ledger.attempt, history=history
-    )
+    return Beginning(config, ledger, ranks, 0, None, steps, attempt=ledger.attempt, history=history)
 
 
 def _at(history: Branches, config: RunConfig, steps: int, step: int, store: Store) -> Beginning:
