@@ -179,12 +179,17 @@ def _rehearse(
         else:
             begin = of_run(request.folder, request.config, steps, from_step, before)
         begin, notes = _watched(begin)
+        foreign = _has_foreign_scale(begin)
+        if foreign:
+            notes.append(
+                "the run's loss scale was DeepSpeed's: the fp16 branch has one of its own, and does not repeat the run"
+            )
         recipes = recipes_for(request.own, request.fp8)
         build = partial(_build, request, data, scratch, worker, begin.ranks)
         rehearsal = Rehearsal(
             begin,
             own=_own_precisions(request, worker),
-            repeated=_repeated(request),
+            repeated="" if foreign else _repeated(request),
             recipes={name: recipes[name] for name in wanted},
             fp8=whole_fp8(request.own, request.fp8),
             build=build,
@@ -263,6 +268,19 @@ def _repeated(request: _Request) -> str:
     precision = _resolved(request.folder)
     is_other = precision == "fp8" and request.fp8 is not None
     return "" if is_other and request.fp8 != request.own else precision
+
+
+def _has_foreign_scale(begin: Beginning) -> bool:
+    """Whether the run computed in fp16 under an engine whose loss scale no other engine can go on from."""
+    from harness.tools.replay import has_foreign_scale
+
+    if begin.history is None:
+        return False
+    try:
+        return has_foreign_scale(begin.history, begin.incident or begin.step or 1)
+    except ConfigError:
+        # The journal does not have the step, as of a run that was built and never trained.
+        return False
 
 
 def _resolved(folder: Path) -> str:

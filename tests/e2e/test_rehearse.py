@@ -241,6 +241,22 @@ def test_a_run_that_was_downgraded_has_its_reference_in_float32(
     assert reference["losses"] != fp16["losses"]
 
 
+def test_no_branch_repeats_a_run_whose_loss_scale_was_its_engines(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What DeepSpeed's fp16 leaves behind: its name at every step, and the precision in the plan.
+    copied = tmp_path / "r"
+    shutil.copytree(run, copied)
+    journal = copied / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"engine": "single"', '"engine": "deepspeed"'))
+    plan = json.loads((copied / "plan.json").read_text())
+    (copied / "plan.json").write_text(json.dumps({**plan, "resolved": "autocast:fp16"}))
+    found = rehearse(capsys, str(copied), before=7, precisions="fp16", steps=2)
+    assert (found["own_precision"], found["verdict"]) == ("fp16", "sound")
+    assert [note for note in found["notes"] if "loss scale was DeepSpeed's" in note]
+    assert not [note for note in found["notes"] if "differs from its journal" in note]
+
+
 def test_from_the_initial_weights_no_budget_is_spent_yet(run: Path, tmp_path: Path) -> None:
     # What the run spent in its later steps would halt a branch at its first skipped update.
     copied = tmp_path / "r"
