@@ -307,7 +307,7 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
             each = branch.difference
             notes.append(
                 f"{branch.name} repeats the run, and differs from its journal from step {each.step} on "
-                f"({each.metric}): other ranks, threads, machine or version"
+                f"({each.metric}): other ranks, threads, machine or version, or a resume changed its config"
             )
         if branch.fell_back_to:
             notes.append(f"{branch.name} was downgraded to {branch.fell_back_to} as a whole")
