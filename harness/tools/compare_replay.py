@@ -16,7 +16,6 @@ from harness.core.facts import jsonable
 from harness.core.screen import say
 from harness.report import short
 from harness.report.divergence import Compared
-from harness.tools.rebuilt import require_data
 from harness.tools.replay import rebuild, refuse_foreign_scale
 from harness.tools.restored import check_recipe
 from harness.tracking.history import RunHistory
@@ -220,6 +219,7 @@ def _side(
     from harness.core.config import load_config
     from harness.replay.flight import Branches
     from harness.replay.replayed import Replayed
+    from harness.tools.rebuilt import require_data
 
     folder = history.run_dir
     where = short(folder)
