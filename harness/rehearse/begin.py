@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.checkpoint.manifest import read_marks
@@ -85,16 +85,7 @@ def of_run(
     for step in reversed(store.steps()):
         if step + steps <= config.train.steps and store.is_whole(step):
             return _at(history, config, steps, step, store)
-    _require_initial(history)
-    return Beginning(
-        config,
-        _ledger(history),
-        _ranks(history, 1),
-        0,
-        None,
-        min(steps, config.train.steps),
-        history=history,
-    )
+    return _initial(history, config, steps)
 
 
 def _first_incident(history: Branches) -> int | None:
@@ -112,11 +103,7 @@ def _first_incident(history: Branches) -> int | None:
 
 def _from_step(history: Branches, config: RunConfig, steps: int, step: int) -> Beginning:
     if step == 0:
-        _require_initial(history)
-        left = min(steps, config.train.steps)
-        return Beginning(
-            config, _ledger(history), _ranks(history, 1), 0, None, left, history=history
-        )
+        return _initial(history, config, steps)
     store = Store(history.folder / "checkpoints", readonly=True)
     there = store.steps()
     if step not in there:
@@ -130,6 +117,15 @@ def _from_step(history: Branches, config: RunConfig, steps: int, step: int) -> B
         fix = "give an earlier --from-step"
         raise ConfigError(Problem(what, "--from-step", fix=fix))
     return _at(history, config, steps, step, store)
+
+
+def _initial(history: Branches, config: RunConfig, steps: int) -> Beginning:
+    """Begin with the initial weights, on the run's present branch. Raises CheckpointError as `_require_initial`."""
+    _require_initial(history)
+    ledger = _unspent(_ledger(history))
+    steps = min(steps, config.train.steps)
+    ranks = _ranks(history, 1)
+    return Beginning(config, ledger, ranks, 0, None, steps, attempt=ledger.attempt, history=history)
 
 
 def _at(history: Branches, config: RunConfig, steps: int, step: int, store: Store) -> Beginning:
@@ -164,6 +160,8 @@ def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> 
         raise ConfigError(Problem(what, "--steps", fix=f"give at least {least}"))
     steps = min(steps, max(least, config.train.steps - step))
     ledger = copy.deepcopy(history.ledger_of(incident))
+    if store is None:
+        ledger = _unspent(ledger)
     ranks, _ = history.ranks_of(incident)
     return Beginning(
         config, ledger, ranks, step, store, steps, incident, attempt=attempt, history=history
@@ -193,6 +191,11 @@ def _require_initial(history: Branches) -> None:
 
 def _ledger(history: Branches) -> RunLedger:
     return copy.deepcopy(load_ledger(history.folder))
+
+
+def _unspent(ledger: RunLedger) -> RunLedger:
+    """`ledger` for the steps from the first one on, which spend their budgets again. A checkpoint has its own."""
+    return replace(ledger, skips=0, switches=0, lowered="", recent_skips=[])
 
 
 def _ranks(history: Branches, step: int) -> int:

@@ -167,15 +167,17 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
     cause = judge(evidence)
     every = [branches.reference, *branches.others]
     bad = [branch.name for branch in every if branches.is_bad(branch)]
-    fault = next((each.fault for each in branches.subjects if each.fault is not None), None)
-    where = f" at step {fault.step}" if fault is not None else ""
+    of_fp32 = branches.reference.fault
+    where = f" at step {of_fp32.step}" if of_fp32 is not None else ""
     more = f"; {replayable} names module and sample" if replayable else ""
     match cause:
         case "data" if evidence.unfit:
-            why = f"samples were found unfit{where}, before the model saw them"
+            seen = [*branches.subjects, branches.reference]
+            steps = [each.fault.step for each in seen if each.fault is not None and _is_unfit(each)]
+            why = f"samples were found unfit at step {min(steps)}, before the model saw them"
             advice = "mend the samples that the table names, or leave them out"
         case "data":
-            windows = branches.reference.fault.windows if branches.reference.fault else ()
+            windows = of_fp32.windows if of_fp32 is not None else ()
             listed = some(windows, _SHOWN)
             why = f"fp32 goes bad{where} too, at a tenth of the learning rate as well, and not without window {listed}"
             advice = (
@@ -191,7 +193,7 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
             listed = ", ".join(each.name for each in branches.subjects if branches.is_bad(each))
             why = f"fp32 is well on the same windows, from the same weights; bad: {listed}"
             advice = "take a precision that is well in the table, or the recipe that was written"
-        case "learning rate" if fault is None:
+        case "learning rate" if of_fp32 is None:
             why = "nothing goes bad in fp32, but it learns clearly less than at a tenth of the learning rate"
             advice = "lower train.lr, or lengthen train.warmup_steps"
         case "learning rate":

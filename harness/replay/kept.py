@@ -13,13 +13,18 @@ from harness.run import Run
 
 
 class _Buffer(NamedTuple):
-    """A buffer that no checkpoint holds. place: the module's name; live: its tensor object; copied: the values."""
+    """A buffer that no checkpoint holds.
+
+    place: the module's name.
+    live: its tensor object; None: the model makes it later.
+    copied: the values.
+    """
 
     place: str
     module: nn.Module
     name: str
-    live: Tensor
-    copied: Tensor
+    live: Tensor | None
+    copied: Tensor | None
 
 
 class Kept(NamedTuple):
@@ -48,8 +53,8 @@ def keep(run: Run) -> Kept:
     for place, module in run.engine.module.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             live = module._buffers.get(name)
-            if live is not None:
-                buffers.append(_Buffer(place, module, name, live, live.detach().clone()))
+            values = None if live is None else live.detach().clone()
+            buffers.append(_Buffer(place, module, name, live, values))
     return Kept(copied, copy.deepcopy(meta), buffers)
 
 
@@ -65,8 +70,14 @@ def restore_buffers(run: Run, kept: Kept) -> None:
     modules = dict(run.engine.module.named_modules())
     for buffer in kept.buffers:
         module = modules[buffer.place]
+        if buffer.copied is None:
+            # The model makes it at its first use, and has not done so yet.
+            module._buffers[buffer.name] = None
+            continue
         live = buffer.live if module is buffer.module else module._buffers[buffer.name]
+        if live is None:
+            live = buffer.copied.clone()
         # The elements of an expanded buffer share memory: nothing can be copied into it, and forward cannot change it.
-        if live is not None and 0 not in live.stride():
+        if 0 not in live.stride():
             live.copy_(buffer.copied)
         module._buffers[buffer.name] = live

@@ -198,7 +198,7 @@ class Totals:
     def steps(self) -> int | None:
         """How many steps there will be; None if it is not known."""
         value = self.params.get("train.steps", self.params.get("steps"))
-        return value if type(value) is int and value >= 0 else None
+        return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def overview(folder: Path, locked: bool) -> Overview:

@@ -179,12 +179,17 @@ def _rehearse(
         else:
             begin = of_run(request.folder, request.config, steps, from_step, before)
         begin, notes = _watched(begin)
+        foreign = _has_foreign_scale(begin)
+        if foreign:
+            notes.append(
+                "the run's loss scale was DeepSpeed's: the fp16 branch has one of its own, and does not repeat the run"
+            )
         recipes = recipes_for(request.own, request.fp8)
         build = partial(_build, request, data, scratch, worker, begin.ranks)
         rehearsal = Rehearsal(
             begin,
             own=_own_precisions(request, worker),
-            repeated=_repeated(request),
+            repeated="" if foreign else _repeated(request),
             recipes={name: recipes[name] for name in wanted},
             fp8=whole_fp8(request.own, request.fp8),
             build=build,
@@ -265,6 +270,19 @@ def _repeated(request: _Request) -> str:
     return "" if is_other and request.fp8 != request.own else precision
 
 
+def _has_foreign_scale(begin: Beginning) -> bool:
+    """Whether the run computed in fp16 under an engine whose loss scale no other engine can go on from."""
+    from harness.tools.replay import has_foreign_scale
+
+    if begin.history is None:
+        return False
+    try:
+        return has_foreign_scale(begin.history, begin.incident or begin.step or 1)
+    except ConfigError:
+        # The journal does not have the step, as of a run that was built and never trained.
+        return False
+
+
 def _resolved(folder: Path) -> str:
     from harness.run_folder import read_plan
 
@@ -289,7 +307,7 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
             each = branch.difference
             notes.append(
                 f"{branch.name} repeats the run, and differs from its journal from step {each.step} on "
-                f"({each.metric}): other ranks, threads, machine or version"
+                f"({each.metric}): other ranks, threads, machine or version, or a resume changed its config"
             )
         if branch.fell_back_to:
             notes.append(f"{branch.name} was downgraded to {branch.fell_back_to} as a whole")

@@ -74,16 +74,21 @@ def replay(
 
 def refuse_foreign_scale(branches: Branches, step: int) -> None:
     """Refuse fp16 under an engine with a loss scale of its own: no other engine can go on from its state."""
+    if has_foreign_scale(branches, step):
+        what = "DeepSpeed's fp16 cannot be replayed"
+        fix = "start the run with torchrun, or with a bf16 or FP8 recipe"
+        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
+
+
+def has_foreign_scale(branches: Branches, step: int) -> bool:
+    """Whether `step` ran in fp16 under an engine with a loss scale of its own. Raises ConfigError as `attempt_of`."""
     from harness.build import ENGINES
     from harness.run_folder import read_plan
 
     _, engine = branches.ranks_of(step)
     own = engine in ENGINES and ENGINES[engine].owns_loss_scale
     resolved = str(read_plan(branches.folder).get("resolved", ""))
-    if own and resolved.endswith(":fp16"):
-        what = "DeepSpeed's fp16 cannot be replayed"
-        fix = "start the run with torchrun, or with a bf16 or FP8 recipe"
-        raise ConfigError(Problem(what, f"step {step}", "its loss scale is its own", fix))
+    return own and resolved.endswith(":fp16")
 
 
 def rebuild(

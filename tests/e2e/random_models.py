@@ -57,14 +57,19 @@ class Unwritten(nn.Module):
 
 
 class Kept(nn.Module):
-    """Dropout, and a buffer that no checkpoint has, which changes in each forward and counts in the next."""
+    """Dropout, and buffers that no checkpoint has, which change in each forward and count in the next.
+
+    `later` is made in the first forward.
+    """
 
     calls: Tensor
+    later: Tensor | None
     mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("later", None, persistent=False)
         self.register_buffer("mean", torch.zeros(64))
         self.dropout = nn.Dropout(0.1)
 
@@ -72,8 +77,10 @@ class Kept(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.calls += 1
+                self.later = self.calls.clone() if self.later is None else self.later + 1
                 self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
-        return self.dropout(x) * (1 + 1e-3 * self.calls) + 1e-3 * self.mean
+        calls = self.calls if self.later is None else self.calls + self.later
+        return self.dropout(x) * (1 + 1e-3 * calls) + 1e-3 * self.mean
 
 
 class Wrapped(nn.Module):

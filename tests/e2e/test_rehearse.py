@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 import yaml
 
+from harness.core.config import load_config
 from harness.core.errors import CheckpointError, ConfigError, HarnessError
 from harness.core.files import find
+from harness.core.state import RunLedger
 from harness.precision.recipe import load_recipe
+from harness.rehearse.begin import of_run
 from harness.rehearse.rehearsal import nudge
 from harness.tools.rehearse import command
 from tests.support.runs import ROOT, TEXT, events, harness, metrics, train
@@ -235,6 +239,37 @@ def test_a_run_that_was_downgraded_has_its_reference_in_float32(
     own = dict(metrics(run))
     assert fp16["losses"] == [own[step] for step in (16, 17, 18)]
     assert reference["losses"] != fp16["losses"]
+
+
+def test_no_branch_repeats_a_run_whose_loss_scale_was_its_engines(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What DeepSpeed's fp16 leaves behind: its name at every step, and the precision in the plan.
+    copied = tmp_path / "r"
+    shutil.copytree(run, copied)
+    journal = copied / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"engine": "single"', '"engine": "deepspeed"'))
+    plan = json.loads((copied / "plan.json").read_text())
+    (copied / "plan.json").write_text(json.dumps({**plan, "resolved": "autocast:fp16"}))
+    found = rehearse(capsys, str(copied), before=7, precisions="fp16", steps=2)
+    assert (found["own_precision"], found["verdict"]) == ("fp16", "sound")
+    assert [note for note in found["notes"] if "loss scale was DeepSpeed's" in note]
+    assert not [note for note in found["notes"] if "differs from its journal" in note]
+
+
+def test_from_the_initial_weights_no_budget_is_spent_yet(run: Path, tmp_path: Path) -> None:
+    # What the run spent in its later steps would halt a branch at its first skipped update.
+    copied = tmp_path / "r"
+    shutil.copytree(run, copied)
+    spent = RunLedger(skips=50, switches=3, lowered="bf16", recent_skips=[9] * 50, attempt=2)
+    (copied / "incidents.json").write_text(json.dumps(asdict(spent)))
+    config = load_config(str(copied / "config.yaml"), [])
+    for from_step in (0, None):
+        begin = of_run(copied, config, 10, from_step, None)
+        assert (begin.step, begin.attempt) == (0, 2), "on the present branch"
+        ledger = begin.ledger
+        assert (ledger.skips, ledger.switches, ledger.recent_skips) == (0, 0, [])
+        assert ledger.lowered == ""
 
 
 GROWING = {"layer": "blocks.0.mlp.down", "per_window": 1.0, "dim": 64, "layers": 2, "heads": 2}

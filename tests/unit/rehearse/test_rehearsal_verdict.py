@@ -64,6 +64,17 @@ def test_whose_fault_it_is(cause: str, given: Branches) -> None:
     assert (verdict.advice == "") == (cause == "sound")
 
 
+def test_what_is_said_of_float32_is_of_its_own_step() -> None:
+    late = replace(FP32, fault=replace(BROKE, step=17))
+    assert "fp32 goes bad at step 17 too" in decide(Branches(late, CONTROL, [BAD_FP8], "fp8")).why
+    # FP8 breaks at a rate at which float32 only learns less than it could.
+    stuck = branch("fp32", losses=(5.0,) * 20)
+    given = Branches(stuck, CONTROL, [BAD_FP8], "fp8", branch("fp32, lr / 10", "fp32"))
+    verdict = decide(given)
+    assert verdict.cause == "learning rate"
+    assert "nothing goes bad in fp32" in verdict.why
+
+
 def test_a_loss_that_learns_less_at_the_full_rate_is_the_rates_fault() -> None:
     stuck = branch("fp32", losses=(5.0,) * 20, unhealthy=("parameters.growth",))
     lower = branch("fp32, lr / 10", "fp32")

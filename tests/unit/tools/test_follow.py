@@ -182,6 +182,13 @@ def test_a_foreign_journal_can_neither_paint_the_screen_nor_stop_it(tmp_path: Pa
     slots = SlotFile(tmp_path / "fp8_telemetry.bin")
     slots.add(1, 1, stats((hostile, "no_role", "b.input"), amax=[math.inf, 1.0, 1.0]))
     slots.close()
+    # More steps than a float can count.
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        row = {"kind": "run", "attempt": 1, "time": 1.0, "params": {"train.steps": 10**400}}
+        file.write(json.dumps(row) + "\n")
+        for number, time in ((2, 2.0), (3, 3.0)):
+            row = {"kind": "metrics", "attempt": 1, "step": number, "time": time}
+            file.write(json.dumps({**row, "metrics": {"train/loss": 2.0}}) + "\n")
     run = Follower(tmp_path)
     run.look(locked=True)
     text = shown(run)
