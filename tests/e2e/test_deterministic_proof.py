@@ -38,7 +38,8 @@ def assert_same_run(proven: Path, plain: Path) -> None:
         ("--recipe", "fp8_hybrid", "model.target=random_models:kept"),
         ("--recipe", "fp16_scaler", "train.optimizer=sgd"),
         pytest.param(
-            ("--recipe", "fp32", "train.optimizer=muon", "data.context=32"), marks=pytest.mark.nightly
+            ("--recipe", "fp32", "train.optimizer=muon", "data.context=32"),
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             ("--recipe", "fp8_hybrid", "engine.compile=blocks"), marks=pytest.mark.nightly

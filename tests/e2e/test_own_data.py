@@ -293,4 +293,8 @@ def test_a_summed_loss_is_shown_as_no_bits_per_byte(tmp_path: Path) -> None:
     assert "bits per byte" not in done.stdout
     assert "unigram" not in done.stdout
     assert len(events(tmp_path / "runs" / "r", "loss.unit")) == 1
-    assert "bits per byte" not in (tmp_path / "runs" / "r" / "report.html").read_text()
+    page = (tmp_path / "runs" / "r" / "report.html").read_text()
+    # The page's script knows the unit; its data must not name it.
+    content = page.split('type="application/json"', 1)[1].split("</script>", 1)[0]
+    assert '"account"' in content
+    assert "bits per byte" not in content

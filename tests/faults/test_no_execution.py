@@ -28,7 +28,7 @@ ALLOWED = {
     ("harness/tracking/journal.py", "json.loads"), ("harness/engines/process_group.py", "json.loads"),
     ("harness/precision/shape_probe.py", "json.loads"),
     ("harness/engines/hang.py", "json.loads"), ("harness/tools/agreement.py", "json.loads"),
-    ("harness/tools/preflight.py", "json.loads"),
+    ("harness/tools/preflight.py", "json.loads"), ("harness/replay/proof.py", "json.loads"),
     ("harness/engines/initial_weights.py", "json.loads"), ("harness/models/stored.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/snapshots.py", "json.loads"),
     ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),

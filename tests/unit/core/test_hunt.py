@@ -221,7 +221,7 @@ def test_after_a_rollback_the_bad_layer_is_named_first(tmp_path: Path) -> None:
     pictures = [path.name for path in write(tmp_path / "run")]
     assert "grad_norms.png" in pictures
     report = (tmp_path / "run" / "report.html").read_text()
-    assert report.index(f"<td>{BAD.zfill(2)}</td>") < report.index("<td>00</td>")
+    assert report.index(f'["{BAD.zfill(2)}",') < report.index('["00",')
 
 
 def test_a_layer_with_a_nan_is_named_first(tmp_path: Path) -> None:

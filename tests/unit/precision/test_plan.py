@@ -168,8 +168,9 @@ def test_float32_matmul_is_set_from_the_recipe_and_in_one_place() -> None:
     package = Path(harness.__file__).parent
     setters = re.compile(r"[. ]set_float32_matmul_precision\(|\.(allow_tf32|fp32_precision) *=[^=]")
     found = [path for path in package.rglob("*.py") if setters.search(path.read_text())]
-    # `harness eval` computes in fp32 beside the run's precision, and puts it back.
+    # `harness eval` computes in fp32 beside the run's precision, and `doctor --card` in TF32: both put it back.
     assert sorted(found) == [
+        package / "measure" / "card_device.py",
         package / "precision" / "convert.py",
         package / "tools" / "restored.py",
     ]

@@ -69,14 +69,14 @@ def test_it_follows_what_a_run_writes(tmp_path: Path) -> None:
         slots.add(1, 1, stats())
         assert run.look(locked=True)
         assert (run.state, run.totals.step) == (State.RUNNING, 1)
-        assert {slot.name for slot in run.slots()} == set(NAMES)
+        assert {each.slot.name for each in run.slots()} == set(NAMES)
 
         # Figures that are not sampled in a step keep their value; the other ones are those of the newest step.
         step(journal, 2, loss=1.5)
         slots.add(1, 2, stats(saturation=[0.5, 0.5, 3.0], sqnr_db=[math.nan] * 3))
         journal.event(2, "precision.switched", demote=["a"], promote=[], lowered="")
         assert run.look(locked=True)
-        assert [slot.name for slot in run.slots()] == ["a.weight", "a.input", "b.input"]
+        assert [each.slot.name for each in run.slots()] == ["a.weight", "a.input", "b.input"]
         text = shown(run)
         assert "step 2/100  loss 1.5000  100 tokens/s" in text
         assert "in BF16" in text
@@ -87,7 +87,7 @@ def test_it_follows_what_a_run_writes(tmp_path: Path) -> None:
         # A rollback brings the layer back.
         journal.event(2, "guard.rollback", to_step=1, reason="why")
         assert run.look(locked=True)
-        assert run.slots()[0].name == "b.input"
+        assert run.slots()[0].slot.name == "b.input"
         assert not run.look(locked=True)
         slots.close()
         journal.note("end", status="done")
@@ -234,7 +234,7 @@ def test_a_terminal_shows_as_many_slots_as_it_has_lines(
         step(journal, 1)
         journal.note("end", status="done")
     slots = SlotFile(tmp_path / "fp8_telemetry.bin")
-    slots.add(1, 1, stats(names, saturation=[0.1 + number / 100 for number in range(60)]))
+    slots.add(1, 1, stats(names, saturation=[1.0 + number for number in range(60)]))
     slots.close()
     out = io.StringIO()
 
