@@ -294,7 +294,7 @@ def test_a_summed_loss_is_shown_as_no_bits_per_byte(tmp_path: Path) -> None:
     assert "unigram" not in done.stdout
     assert len(events(tmp_path / "runs" / "r", "loss.unit")) == 1
     page = (tmp_path / "runs" / "r" / "report.html").read_text()
-    # The page's script knows the unit; its data must not name it.
-    content = page.split('type="application/json"', 1)[1].split("</script>", 1)[0]
-    assert '"account"' in content
-    assert "bits per byte" not in content
+    # The page's script and the runbook know the unit; the run's account must not name it.
+    account = page.split('"account":', 1)[1].split('"link":', 1)[0]
+    assert "last training loss" in account or "validation" in account
+    assert "bits per byte" not in account
