@@ -1,6 +1,6 @@
 """Gradient norms by layer (`guard.hunt`): which layers there are, their norms, when they are measured, who is named."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 # torch types the attributes of modules as tensors or modules.
 
 from __future__ import annotations
