@@ -10,10 +10,11 @@ In the order of a start: `join_worker`, `build_data`, `build_plan` (with the mod
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -502,6 +503,41 @@ def build_run(
         ideal=_ideal(flops, worker, card, plan),
         fp8_weights=fp8_weights,
     )
+
+
+def build_quiet_run(
+    config: RunConfig,
+    recipe: Recipe,
+    folder: Path,
+    worker: Worker,
+    plan: Plan,
+    model: nn.Module,
+    data: Batches,
+    ledger: RunLedger,
+    task: Task,
+) -> Run:
+    """`build_run` for steps that are looked at, timed or tried: no screen, no copies of the state, no repro bundles.
+
+    folder: for its journal. The caller closes the run's telemetry.
+    """
+    # Snapshots and saves in the background would take memory for copies of the state.
+    without_copies = {
+        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
+        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
+    }
+    config = config.model_copy(update=without_copies)
+    screen = Console(config.train.steps, stream=io.StringIO())
+    with ExitStack() as stack:
+        telemetry = open_telemetry(config, folder, worker, screen, ledger.attempt)
+        stack.enter_context(telemetry)
+        store = open_store(folder, worker)
+        run = build_run(
+            config, recipe, folder, worker, plan, model, data, telemetry, ledger, store, task
+        )
+        # It is built, so its telemetry stays open.
+        stack.pop_all()
+    run.keep_flight = None
+    return run
 
 
 def _with_run(

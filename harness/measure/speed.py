@@ -11,7 +11,6 @@ are not part of it.
 from __future__ import annotations
 
 import gc
-import io
 import json
 import math
 import os
@@ -30,11 +29,9 @@ from harness.build import (
     Worker,
     build_data,
     build_plan,
-    build_run,
+    build_quiet_run,
     build_task,
     join_worker,
-    open_store,
-    open_telemetry,
 )
 from harness.capability.probe import MachineFacts
 from harness.core.config import RunConfig
@@ -65,7 +62,6 @@ from harness.precision.backends.registry import BACKENDS
 from harness.precision.plan import Plan, first_taken, judge
 from harness.precision.recipe import Recipe, Rung, load_recipe
 from harness.run_folder import fit_vocab
-from harness.tracking.console import Console
 
 _NEVER = 10**6
 # A step of the run may have hundreds of micro-batches. All but the first, which quantises the weights, are alike.
@@ -103,14 +99,16 @@ class Candidate(NamedTuple):
 def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
     """Every rung that this machine takes by some recipe, eager and compiled; the ladder of `own` comes first.
 
-    Of recipes whose rungs compute the same, the first stands for all that takes this rung here, so that naming it asks
-    for the rung. Where each takes another rung, the first one does.
+    Of recipes whose rungs compute the same, one stands for all: `own` if it takes this rung here, else one that takes
+    it, so that naming the recipe asks for the rung. Of several, the rung comes first in its ladder: `bf16` says more
+    than `auto`.
     """
     # A preset is for a fault of one model: the plain loss scale comes before it.
     others = sorted(
         map(load_recipe, shipped("recipes")), key=lambda each: each.loss_scale.preset != "default"
     )
     found: dict[str, Candidate] = {}
+    ranks: dict[str, tuple[bool, int]] = {}
     for place, recipe in enumerate([own, *others]):
         judged = judge(recipe, facts)
         taken = first_taken(judged)
@@ -120,8 +118,9 @@ def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
             only = recipe.model_copy(update={"ladder": [rung]})
             shadowed = number != taken
             computation = _computation(recipe, rung)
-            before = found.get(computation)
-            if before is None or (before.shadowed and not shadowed):
+            rank = (shadowed, 0 if place == 0 else number)
+            if computation not in found or rank < ranks[computation]:
+                ranks[computation] = rank
                 # One that replaces another has its place in the order.
                 found[computation] = Candidate(rung.name, only, rung, "none", place == 0, shadowed)
 
@@ -251,9 +250,8 @@ def _alone(config: RunConfig) -> RunConfig:
     changed = {
         "train": {"steps": _NEVER, "global_batch": count * train.micro_batch, "eval_every": 0},
         "engine": {"name": "auto"},
-        "checkpoint": {"every": 0, "background": False},
+        "checkpoint": {"every": 0},
         "tracking": {"mlflow": False, "report": False},
-        "guard": {"snapshot_every": 0},
     }
     sections: dict[str, Any] = {}
     for name, values in changed.items():
@@ -291,9 +289,7 @@ class _Bench:
         task, _ = build_task(config, plan, model, self.data)
 
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        screen = Console(config.train.steps, stream=io.StringIO())
-        telemetry = stack.enter_context(open_telemetry(config, folder, self.worker, screen))
-        run = build_run(
+        run = build_quiet_run(
             config,
             candidate.recipe,
             folder,
@@ -301,12 +297,10 @@ class _Bench:
             plan,
             model,
             self.data,
-            telemetry,
             RunLedger(),
-            open_store(folder, self.worker),
             task,
         )
-        run.keep_flight = None
+        stack.enter_context(run.telemetry)
         stack.callback(run.stop.uninstall)
         return Contender(run, plan.resolved), plan
 

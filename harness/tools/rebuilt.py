@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,18 +11,15 @@ from harness.build import (
     Worker,
     build_data,
     build_plan,
-    build_run,
+    build_quiet_run,
     build_task,
     environment_of,
-    open_store,
-    open_telemetry,
 )
 from harness.core.config import RunConfig
 from harness.core.errors import DataError, Problem
 from harness.core.state import RunLedger
 from harness.precision.recipe import Recipe
 from harness.replay.investigate import Rerun
-from harness.tracking.console import Console
 
 
 def require_data(folder: Path, config: RunConfig) -> None:
@@ -57,18 +53,6 @@ def assemble(
     plan, model = build_plan(config, recipe, worker, earlier)
     data = build_data(config, folder, worker, read_only=True)
 
-    # No screen, no saves and no snapshots, and so no memory for copies of the state.
-    quiet = Console(config.train.steps, stream=io.StringIO())
-    telemetry = open_telemetry(config, scratch, worker, quiet, ledger.attempt)
-    without_copies = {
-        "checkpoint": config.checkpoint.model_copy(update={"background": False}),
-        "guard": config.guard.model_copy(update={"snapshot_every": 0}),
-    }
-    config = config.model_copy(update=without_copies)
-    store = open_store(scratch, worker)
     task, _ = build_task(config, plan, model, data)
-    run = build_run(
-        config, recipe, scratch, worker, plan, model, data, telemetry, ledger, store, task
-    )
-    run.keep_flight = None
-    return Rerun(run, model, ranks, plan.resolved, environment_of(config, worker, run.engine))
+    run = build_quiet_run(config, recipe, scratch, worker, plan, model, data, ledger, task)
+    return Rerun(run, model, ranks, plan.resolved, environment_of(run.config, worker, run.engine))
