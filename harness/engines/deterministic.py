@@ -11,6 +11,8 @@ steps twice and compares.
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 import torch
 
@@ -56,6 +58,19 @@ def choose_deterministic(compiled: bool) -> None:
         # Something may have read the variable already. Versions of torch before 2.9 have no such setting.
         if hasattr(inductor, "deterministic"):
             inductor.deterministic = os.environ[_COMPILER] == "1"
+
+
+def release_deterministic() -> None:
+    """Take back what `choose_deterministic` set in torch, for a process that builds another run next.
+
+    Environment variables stay: the libraries have read them.
+    """
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    # Only a run that compiles has loaded it.
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None and hasattr(inductor, "deterministic"):
+        inductor.deterministic = False
 
 
 def knobs(seed: int) -> dict[str, str]:

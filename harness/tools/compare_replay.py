@@ -258,14 +258,16 @@ def _build(
     import torch
 
     from harness.build import join_worker
+    from harness.engines.deterministic import release_deterministic
 
     # The other run may have changed them.
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+    release_deterministic()
     worker = join_worker(config, "python")
-    for record in branches.records.values():
-        # The number of threads decides the order in which sums are rounded.
-        torch.set_num_threads(record.threads)
+    # The number of threads decides the order in which sums are rounded.
+    records = list(branches.records.values())
+    if records:
+        torch.set_num_threads(records[-1].threads)
     return rebuild(branches.folder, scratch, worker, config, recipe_name, ledger, ranks)
 
 
