@@ -706,8 +706,9 @@ def _restored(
         slot_names,
         demoted=tuple(meta["demoted"]),
         fell_back_to=meta["lowered"],
-        layers=tuple(meta["layers"]),
-        compared=tuple(meta["compared"]),
+        # States from before the hunt have neither name: they measured no layers.
+        layers=tuple(meta.get("layers", ())),
+        compared=tuple(meta.get("compared", ())),
         limits=Limits.from_json(meta["limits"]),
     )
 
