@@ -9,7 +9,6 @@ waits. A profile that cannot be made never fails the run: `Profiled` says why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.core.files import write_json
-from harness.profiling.report import Profile, write_text
+from harness.profiling.report import Profile, named_steps, write_text
 from harness.profiling.table import MARK, table
 from harness.profiling.trace_file import MOST_BYTES, write_trace
 
@@ -184,13 +183,6 @@ class StepProfiler:
             text += f"; {cut}"
         relative: list[str] = [str(path.relative_to(self._folder)) for path in files]
         return Profiled(text, tuple(relative))
-
-
-def named_steps(steps: Sequence[int]) -> str:
-    """ "step 5", or "steps 5 to 8"."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"steps {steps[0]} to {steps[-1]}"
 
 
 def profiler_of(

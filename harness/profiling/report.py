@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,12 +195,17 @@ def notes(made: Profile) -> list[str]:
     return lines
 
 
+def named_steps(steps: Sequence[int]) -> str:
+    """ "step 5", or "steps 5 to 8"."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"steps {steps[0]} to {steps[-1]}"
+
+
 def title(made: Profile) -> str:
     """Which steps, where."""
-    first, last = made.steps[0], made.steps[-1]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
     where = "a CPU" if made.device == "cpu" else "a GPU"
-    return f"Profile of {steps}, rank {made.rank}, on {where}"
+    return f"Profile of {named_steps(made.steps)}, rank {made.rank}, on {where}"
 
 
 def write_text(made: Profile, path: Path) -> Path:

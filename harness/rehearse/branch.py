@@ -23,6 +23,15 @@ _FIRST_STEPS = 3
 """Steps that are left out of the median time: kernels are chosen and memory is taken in them."""
 
 
+TAIL = 10
+"""A branch is judged by the last one in so many of its steps."""
+
+
+def tail_of(losses: Sequence[float]) -> Sequence[float]:
+    """The losses of those steps, one at least; empty if there are none."""
+    return losses[-max(1, len(losses) // TAIL) :]
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The first thing that went wrong in a branch.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.core.errors import clipped, some
 from harness.core.plan_text import aligned
-from harness.rehearse.branch import Branch
+from harness.rehearse.branch import Branch, tail_of
 from harness.rehearse.verdict import Branches, Verdict, loss_gap
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _loss(branch: Branch) -> str:
     """From the first step to the mean of the last tenth."""
     if not branch.losses:
         return _MISSING
-    tail = branch.losses[-max(1, len(branch.losses) // 10) :]
+    tail = tail_of(branch.losses)
     return f"{branch.losses[0]:.4f} -> {sum(tail) / len(tail):.4f}"
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from harness.core.errors import some
-from harness.rehearse.branch import Branch
+from harness.rehearse.branch import TAIL, Branch, tail_of
 from harness.replay.cause import Cause, Evidence, judge
 
 LOWER_RATE = 0.1
@@ -31,7 +31,6 @@ MOST_WINDOWS = 16
 """Windows that are left out, at most, to find out whether they are at fault: with more it is no longer the same run."""
 
 _GROWN = "parameters.growth"
-_TAIL = 10
 _TIMES_CONTROL, _OF_PROGRESS, _OF_LOSS = 3.0, 0.2, 0.01
 _SHOWN = 6
 
@@ -49,9 +48,12 @@ class Gap(NamedTuple):
 def loss_gap(branch: Branch, reference: Branch) -> Gap | None:
     """The gap of `branch` to `reference`; None if they share no step with finite losses at the end."""
     shared = min(len(branch.losses), len(reference.losses))
-    tail = max(1, shared // _TAIL)
-    pairs = list(zip(branch.losses[:shared], reference.losses[:shared], strict=True))[-tail:]
-    gaps = [one - other for one, other in pairs if math.isfinite(one) and math.isfinite(other)]
+    losses = tail_of(branch.losses[:shared])
+    others = tail_of(reference.losses[:shared])
+    gaps: list[float] = []
+    for one, other in zip(losses, others, strict=True):
+        if math.isfinite(one) and math.isfinite(other):
+            gaps.append(one - other)
     if not gaps:
         return None
     return Gap(sum(gaps) / len(gaps), max(map(abs, gaps)))
@@ -60,7 +62,7 @@ def loss_gap(branch: Branch, reference: Branch) -> Gap | None:
 def is_behind(branch: Branch, reference: Branch, control: Branch | None) -> bool:
     """Whether the branch learnt clearly less than float32 did."""
     found = loss_gap(branch, reference)
-    if found is None or len(reference.losses) < _TAIL:
+    if found is None or len(reference.losses) < TAIL:
         return False
     chance = None if control is None else loss_gap(control, reference)
     first, last = reference.losses[0], reference.losses[-1]
@@ -74,8 +76,8 @@ def is_doubtful(reference: Branch) -> bool:
     """Whether float32 gives reason to try a lower learning rate."""
     if reference.fault is not None or _GROWN in reference.unhealthy:
         return True
-    tail = reference.losses[-max(1, len(reference.losses) // _TAIL) :]
-    return len(reference.losses) >= _TAIL and sum(tail) / len(tail) >= reference.losses[0]
+    tail = tail_of(reference.losses)
+    return len(reference.losses) >= TAIL and sum(tail) / len(tail) >= reference.losses[0]
 
 
 @dataclass(frozen=True)

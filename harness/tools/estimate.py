@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from harness.core.errors import ConfigError, Problem
 from harness.core.screen import say
 from harness.estimate.offers import Offer, read_offers
 from harness.precision.recipe import Recipe
-from harness.tools.start import ConfigName, Overrides, RecipeName, read_policies
+from harness.tools.start import Calibration, ConfigName, Overrides, RecipeName, read_policies
 
 _CARD = "H100"
 
@@ -45,12 +44,7 @@ def command(
     ranks: Annotated[
         int, typer.Option(min=1, help="processes that share the global batch, a card each")
     ] = 1,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="measurements of a card that `make proof` wrote [default: datasheet peaks]"
-        ),
-    ] = None,
+    calibration: Calibration = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     # Report the problems of config, recipe, cards, prices and calibration together.

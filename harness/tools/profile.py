@@ -17,6 +17,7 @@ from harness.core.plan_text import aligned
 from harness.core.screen import say
 from harness.profiling.report import Profile, headings, notes, profiles, rows, title, write_text
 from harness.report import RunFolder, short
+from harness.tools.start import Calibration
 from harness.tracking.history import RunHistory
 
 if TYPE_CHECKING:
@@ -30,12 +31,7 @@ def command(
     card: Annotated[
         str, typer.Option(help="card to predict for [default: the one that the run had]")
     ] = "",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="measurements of a card that `make proof` wrote [default: datasheet peaks]"
-        ),
-    ] = None,
+    calibration: Calibration = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> int:
     history = RunHistory.read(run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,10 @@ RecipeName = Annotated[
     str | None, typer.Option(help="precision recipe, name or path [default: the config's]")
 ]
 ConfigName = Annotated[str, typer.Option(help="run config, name or path")]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(help="measurements of a card that `make proof` wrote [default: datasheet peaks]"),
+]
 
 
 @dataclass(frozen=True, slots=True)
