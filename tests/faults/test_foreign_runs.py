@@ -395,6 +395,7 @@ def test_figures_that_are_not_finite_are_drawn(run_dir: Path) -> None:
         with (run_dir / "journal.jsonl").open("a") as journal:
             journal.write(spelled.replace("NaN", '"NaN"') + "\n")
     assert '"charts":[{' in read_all(run_dir)
+    assert (run_dir / "plots" / "loss.png").is_file()
 
 
 def test_a_config_of_its_own_says_nothing_to_the_terminal(run_dir: Path) -> None:

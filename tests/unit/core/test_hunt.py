@@ -1,8 +1,5 @@
 """Gradient norms by layer (`guard.hunt`): which layers there are, their norms, when they are measured, who is named."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
-# torch types the attributes of modules as tensors or modules.
-
 from __future__ import annotations
 
 import math
@@ -28,6 +25,15 @@ from harness.report.page import write
 from harness.tracking.history import RunHistory
 
 CPU = torch.device("cpu")
+
+
+def gradients_of(module: nn.Module) -> Tensor:
+    """All gradients of a module, [elements]."""
+    found: list[Tensor] = []
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.flatten())
+    return torch.cat(found)
 
 
 class Odd(nn.Module):
@@ -81,15 +87,15 @@ def test_norms_are_those_of_each_layers_own_parameters() -> None:
     expected = {
         "scale": model.scale.grad,
         "embed": model.embed.weight.grad,
-        "blocks.00": torch.cat([each.grad.flatten() for each in model.blocks[0].parameters()]),
-        "blocks.01": torch.cat([each.grad.flatten() for each in model.blocks[1].parameters()]),
+        "blocks.00": gradients_of(model.blocks[0]),
+        "blocks.01": gradients_of(model.blocks[1]),
     }
     for layer, gradient in expected.items():
         assert found[layer] == pytest.approx(float(gradient.double().square().sum()), rel=1e-12)
     assert found["unused"] == found["nothing"] == 0.0
 
     # A rank that holds no row of a layer counts nothing of it.
-    only = of.squares([model.embed.weight], CPU).tolist()
+    only = of.squares([model.embed.get_parameter("weight")], CPU).tolist()
     assert only == [0.0, 0.0, 0.0, 0.0, found["embed"], 0.0]
 
 
@@ -179,7 +185,7 @@ class Storm:
             self.precision, self.optimizer, telemetry=self.telemetry, **settings
         )
         self.forwards, self.forward = forwards, 0
-        self.model.get_submodule(BAD).weight.register_hook(self.spoil)
+        self.model.get_submodule(BAD).get_parameter("weight").register_hook(self.spoil)
         self.rollbacks: list[int] = []
         self.norms: list[Any] = []
 
@@ -231,7 +237,9 @@ def test_a_layer_with_a_nan_is_named_first(tmp_path: Path) -> None:
     loop = Storm(tmp_path / "run", set(), hunt=True)
     with loop.telemetry:
         loop.steps(5)
-        loop.model.get_submodule("3").weight.register_hook(lambda gradient: gradient * math.nan)
+        loop.model.get_submodule("3").get_parameter("weight").register_hook(
+            lambda gradient: gradient * math.nan
+        )
         loop.steps(2)
     first = hunted(RunHistory.read(tmp_path / "run"))[0]
     assert (first.layer, first.largest, first.at, first.steps) == ("03", math.inf, 6, 7)
