@@ -874,15 +874,17 @@ function link({href, command}) {
 }
 
 function moves(part) {
-  const name = (layers) => layers.join(", ");
+  const rest = (count, what) => {
+    if (count) part.append(el("p", {class: "note"}, `and ${count} more ${what}, in journal.jsonl`));
+  };
   if (!run.moves.length && !run.rollbacks.length) {
     part.append(el("p", {}, "No layer changed its precision, and nothing was rolled back."));
     return;
   }
   for (const move of run.moves) {
     const texts = [];
-    if (move.demote.length) texts.push(`${name(move.demote)} to BF16`);
-    if (move.promote.length) texts.push(`${name(move.promote)} back to FP8`);
+    if (move.demote) texts.push(`${move.demote} to BF16`);
+    if (move.promote) texts.push(`${move.promote} back to FP8`);
     if (move.whole_run) texts.push(`the whole run to ${move.whole_run}`);
     const box = el("div", {class: "panel"}, el("h3", {}, `step ${move.step}: ${texts.join("; ")}`));
     if (move.undone) box.append(el("p", {class: "note"}, "A rollback undid this."));
@@ -894,6 +896,7 @@ function moves(part) {
     }
     part.append(box);
   }
+  rest(run.moves_left_out, "switches");
   for (const each of run.rollbacks) {
     const box = el("div", {class: "panel"}, el("h3", {}, `step ${each.step}: rolled back to step ${each.to_step ?? "?"}`),
       el("p", {}, each.why), el("p", {class: "note"}, `Windows passed over: ${each.windows || "none"}. `
@@ -901,6 +904,7 @@ function moves(part) {
     if (each.led.length) box.append(table(["before it", "codes", "last text"], each.led));
     part.append(box);
   }
+  rest(run.rollbacks_left_out, "rollbacks");
   if (run.replays.length) {
     part.append(el("p", {}, "To run a bad step again:"), table(["step", "command"],
       run.replays.map(([step, command]) => [figure(step), el("code", {}, command)]), [0]));

@@ -7,12 +7,14 @@ may have written: `RunHistory` has made them fit to be shown and cut them, and t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from harness.core.errors import ConfigError, clipped, clock, shown
+from harness.core.errors import ConfigError, clipped, clock, shown, some
 from harness.core.facts import SWITCH_DELAY, jsonable
 from harness.core.memory import size_text
 from harness.core.plan_text import fold, rung_lines
@@ -35,6 +37,8 @@ from harness.tracking.journal import run_page
 from harness.tracking.store import Destination
 
 MAX_EVENTS = 600
+MOST_MOVES = 200
+_MOST_NAMES = 500
 MAX_CONFIG = 64 << 10
 MOST_LAYERS = 2000
 LOCAL_PAGES = "http://127.0.0.1:5000"
@@ -46,13 +50,14 @@ _LONGEST_VALUE = 300
 _MOST_DETAILS = 1000
 _HEAD = ("kind", "step", "attempt", "time", "code", "text")
 _LAST_ALERTS = 8
+_ROLLBACK = "guard.rollback"
 # What an event is on the axis, by its code.
 _KINDS = {
     SWITCHED: "switch",
     "precision.demote": "switch",
     "precision.promote": "switch",
     "precision.lowered": "switch",
-    "guard.rollback": "rollback",
+    _ROLLBACK: "rollback",
     "guard.halt": "halt",
     "run.failed": "halt",
     "run.stopped": "resume",
@@ -79,6 +84,7 @@ def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
     """The content of one run. room: bytes that the series of its slots may take."""
     spent = read_spent(history)
     events = _events(history, spent)
+    times = Counter(event["code"] for event in history.events)
     return {
         "name": shown(history.run_dir.name),
         "running": not history.outcome.get("status"),
@@ -89,8 +95,10 @@ def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
         "charts": charts(history),
         "events": events,
         "events_left_out": max(0, len(history.events) - MAX_EVENTS),
-        "moves": list(_moves(history)),
-        "rollbacks": list(_rollbacks(history)),
+        "moves": [*islice(_moves(history), MOST_MOVES)],
+        "moves_left_out": max(0, times[SWITCHED] - MOST_MOVES),
+        "rollbacks": [*islice(_rollbacks(history), MOST_MOVES)],
+        "rollbacks_left_out": max(0, times[_ROLLBACK] - MOST_MOVES),
         "replays": _replays(history.run_dir),
         "checkpoints": [_checkpoint(each) for each in spent.checkpoints],
         "cost": _cost(history, spent),
@@ -280,15 +288,23 @@ def _moment(seconds: float | None) -> str:
 
 
 def _moves(history: RunHistory) -> Iterator[dict[str, Any]]:
-    """Every switch between FP8 and BF16, with the evidence for it."""
+    """Every switch between FP8 and BF16, with the evidence for it.
+
+    That is the last verdict of the fallback before the switch, which acts SWITCH_DELAY steps after it.
+    """
+    verdicts: dict[int, Mapping[str, Any]] = {}
     for event in history.events:
         if event["code"] != SWITCHED:
+            if event["code"].startswith("precision."):
+                verdicts[event["attempt"]] = event
             continue
-        evidence = _evidence(history, event)
+        evidence = verdicts.get(event["attempt"], {})
+        if evidence and evidence["step"] < event["step"] - SWITCH_DELAY:
+            evidence = {}
         yield {
             "step": event["step"],
-            "demote": event["demote"],
-            "promote": event["promote"],
+            "demote": some(event["demote"], _MOST_NAMES),
+            "promote": some(event["promote"], _MOST_NAMES),
             "whole_run": event.get("lowered", ""),
             "why": described(evidence) if evidence else "",
             "slots": _observed(evidence),
@@ -298,22 +314,8 @@ def _moves(history: RunHistory) -> Iterator[dict[str, Any]]:
 
 def _undone(history: RunHistory, event: Mapping[str, Any]) -> bool:
     """Whether a rollback discarded the step of an event; a rollback itself stands."""
-    is_rollback = event["code"] == "guard.rollback"
+    is_rollback = event["code"] == _ROLLBACK
     return not is_rollback and history.replaced(event["attempt"], event["step"])
-
-
-def _evidence(history: RunHistory, switch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The verdict that asked for a switch: the last one of the fallback in the steps before it; empty if none is there.
-
-    A switch acts SWITCH_DELAY steps after its verdict.
-    """
-    found: Mapping[str, Any] = {}
-    for event in history.events:
-        is_before = switch["step"] - SWITCH_DELAY <= event["step"] <= switch["step"]
-        of_fallback = event["code"].startswith("precision.") and event["code"] != SWITCHED
-        if of_fallback and is_before and event["attempt"] == switch["attempt"]:
-            found = event
-    return found
 
 
 def _observed(evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -335,10 +337,12 @@ def _observed(evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
     """Every rollback, with the alerts of its attempt that led to it."""
-    for place, event in enumerate(history.events):
-        if event["code"] != "guard.rollback":
+    of_attempt: dict[int, list[Mapping[str, Any]]] = {}
+    for event in history.events:
+        before = of_attempt.setdefault(event["attempt"], [])
+        before.append(event)
+        if event["code"] != _ROLLBACK:
             continue
-        before = [each for each in history.events[:place] if each["attempt"] == event["attempt"]]
         alerts = catalogue().ranked({each["code"] for each in before})
         led = streaks([each for each in before if each["code"] in alerts])[-_LAST_ALERTS:]
         yield {
