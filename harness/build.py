@@ -58,8 +58,8 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
-from harness.precision.compile_cache import remove_unfinished
-from harness.precision.compiling import EagerWatch, check_compile, compile_blocks
+from harness.precision.compile_cache import cache_dir, remove_unfinished
+from harness.precision.compiling import EagerWatch, choose_compiling, compile_blocks
 from harness.precision.convert import (
     autocast_dtype,
     build_backend,
@@ -180,7 +180,7 @@ def join_worker(config: RunConfig, launcher: str) -> Worker:
 
     # Settings of this process, before it computes anything.
     if config.engine.deterministic:
-        choose_deterministic(config.engine.compile != "none")
+        choose_deterministic(config.engine.may_compile(facts.cuda_available))
     _set_threads(config.train.threads, launch)
 
     # Meet the other ranks.
@@ -229,13 +229,16 @@ def build_plan(
             built.append(model)
             notes.extend(why_whole)
         model = built[0]
-        if config.engine.compile == "blocks":
-            problems = check_compile(rung, model, worker.device)
-            if problems:
-                raise ConfigError(problems)
+        compiling = choose_compiling(config.engine.compile, rung, model, worker.device)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        about = [*notes, *filter(None, [compiling.note])]
+        plan = replace(
+            plan,
+            notes=(*plan.notes, *about),
+            compiled=compiling.compiled,
+            compile_failed=compiling.failed,
+        )
         tokens = config.train.micro_batch * config.data.context
         return probe_layers(
             plan,
@@ -416,10 +419,17 @@ def build_run(
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
     watch: EagerWatch | None = None
-    if config.engine.compile == "blocks":
+    if plan.compiled:
         if text := remove_unfinished():
             telemetry.tell(0, "compile.cache", text)
-        watch = compile_blocks(model)
+        watch = compile_blocks(model, may_fall_back=config.engine.compile == "auto")
+        telemetry.screen.say(
+            f"the first step waits for torch.compile; its code is kept in {cache_dir()}"
+        )
+    elif plan.compile_failed:
+        telemetry.tell(
+            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
+        )
     fp8_names = plan.names_of(fp8_weights, model)
     del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)

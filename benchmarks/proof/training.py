@@ -111,7 +111,8 @@ def start(
     """A run of `recipe`, built as `harness train` builds one; `stack` closes it. over: sections of the config.
 
     Weights are initialised on the device. Snapshots and saves take as much host memory as the state, so they are off
-    unless `over` switches them on. Raises NotHere if the plan refuses the combination, or if a library does not load.
+    unless `over` switches them on; blocks run eager, unless it says otherwise. Raises NotHere if the plan refuses the
+    combination, or if a library does not load.
     """
     folder = task.folder / name
     folder.mkdir()
@@ -130,6 +131,7 @@ def start(
         "checkpoint": {"every": 0, "background": False},
         "tracking": {"mlflow": False, "report": False},
         "guard": {"snapshot_every": 0},
+        "engine": {"compile": "none"},
     }
     for section, values in (over or {}).items():
         sections[section] = {**sections.get(section, {}), **values}

@@ -38,6 +38,7 @@ RESUME_DECIDED_BY = {
     "train.profile_ranks": "each rank by its own number",
     "checkpoint.": "every rank alike, by the step; what the disk demands, rank 0 decides for all",
     "engine.timeout_seconds": "each rank for itself: the first that has waited so long fails the run",
+    "engine.compile": "all ranks together: auto compiles if every rank can",
     "guard.hunt": "every rank alike, by the step and by the rollbacks, which all carry out together",
 }
 """Prefixes of the keys that a resume may change freely, and which rank decides by the key's value while the run trains.
@@ -350,14 +351,18 @@ class EngineConfig(Strict):
         gt=0,
         description="seconds that ranks wait for each other before the run fails",
     )
-    compile: Literal["none", "blocks"] = Field(
-        default="none",
-        description="blocks: torch.compile each element of the nn.ModuleLists",
+    compile: Literal["auto", "none", "blocks"] = Field(
+        default="auto",
+        description="blocks: torch.compile each element of the nn.ModuleLists; auto: on a GPU, where that works",
     )
     deterministic: bool = Field(
         default=False,
         description="kernels that give the same bits each time; proven at each start by two steps that run twice",
     )
+
+    def may_compile(self, on_gpu: bool) -> bool:
+        """Whether blocks are compiled if nothing on the machine or in the model is against it."""
+        return self.compile == "blocks" or (self.compile == "auto" and on_gpu)
 
 
 class GuardConfig(Strict):

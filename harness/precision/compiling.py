@@ -2,23 +2,87 @@
 
 Blocks are compiled, not the whole model. Equal blocks share their compiled code, so a model of any depth compiles in
 the time of one block. What else in the model cannot be compiled does not matter.
+
+`engine.compile=auto` compiles on a GPU if a small function compiles there first. Without Triton, a C compiler or
+Python's headers the run would fail at its first step; with `auto` it runs eager, and says why.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.util import find_spec
+from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.core.blocks import blocks_of
-from harness.core.errors import Problem
+from harness.core.collectives import max_over_ranks
+from harness.core.errors import ConfigError, Problem, clipped
 from harness.core.processes import find_compiler
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import Rung
 
 _WHERE = "engine.compile=blocks"
+_MOST_REASON = 300
+# How torch's logger begins what it says of a function that it cannot compile.
+_NOT_CONVERTED = "WON'T CONVERT"
+
+
+class Compiling(NamedTuple):
+    """Whether a run compiles its blocks.
+
+    note: for the plan; empty where nothing has to be said.
+    failed: why compiling does not work on this machine, if `auto` found that out by trying; else empty.
+    """
+
+    compiled: bool
+    note: str = ""
+    failed: str = ""
+
+
+def choose_compiling(
+    asked: Literal["auto", "none", "blocks"], rung: Rung, model: nn.Module, device: torch.device
+) -> Compiling:
+    """What `engine.compile` means for `model` on this rung and machine; the same on all ranks. Collective.
+
+    Raises ConfigError if blocks are to be compiled and cannot be.
+    """
+    if asked == "none" or (asked == "auto" and device.type != "cuda"):
+        return Compiling(False)
+    problems = check_compile(rung, model, device)
+    if asked == "blocks":
+        if problems:
+            raise ConfigError(problems)
+        return Compiling(True)
+
+    if problems:
+        reasons = [f"{each.what}: {each.why}" if each.why else each.what for each in problems]
+        return Compiling(False, f"blocks run eager (engine.compile=auto): {'; '.join(reasons)}")
+    failed = try_compile(device)
+    some_failed = max_over_ranks(torch.tensor(float(bool(failed)), device=device)).item()
+    if some_failed:
+        failed = failed or "it failed on another rank, whose log says why"
+        return Compiling(False, "blocks run eager: torch.compile does not work here", failed)
+    return Compiling(True, "blocks are compiled (engine.compile=auto)")
+
+
+@cache
+def try_compile(device: torch.device) -> str:
+    """Compile a small function for `device` and run it; returns why that failed, empty if it worked.
+
+    Tried once in a process: what torch.compile needs from a machine does not come while it runs.
+    """
+
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    try:
+        torch.compile(twice, fullgraph=True)(torch.ones(8, device=device))
+    except Exception as error:  # of torch, Triton or a compiler: whatever the machine lacks
+        return clipped(" ".join(f"{type(error).__name__}: {error}".split()), _MOST_REASON)
+    return ""
 
 
 def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
@@ -50,8 +114,8 @@ def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Pr
 class EagerWatch(logging.Handler):
     """Notices when torch gives up compiled code and runs a function eager.
 
-    torch does so after torch._dynamo.config.recompile_limit variants of the function (shapes, dtypes, branches). It
-    reports that to its logger only.
+    torch does so after torch._dynamo.config.recompile_limit variants of the function (shapes, dtypes, branches), and
+    where it may fall back, for a function that it cannot compile. It reports both to its logger only.
     """
 
     def __init__(self) -> None:
@@ -62,10 +126,13 @@ class EagerWatch(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Called by torch's logger."""
         text = record.getMessage()
-        if "recompile_limit" in text and not self._found:
-            # The first lines name the function and the guard that failed.
-            lines = text.splitlines()[:3]
-            self._found = "; ".join(map(str.strip, lines))
+        gave_up = "recompile_limit" in text or text.startswith(_NOT_CONVERTED)
+        if gave_up and not self._found:
+            # The first lines name the function and the guard that failed, or the place.
+            lines = [line.strip() for line in text.splitlines()[:3]]
+            if record.exc_info and record.exc_info[1]:
+                lines.append(clipped(str(record.exc_info[1]), _MOST_REASON))
+            self._found = "; ".join(lines)
 
     def take(self) -> str:
         """The first function that runs eager, and why. Given once; empty before and after."""
@@ -75,9 +142,14 @@ class EagerWatch(logging.Handler):
         return self._found
 
 
-def compile_blocks(model: nn.Module) -> EagerWatch:
-    """Compile the blocks of `model` in place, each at its first call. state_dict keys stay as they are."""
+def compile_blocks(model: nn.Module, may_fall_back: bool = False) -> EagerWatch:
+    """Compile the blocks of `model` in place, each at its first call. state_dict keys stay as they are.
+
+    may_fall_back: a block that torch cannot compile runs eager, in this whole process; else its first call fails.
+    """
     watch = EagerWatch()
+    if may_fall_back:
+        torch._dynamo.config.suppress_errors = True
     logging.getLogger("torch._dynamo").addHandler(watch)
     for block in blocks_of(model):
         block.compile()

@@ -138,6 +138,8 @@ class Plan:
     layers: one row for each module.
     notes: what holds for the whole run.
     keep_fp32: names of modules that compute in float32 on this rung.
+    compiled: whether the model's blocks are compiled (engine.compile).
+    compile_failed: why torch.compile does not work on this machine, if engine.compile=auto found that; else empty.
     """
 
     recipe: str
@@ -149,6 +151,8 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     notes: tuple[str, ...] = field(default_factory=tuple)
     keep_fp32: tuple[str, ...] = field(default_factory=tuple)
+    compiled: bool = False
+    compile_failed: str = ""
 
     def __repr__(self) -> str:
         counts = sorted(Counter(layer.precision for layer in self.layers).items())
@@ -216,6 +220,7 @@ class Plan:
             "resolved": self.resolved,
             "effective": None,
             "keeps_amax": BACKENDS[self.rung.backend].keeps_amax,
+            "compiled": self.compiled,
             "rungs": [asdict(rung) for rung in self.rungs],
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),

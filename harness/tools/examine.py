@@ -99,7 +99,7 @@ def _reported(found: list[Finding], code: str) -> Iterator[None]:
 
 
 def _versions(config: RunConfig, rung: Rung | None, facts: MachineFacts) -> list[Finding]:
-    compiles = config.engine.compile == "blocks"
+    compiles = config.engine.may_compile(facts.cuda_available)
     fp8 = rung is not None and rung.precision == "fp8"
     return bad_pairs(Setup(installed_versions(), facts.torch_cuda, compiles, fp8))
 

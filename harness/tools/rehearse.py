@@ -178,7 +178,7 @@ def _rehearse(
             begin = of_config(request.config, steps)
         else:
             begin = of_run(request.folder, request.config, steps, from_step, before)
-        begin, notes = _watched(begin)
+        begin, notes = _watched(begin, worker)
         foreign = _has_foreign_scale(begin)
         if foreign:
             notes.append(
@@ -222,14 +222,21 @@ def _with_data(request: _Request, scratch: Path, worker: Worker) -> tuple[Path, 
     return folder, replace(request, config=fit_vocab(config, data.ids, data.vocab))
 
 
-def _watched(begin: Beginning) -> tuple[Beginning, list[str]]:
-    """`begin` with the guard on, which says what goes wrong; and a note if the config has it off."""
-    guard = begin.config.guard
-    if guard.enabled:
-        return begin, []
-    on = {"guard": guard.model_copy(update={"enabled": True})}
-    note = "guard.enabled is false in this config; the branches are judged with the guard on"
-    return replace(begin, config=begin.config.model_copy(update=on)), [note]
+def _watched(begin: Beginning, worker: Worker) -> tuple[Beginning, list[str]]:
+    """`begin` with all that a look needs, and a note on what that changes: the guard says what goes wrong, and hooks
+    see eager code only."""
+    guard, engine = begin.config.guard, begin.config.engine
+    update: dict[str, Any] = {}
+    notes: list[str] = []
+    if not guard.enabled:
+        update["guard"] = guard.model_copy(update={"enabled": True})
+        notes.append(
+            "guard.enabled is false in this config; the branches are judged with the guard on"
+        )
+    if engine.compile == "auto" and engine.may_compile(worker.device.type == "cuda"):
+        update["engine"] = engine.model_copy(update={"compile": "none"})
+        notes.append("blocks run eager here; engine.compile=auto compiles them in training")
+    return replace(begin, config=begin.config.model_copy(update=update)), notes
 
 
 def _build(

@@ -31,7 +31,7 @@ def native_recipe(stats_every: int) -> Recipe:
 
 @pytest.fixture
 def run(tmp_path: Path, fp8_gpu: torch.device, request: pytest.FixtureRequest) -> Iterator[Run]:
-    config = load_config("tiny", [f"data.path={TEXT}"])
+    config = load_config("tiny", [f"data.path={TEXT}", "engine.compile=none"])
     recipe = native_recipe(request.param)
     worker = join_worker(config, "python")
     plan, model = build_plan(config, recipe, worker)

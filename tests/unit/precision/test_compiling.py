@@ -7,14 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from harness.core.blocks import blocks_of
+from harness.core.errors import ConfigError
 from harness.models.gpt import build
-from harness.precision.compiling import EagerWatch, check_compile, compile_blocks
+from harness.precision.compiling import (
+    Compiling,
+    EagerWatch,
+    check_compile,
+    choose_compiling,
+    compile_blocks,
+    try_compile,
+)
 from harness.precision.recipe import Rung
 
 CPU = torch.device("cpu")
+WITHOUT_COMPILER = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)})
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
@@ -102,3 +112,65 @@ def test_a_function_given_up_for_eager_is_told_once(watch: EagerWatch) -> None:
     assert "recompile_limit (2)" in told
     assert "last reason" in told
     assert watch.take() == ""
+
+
+class Doubling(nn.Module):
+    """One block of its own code: torch does not compile the code of its own modules by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.linear(x)
+
+
+def test_auto_is_eager_on_a_cpu_and_says_nothing() -> None:
+    model = build(vocab=16, dim=16, layers=1, heads=1)
+    assert choose_compiling("auto", rung("native", "fp8"), model, CPU) == Compiling(False)
+
+
+def test_auto_says_why_blocks_run_eager_on_a_gpu() -> None:
+    """Reasons that are known before anything is tried on the card."""
+    gpu, model = torch.device("cuda"), build(vocab=16, dim=16, layers=1, heads=1)
+    chosen = choose_compiling("auto", rung("transformer_engine", "fp8"), model, gpu)
+    assert not chosen.compiled
+    assert "transformer_engine backend does not compile" in chosen.note
+    chosen = choose_compiling("auto", rung("autocast", "bf16"), nn.Linear(2, 2), gpu)
+    assert "no nn.ModuleList" in chosen.note
+
+
+def test_blocks_that_were_asked_for_and_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no nn\.ModuleList"):
+        choose_compiling("blocks", rung("autocast", "bf16"), nn.Linear(2, 2), CPU)
+
+
+def test_a_machine_that_cannot_compile_is_found_by_trying() -> None:
+    assert try_compile.__wrapped__(CPU) == ""
+    torch._dynamo.reset()
+    with WITHOUT_COMPILER:
+        assert "/no/such/compiler" in try_compile.__wrapped__(CPU)
+    torch._dynamo.reset()
+
+
+@WITHOUT_COMPILER
+def test_a_block_that_does_not_compile_runs_eager_if_it_may(
+    watch: EagerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set for the whole process by what is tested; this brings it back.
+    monkeypatch.setattr("torch._dynamo.config.suppress_errors", False)
+    block, x = Doubling(), torch.ones(1, 2)
+    model = nn.Sequential(nn.ModuleList([block]))
+    expected = 2 * block.linear(x)
+
+    compile_blocks(model)
+    with pytest.raises(Exception, match="/no/such/compiler"):
+        block(x)
+
+    torch._dynamo.reset()
+    found = compile_blocks(model, may_fall_back=True)
+    assert torch.equal(block(x), expected)
+    text = found.take()
+    assert "forward" in text
+    assert "/no/such/compiler" in text
+    assert len(text) < 1500
