@@ -2,11 +2,13 @@
 
     python -m benchmarks.proof                      # on a machine with an NVIDIA card, under a quarter of an hour
     python -m benchmarks.proof --only gemm native   # some rows
+    python -m benchmarks.proof --resume FILE.json   # the rows that have not passed yet in an earlier record
     python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows only that the rows run
 
 A proof is a table, and each row answers one question. Each row runs in a process of its own with a time limit. A row
 that crashes, hangs or runs out of memory becomes a line with its reason, and the others still run. The proof writes one
-JSON file, one Markdown table and, with Transformer Engine, a record of its bits.
+JSON file, one Markdown table and, with Transformer Engine, a record of its bits. JSON and table are written after every
+row: what a rental's end interrupts goes on with `--resume`, on the same kind of card, with the same code and versions.
 
 Exit codes:
 0: all rows that could run passed
@@ -24,7 +26,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,33 +52,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := unwritable(out):
         say(f"proof: {out} cannot be written: {problem}; name another folder with --out")
         return USAGE
-    rows = [
-        row for row in ROWS if row.name == "machine" or not options.only or row.name in options.only
-    ]
+    earlier: Mapping[str, Any] = {}
+    if options.resume:
+        try:
+            earlier = page.earlier_record(options.resume, options.rehearse)
+        except (OSError, ValueError) as error:
+            say(f"proof: {options.resume} cannot be resumed: {error}")
+            return USAGE
+    kept_rows = {row["name"]: row for row in earlier.get("rows", ()) if row["status"] == "passed"}
+    wanted = {"machine", *kept_rows, *(options.only or [row.name for row in ROWS])}
+    rows = [row for row in ROWS if row.name in wanted]
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     began = time.monotonic()
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="proof-", ignore_cleanup_errors=True) as name:
         work = Path(name)
-        outcomes, complete = ask(rows, options.rehearse, 60 * options.minutes, work)
+
+        def save(outcomes: Sequence[Mapping[str, Any]], complete: bool) -> list[Path]:
+            """Write all that there is so far; returns the paths."""
+            piece = page.Piece(date, as_command(options), (time.monotonic() - began) / 60)
+            proof = page.record(
+                outcomes,
+                rehearsal=options.rehearse,
+                complete=complete and len(outcomes) == len(ROWS),
+                pieces=[*page.pieces(earlier), piece],
+            )
+            return write(page.Scrubber().all(proof), out, work / "keep")
+
+        outcomes, complete = ask(
+            rows, kept_rows, earlier, options.rehearse, 60 * options.minutes, work, save
+        )
         if not outcomes or not usable(outcomes[0], options.rehearse):
             return no_card(outcomes)
-        proof = page.record(
-            outcomes,
-            rehearsal=options.rehearse,
-            complete=complete and not options.only,
-            command=as_command(options),
-            date=datetime.now(UTC).strftime("%Y-%m-%d"),
-            minutes=(time.monotonic() - began) / 60,
-        )
-        clean = page.Scrubber().all(proof)
+        if others := page.differences(earlier, outcomes[0]["figures"]):
+            say(
+                f"proof: {options.resume} is of another {', '.join(others)}: its rows say nothing here"
+            )
+            say("  fix: leave --resume out, or run where and with what that record was made")
+            return USAGE
         try:
-            written = write(clean, out, work / "keep")
+            written = save(outcomes, complete)
         except OSError as error:  # full by now: minutes on a rented card must not be lost for that
             out = Path(tempfile.mkdtemp(prefix="proof-results-"))
             say(f"proof: {error}; the results are in {out}")
-            written = write(clean, out, work / "keep")
+            written = save(outcomes, complete)
     failed = [row["name"] for row in outcomes if row["status"] == "failed"]
     farewell(options.rehearse, outcomes, written)
     return FAILED if failed or not complete else PASSED
@@ -100,6 +122,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where results go (default benchmarks/results)"
     )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RECORD",
+        help="JSON of an earlier proof: its passed rows are kept, the others run",
+    )
     options = parser.parse_args(arguments)
     if not 0 < options.minutes < 24 * 60:
         parser.error("--minutes must be more than 0 and less than a day")
@@ -107,10 +135,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def as_command(options: argparse.Namespace) -> str:
-    """The command that runs the same rows again, without the folder for results."""
+    """The command that runs the same rows again, without the folders of records."""
     words = ["python -m benchmarks.proof", *(["--rehearse"] if options.rehearse else [])]
     words += [f"--minutes {options.minutes:g}"] if options.minutes != MINUTES else []
-    return " ".join([*words, *(["--only", *options.only] if options.only else [])])
+    words += ["--only", *options.only] if options.only else []
+    return " ".join([*words, *(["--resume", options.resume.name] if options.resume else [])])
 
 
 def unwritable(folder: Path) -> str:
@@ -124,20 +153,34 @@ def unwritable(folder: Path) -> str:
 
 
 def ask(
-    rows: Sequence[Row], rehearsal: bool, seconds: float, work: Path
+    rows: Sequence[Row],
+    kept_rows: Mapping[str, Mapping[str, Any]],
+    resumed: Mapping[str, Any],
+    rehearsal: bool,
+    seconds: float,
+    work: Path,
+    save: Callable[[Sequence[Mapping[str, Any]], bool], object],
 ) -> tuple[list[dict[str, Any]], bool]:
     """The rows' outcomes, in order, and whether all rows were started.
 
     A row may run until the budgets of all rows up to it are used up. So it may use what earlier rows left over.
+
+    kept_rows: outcomes of the earlier record that stand; the row of the machine always runs.
+    resumed: that record. If it is of another machine or code, only the row of the machine is asked.
+    save: is given the outcomes after every row.
     """
     keep = work / "keep"
     keep.mkdir()
     environ = environment(work, rehearsal, os.environ)
     began, used = time.monotonic(), 0.0
-    scale = seconds / (BUDGET if len(rows) == len(ROWS) else sum(row.budget for row in rows))
+    to_run = [row for row in rows if row.name == "machine" or row.name not in kept_rows]
+    scale = seconds / (BUDGET if len(to_run) == len(ROWS) else sum(row.budget for row in to_run))
     outcomes: list[dict[str, Any]] = []
     try:
         for row in rows:
+            if outcomes and row.name in kept_rows:
+                outcomes.append(dict(kept_rows[row.name]))
+                continue
             used += scale * row.budget
             machine = outcomes[0]["figures"] if outcomes else {}
             limit = began + used - time.monotonic()
@@ -161,8 +204,11 @@ def ask(
                     )
                 )
             tell(outcomes[-1])
-            if row.name == "machine" and not usable(outcomes[0], rehearsal):
+            machine = outcomes[0]["figures"]
+            if not usable(outcomes[0], rehearsal) or page.differences(resumed, machine):
                 return outcomes, False
+            with suppress(OSError):  # a full disk: the end says so, and takes another folder
+                save(outcomes, False)
     except (KeyboardInterrupt, Interrupted):
         say("proof: interrupted")
         return outcomes, False
@@ -205,6 +251,11 @@ def write(proof: Mapping[str, Any], out: Path, keep: Path) -> list[Path]:
     machine = next(row["figures"] for row in proof["rows"] if row["name"] == "machine")
     name = page.stem(machine, proof["rehearsal"], proof["complete"])
     written = [out / f"{name}.json", out / f"{name}.md"]
+    if proof["complete"] and not proof["rehearsal"]:
+        # What `save` wrote while rows were missing.
+        partial = page.stem(machine, rehearsal=False, complete=False)
+        for ending in ("json", "md"):
+            (out / f"{partial}.{ending}").unlink(missing_ok=True)
     written[0].write_text(json.dumps(proof, allow_nan=False, indent=1) + "\n", encoding="utf-8")
     written[1].write_text(page.markdown(proof), encoding="utf-8")
     for path in sorted(keep.glob("*.json")):

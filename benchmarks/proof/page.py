@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.proof.children import ROOT
 
@@ -166,25 +167,69 @@ def stem(machine: Mapping[str, Any], rehearsal: bool, complete: bool) -> str:
     return f"proof_{slug(machine['card']['name'])}" + ("" if complete else "_partial")
 
 
+class Piece(NamedTuple):
+    """One start of a proof: its day, its command and the minutes it took."""
+
+    date: str
+    command: str
+    minutes: float
+
+
+def pieces(proof: Mapping[str, Any]) -> list[Piece]:
+    """The starts that a record adds up; none for an empty one."""
+    if not proof:
+        return []
+    earlier = [Piece(**each) for each in proof.get("earlier", ())]
+    return [*earlier, Piece(proof["date"], proof["command"], proof["minutes"])]
+
+
+def earlier_record(path: Path, rehearsal: bool) -> dict[str, Any]:
+    """The record at `path`, for `--resume`. Raises ValueError if it is none, or of the other kind; OSError."""
+    proof = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(proof, dict) or proof.get("schema") != SCHEMA:
+        raise ValueError("it is no record of this version of the proof")
+    if proof["rehearsal"] is not rehearsal:
+        kinds = ("a proof", "a rehearsal")
+        raise ValueError(f"it is {kinds[proof['rehearsal']]}, and this is {kinds[rehearsal]}")
+    return proof
+
+
+def differences(earlier: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
+    """In what a record and the figures of the row `machine` differ: rows of one say nothing on the other.
+
+    earlier: a record; empty: nothing differs.
+    """
+    if not earlier:
+        return []
+    before, now = earlier["card"] or {}, machine.get("card") or {}
+    clean = Scrubber()
+    found = {
+        "card": [(each.get("name"), each.get("capability")) for each in (before, now)],
+        "versions": [earlier["versions"], clean.all(machine.get("versions"))],
+        "code": [(each or {}).get("sha256") for each in (earlier["source"], machine.get("source"))],
+    }
+    return [what for what, (a, b) in found.items() if a != b]
+
+
 def record(
     rows: Sequence[Mapping[str, Any]],
     *,
     rehearsal: bool,
     complete: bool,
-    command: str,
-    date: str,
-    minutes: float,
+    pieces: Sequence[Piece],
 ) -> dict[str, Any]:
-    """The whole proof as one JSON-able value."""
+    """The whole proof as one JSON-able value. pieces: the starts that it adds up, this one last."""
+    last = pieces[-1]
     machine = next(row["figures"] for row in rows if row["name"] == "machine")
     return {
         "schema": SCHEMA,
         "rehearsal": rehearsal,
         **({"warning": REHEARSAL} if rehearsal else {}),
         "complete": complete,
-        "date": date,
-        "command": command,
-        "minutes": round(minutes, 2),
+        "date": last.date,
+        "command": last.command,
+        "minutes": round(last.minutes, 2),
+        "earlier": [each._asdict() for each in pieces[:-1]],
         "card": machine.get("card"),
         "versions": machine.get("versions"),
         "source": machine.get("source"),
@@ -223,6 +268,7 @@ def markdown(proof: Mapping[str, Any]) -> str:
         "- versions: " + ", ".join(f"{name} {value or 'none'}" for name, value in versions.items()),
         f"- {proof['date']}, {proof['minutes']:.1f} minutes: `{proof['command']}`"
         + ("" if proof["complete"] else "; not all rows were asked for, or it was interrupted"),
+        *(f"- before it, {each.date}: `{each.command}`" for each in reversed(pieces(proof)[:-1])),
         "",
         "| row | question | outcome | | seconds |",
         "|---|---|---|---|---|",

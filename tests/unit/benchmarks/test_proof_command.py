@@ -84,6 +84,30 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     assert str(tmp_path) not in text, "the folder was on the command line"
 
 
+def test_a_record_goes_on_with_the_rows_that_it_lacks(tmp_path: Path) -> None:
+    code, output = proof("--rehearse", "--only", "launch", "--out", str(tmp_path))
+    assert code == 0, output
+    record = tmp_path / "rehearsal_cpu.json"
+    first = json.loads(record.read_text())
+
+    more = ("--rehearse", "--out", str(tmp_path), "--resume", str(record), "--only", "kernels")
+    code, output = proof(*more)
+    assert code == 0, output
+    second = json.loads(record.read_text())
+    check(second)
+    found = {row["name"]: row for row in second["rows"]}
+    assert list(found) == ["machine", "launch", "kernels"]
+    assert found["launch"] == first["rows"][1], "it did not run again"
+    assert [each["command"] for each in second["earlier"]] == [first["command"]]
+
+    record.write_text(json.dumps(first | {"source": first["source"] | {"sha256": "0" * 64}}))
+    before = record.read_bytes()
+    code, output = proof(*more)
+    assert code == 2, output
+    assert "another code" in output
+    assert record.read_bytes() == before
+
+
 @pytest.mark.nightly
 def test_a_whole_rehearsal(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--minutes", "60", "--out", str(tmp_path))

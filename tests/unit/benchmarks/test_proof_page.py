@@ -58,10 +58,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def proof(made: list[dict[str, Any]], rehearsal: bool = False) -> dict[str, Any]:
-    text = "python -m benchmarks.proof"
-    return page.record(
-        made, rehearsal=rehearsal, complete=True, command=text, date="2030-01-01", minutes=9.0
-    )
+    piece = page.Piece("2030-01-01", "python -m benchmarks.proof", 9.0)
+    return page.record(made, rehearsal=rehearsal, complete=True, pieces=[piece])
 
 
 def check(found: dict[str, Any]) -> None:
@@ -222,3 +220,38 @@ def test_proofs_that_were_sent_are_proofs_and_private() -> None:
         assert found["rehearsal"] is False
         assert page.Scrubber().all(found) == found
     assert not list(RESULTS.glob("rehearsal*")), "a rehearsal is no result"
+
+
+def test_a_record_adds_up_its_pieces() -> None:
+    first = proof(rows())
+    last = page.Piece("2030-01-02", "python -m benchmarks.proof --resume a.json", 3.0)
+    second = page.record(rows(), rehearsal=False, complete=True, pieces=[*page.pieces(first), last])
+    assert page.pieces(second) == [*page.pieces(first), last]
+    text = page.markdown(second)
+    assert text.index("2030-01-02, 3.0 minutes") < text.index("before it, 2030-01-01")
+
+
+def test_rows_of_another_card_code_or_version_say_nothing_here() -> None:
+    machine = rows()[0]["figures"]
+    record = proof(rows())
+    assert page.differences(record, machine) == []
+    assert page.differences({}, {}) == []
+    others = {
+        "card": machine | {"card": machine["card"] | {"name": "NVIDIA Other"}},
+        "versions": machine | {"versions": machine["versions"] | {"torch": "9.9"}},
+        "code": machine | {"source": machine["source"] | {"sha256": "0" * 64}},
+    }
+    for what, other in others.items():
+        assert page.differences(record, other) == [what]
+
+
+def test_what_is_no_record_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for text in ("[]", "{}", "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"no record|Expecting"):
+            page.earlier_record(path, rehearsal=False)
+    path.write_text(json.dumps(proof(rows())))
+    assert page.earlier_record(path, rehearsal=False)["rows"]
+    with pytest.raises(ValueError, match="it is a proof, and this is a rehearsal"):
+        page.earlier_record(path, rehearsal=True)

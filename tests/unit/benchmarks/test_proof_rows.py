@@ -220,6 +220,10 @@ def test_what_a_machine_lacks_is_named(change: dict[str, Any], rows: set[str], r
     assert not found["machine"]
 
 
+def unsaved(outcomes: object, complete: bool) -> None:
+    """Instead of files."""
+
+
 def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +242,7 @@ def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
 
     monkeypatch.setattr(command, "run_row", instead)
     monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    outcomes, complete = command.ask(rows, True, 200.0, tmp_path)
+    outcomes, complete = command.ask(rows, {}, {}, True, 200.0, tmp_path, unsaved)
     assert complete
     assert [row["status"] for row in outcomes] == ["passed"] * 3
     assert limits == {"machine": 60.0, "hangs": 139.0, "last": 60.0}
@@ -249,7 +253,7 @@ def test_no_time_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         command, "run_row", lambda row, *_, **__: command.skipped(row, "") | {"figures": H100}
     )
-    outcomes, _ = command.ask(rows, True, 0.5, tmp_path)
+    outcomes, _ = command.ask(rows, {}, {}, True, 0.5, tmp_path, unsaved)
     assert not outcomes[0]["reason"], "the machine is looked at in any case"
     assert "no time left" in outcomes[1]["reason"]
     assert "--only last" in outcomes[1]["reason"]
