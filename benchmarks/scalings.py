@@ -4,7 +4,7 @@
 
 The model has the sizes of configs/tiny.yaml, and trains on bytes of the guides in docs/. In the second run the first
 input channel of one Linear is 2^14 from the first step on, and its weights stay zero (`benchmarks.outliers.hot`). Both
-run with the fallback off, so that every layer stays in FP8. Written are the lines that docs/guide/scaling.md shows.
+run with the fallback off, so that every layer stays in FP8. docs/guide/scaling.md names the figures that matter.
 """
 
 from __future__ import annotations
