@@ -232,6 +232,11 @@ def trace_rung(
     if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
         raise ConfigError(problems)
     estimated, stand_in, notes = _stand_in(rung, recipe)
+    if config.engine.may_compile(on_gpu=True) and not BACKENDS[rung.backend].not_compiled:
+        notes = [
+            *notes,
+            f"this is the eager step: engine.compile={config.engine.compile} compiles blocks, which is faster",
+        ]
     return traces.get(config, stand_in, card, estimated, ranks, (recipe, rung)), notes
 
 
@@ -385,10 +390,6 @@ def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
     if ranks > 1:
         notes.append(
             f"one of {ranks} processes: the time of communication between them is left out"
-        )
-    if config.engine.compile != "none":
-        notes.append(
-            f"engine.compile={config.engine.compile} is left out: this is the eager step, compiled blocks are faster"
         )
     if recipe.layers.probe:
         notes.append(

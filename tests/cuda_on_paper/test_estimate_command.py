@@ -63,6 +63,7 @@ def test_the_llama_on_an_h100() -> None:
     assert any(
         "transformer_engine:fp8 is estimated as native:fp8" in note for note in found["notes"]
     )
+    assert not any("eager" in note for note in found["notes"]), "Transformer Engine does not compile"
 
 
 def test_text_for_people() -> None:
@@ -70,6 +71,7 @@ def test_text_for_people() -> None:
     assert done.returncode == 0, done.stderr
     assert "A prediction (uncalibrated)" in done.stdout
     assert "autocast:bf16" in done.stdout
+    assert "this is the eager step: engine.compile=auto" in " ".join(done.stdout.split())
     assert "not native:fp8" in done.stdout
     assert "Nothing ran on a GPU" in done.stdout
     assert "the host never waits for the card" in done.stdout
