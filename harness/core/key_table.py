@@ -83,9 +83,12 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
         return f"{len(parts)} of: {_kind(parts[0], metadata)}"
 
     # A plain type, with its limits.
+    limits = dict(_limits(metadata))
     words = [_NAMES[origin or annotation]]
-    for limit, number in _limits(metadata):
-        words.append(f"{limit} {number:,}")
+    if limits.keys() == {"at least", "at most"}:
+        words.append(f"{limits['at least']:,} to {limits['at most']:,}")
+    else:
+        words += [f"{limit} {number:,}" for limit, number in limits.items()]
     return ", ".join(words)
 
 
