@@ -233,8 +233,8 @@ class DataConfig(HubConfig):
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
         description="samples that are not finite, out of range, unlabelled, unreadable or changed: skip skips the "
-        "update, fail halts, auto halts only for labels out of range; files and rows without text: skip leaves them out, "
-        "fail refuses, auto leaves out binary and empty ones",
+        "update, fail halts, auto halts only for labels out of range; files and rows without text: skip leaves them "
+        "out, fail refuses, auto leaves out binary and empty ones",
     )
 
     @model_validator(mode="after")
