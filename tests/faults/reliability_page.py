@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LEDGER = Path(__file__).with_name("attack_ledger.jsonl")
 ATTACK = "## Random sequences of faults\n"
 ABOUT = """\
-`make attack` does random faults, in sequences drawn from a seed, to small runs. A sequence ends well if the run finished
-with the bytes and whole history of an undisturbed one, or if it refused to start, named the damaged file, and finished
-so once that file was restored.
+`make attack` does faults to small runs, in sequences drawn from a seed. A sequence ends well if the run finished with
+the bytes and whole history of an undisturbed one, or if it refused to start, named the damaged file, and finished so
+once that file was restored.
 
-Every exit code must be true, without a traceback, and no secret may reach the run's files, the screen or MLflow. Rows of
-the journal that the attack itself changed may differ: nothing checks for such edits.
+Every exit code must be true, without a traceback, and no secret may reach the run's files, the screen or MLflow. Rows
+of the journal that the attack itself changed may differ: nothing checks for such edits.
 
 Most runs are forked from a warm process; a sixth ("new python", torchrun, deepspeed) start as a user's do.
 `tests/faults/attack_ledger.jsonl` has each sequence.
