@@ -162,39 +162,43 @@ def page() -> str:
         "# Metrics",
         "",
         *_BEGINNING,
-        "| metric | what | unit | over ranks | measured |",
-        "|---|---|---|---|---|",
+        "| metric | what | measured |",
+        "|---|---|---|",
     ]
     # Declared at the fields of facts.
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
     keyed.append((f"{OF_LAYERS.key}/<layer>", OF_LAYERS))
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
-        cells = (f"`{key}`", metric.about, metric.unit, _joined(metric), metric.often)
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_page_row(key, metric.about, metric.unit, metric.over_ranks, metric.often))
 
     # Of the run as a whole, and of its validations.
     for key, unit, about, _ in _OF_THE_RUN:
-        lines.append(f"| `{key}` | {about} | {unit} | | {EVERY_STEP} |")
-    lines += [
-        "| `val/loss` | mean loss over the validation samples | as the data's | mean | train.eval_every, the end |",
-        "| `Loss/val` | `val/loss` again | as the data's | mean | as `val/loss` |",
-        "| `val/accuracy` | share of labels predicted right, where labels are classes | | mean | as `val/loss` |",
-    ]
+        lines.append(_page_row(key, about, unit, "ranks agree", EVERY_STEP))
+    validated = (
+        ("val/loss", "mean loss over the validation samples", "as the data's"),
+        ("Loss/val", "`val/loss` again", ""),
+        ("val/accuracy", "share of labels predicted right, where labels are classes", ""),
+    )
+    for key, about, unit in validated:
+        lines.append(_page_row(key, about, unit, "mean", "train.eval_every, the end"))
 
     # Over the layers of each role.
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
-        key = f"`fp8/<role>/{figure}_<quantile>`"
+        key = f"fp8/<role>/{figure}_<quantile>"
         about = f"{', '.join(quantiles)} of `fp8_{figure}` over the layers"
-        cells = (key, about, metric.unit, _joined(metric), metric.often)
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_page_row(key, about, metric.unit, metric.over_ranks, metric.often))
     return "\n".join(lines) + "\n"
 
 
-def _joined(metric: Metric) -> str:
-    """How the values of several ranks become one; empty where all have the same."""
-    return "" if metric.over_ranks == "ranks agree" else metric.over_ranks
+def _page_row(key: str, about: str, unit: str, over_ranks: str, often: str) -> str:
+    """A line of the page's table; how ranks are joined is said where their values differ."""
+    notes = [unit] if unit else []
+    if over_ranks != "ranks agree":
+        notes.append(f"{over_ranks} over ranks")
+    note = f" ({', '.join(notes)})" if notes else ""
+    return f"| `{key}` | {about}{note} | {often} |"
 
 
 _BEGINNING = (
@@ -217,8 +221,8 @@ _BEGINNING = (
     '            print(row["step"], row["metrics"].get("train/loss"))',
     "```",
     "",
-    "- **over ranks**: how the values of several ranks become one; empty where all have the same value. Shares and",
-    "  decibels of a slot are over the values of all ranks.",
+    "- `max over ranks`: of the ranks' values. Where it is not said, all ranks have the same. A slot's shares and",
+    "  decibels are over the values of all ranks.",
     "- **measured**: in which steps. A key stands for one step in so many; the last step has a row too. `sampled`: the",
     "  value of the last sampled step (`fp8.stats_every`) since the row before.",
     "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",

@@ -18,18 +18,12 @@ SEVERAL = 3
 
 
 def shown_default(argument: Any) -> str:
+    """As the help has it in brackets where the default is found at run time."""
     if argument.required:
-        return "required"
-    # Where the default is found at run time, the help says in brackets what it is.
-    if (
-        argument.default is None
-        or argument.default is False
-        or "[default:" in (argument.help or "")
-    ):
+        return " [required]"
+    if argument.default in (None, False, "") or "[default:" in (argument.help or ""):
         return ""
-    if argument.default == "":
-        return "none"
-    return f"`{argument.default}`"
+    return f" [default: `{argument.default}`]"
 
 
 def written(argument: Any) -> str:
@@ -41,23 +35,23 @@ def written(argument: Any) -> str:
     return f"{argument.opts[0]} {argument.metavar or argument.name.upper()}"
 
 
-def rows(name: str) -> list[tuple[str, str, str]]:
-    """Name, meaning and default of each argument of a command."""
+def rows(name: str) -> list[tuple[str, str]]:
+    """Each argument of a command, and what it means, with its default."""
     command: Any = typer.main.get_command(_single(name))
-    found: list[tuple[str, str, str]] = []
+    found: list[tuple[str, str]] = []
     for argument in command.params:
         if not argument.hidden:
             what = (argument.help or "").replace("|", "\\|").replace("<", "\\<")
-            found.append((f"`{written(argument)}`", what, shown_default(argument)))
+            found.append((f"`{written(argument)}`", what + shown_default(argument)))
     return found
 
 
-def table(shown: Iterable[tuple[str, str, str]]) -> list[str]:
+def table(shown: Iterable[tuple[str, str]]) -> list[str]:
     lines = [f"| {' | '.join(row)} |" for row in shown]
-    return ["| argument | what | default |", "|---|---|---|", *lines, ""] if lines else []
+    return ["| argument | what |", "|---|---|", *lines, ""] if lines else []
 
 
-def common() -> list[tuple[str, str, str]]:
+def common() -> list[tuple[str, str]]:
     """Arguments that several commands have, with the same meaning and default: they are listed once."""
     counted = Counter(row for name in COMMANDS for row in rows(name))
     return [row for row, commands in counted.items() if commands >= SEVERAL]
@@ -65,7 +59,9 @@ def common() -> list[tuple[str, str, str]]:
 
 def section(name: str) -> str:
     command: Any = typer.main.get_command(_single(name))
-    lines = [f"## harness {name}", command.help, ""]
+    # Its first sentence: the page's first table has the rest.
+    purpose, _, _ = command.help.partition(". ")
+    lines = [f"## harness {name}", f"{purpose.rstrip('.')}.", ""]
     shared = common()
     also = [row[0] for row in rows(name) if row in shared]
     if also:
@@ -74,7 +70,11 @@ def section(name: str) -> str:
 
 
 def sections() -> str:
-    shared = ["## Common arguments", "Below, *also* names those of these that a command has.", ""]
+    shared = [
+        "## Common arguments",
+        "Several commands have these; each names its own after *Also*.",
+        "",
+    ]
     shared += table(common())
     return "\n".join([*shared, *(section(name) for name in COMMANDS)])
 
