@@ -34,11 +34,11 @@ Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
 RESUME_DECIDED_BY = {
     "train.steps": "all alike, by the step",
     "train.max_minutes": "the first rank whose time is over stops all after the same step",
-    "train.profile_steps": "all alike, by the step; those in train.profile_ranks record",
+    "train.profile_steps": "all alike, by the step",
     "train.profile_ranks": "each rank by its own number",
     "checkpoint.": "all alike, by the step; rank 0 where the disk demands it",
     "engine.timeout_seconds": "the first rank that has waited so long fails the run",
-    "guard.hunt": "all alike, by the step and the rollbacks",
+    "guard.hunt": "all alike, by the step",
 }
 """Prefixes of the keys that a resume may change freely, and which rank decides by the key's value while the run trains.
 

@@ -52,10 +52,12 @@ def _resume(prefix: str, section: type[BaseModel]) -> str:
 
 def _decided() -> str:
     """The keys that a resume may change freely, and which rank decides by each."""
-    lines = ["Of the keys with yes, which rank decides while the run trains:", ""]
+    keys_of: dict[str, list[str]] = {}
     for key, ranks in RESUME_DECIDED_BY.items():
         name = f"{key}*" if key.endswith(".") else key
-        lines.append(f"- `{name}`: {ranks}.")
+        keys_of.setdefault(ranks, []).append(f"`{name}`")
+    lines = ["Of the keys with yes, which rank decides while the run trains:", ""]
+    lines += [f"- {', '.join(keys)}: {ranks}." for ranks, keys in keys_of.items()]
     return "\n".join(lines)
 
 

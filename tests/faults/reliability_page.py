@@ -315,7 +315,7 @@ def _machine() -> str:
     where = (
         f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    return f"{where}. Figures and tests are those of commit {commit()}."
+    return f"{where}. Figures and tests are of commit {commit()}."
 
 
 def main() -> int:
