@@ -13,6 +13,21 @@ from harness.cli import COMMANDS, _single
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "commands.md"
 BEGIN, END = "<!-- commands: made by tests/unit/test_commands_page.py -->\n", "<!-- /commands -->"
+GUIDES = {
+    "compare": ("compare.md", "compare_replay.md"),
+    "inspect": ("follow.md",),
+    "rehearse": ("rehearse.md",),
+    "sample": ("huggingface.md",),
+    "eval": ("huggingface.md",),
+    "doctor": ("doctor.md", "machine.md"),
+    "drill": ("drill.md",),
+    "profile": ("profile.md",),
+    "estimate": ("estimate.md",),
+    "data": ("data.md",),
+    "export": ("models.md",),
+    "report": ("report.md",),
+}
+"""Pages of the guide on a command."""
 SEVERAL = 3
 """Commands that have an argument in the same words, from which on it is listed once."""
 
@@ -59,9 +74,10 @@ def common() -> list[tuple[str, str]]:
 
 def section(name: str) -> str:
     command: Any = typer.main.get_command(_single(name))
-    # Its first sentence: the page's first table has the rest.
-    purpose, _, _ = command.help.partition(". ")
-    lines = [f"## harness {name}", f"{purpose.rstrip('.')}.", ""]
+    lines = [f"## harness {name}", command.help, ""]
+    guides = [f"[{page}](../guide/{page})" for page in GUIDES.get(name, ())]
+    if guides:
+        lines += [f"More: {', '.join(guides)}.", ""]
     shared = common()
     also = [row[0] for row in rows(name) if row in shared]
     if also:
