@@ -479,51 +479,45 @@ class FallbackConfig(Strict):
     enabled: bool = Field(default=True, description="whether layers move between FP8 and BF16")
     saturation_input: Ratio = Field(
         default=1.5,
-        description="saturation ratio (amax * scale / fp8_max) over which an input is bad",
+        description="saturation ratio, amax * scale / fp8_max, of inputs",
     )
-    saturation_weight: Ratio = Field(default=1.25, description="the same ratio for weights")
-    saturation_grad_output: Ratio = Field(
-        default=8.0, description="the same ratio for output gradients"
-    )
+    saturation_weight: Ratio = Field(default=1.25, description="that ratio of weights")
+    saturation_grad_output: Ratio = Field(default=8.0, description="that ratio of output gradients")
     underflow: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="share of non-zero values flushed to zero that is bad",
+        description="share of non-zero values flushed to zero",
     )
     underflow_grad_output: float = Field(
         default=0.85,
         gt=0,
         le=1,
-        description="the same share for output gradients",
+        description="that share of output gradients",
     )
-    clipped: float = Field(
-        default=0.05, gt=0, le=1, description="share of clipped values that is bad"
-    )
-    sqnr_db: float = Field(default=5.0, description="SQNR in dB under which a slot is bad")
-    even_db_input: float = Field(
-        default=8.0, description="per-element SQNR in dB under which an input is bad"
-    )
-    even_db_weight: float = Field(default=22.0, description="the same in dB for weights")
+    clipped: float = Field(default=0.05, gt=0, le=1, description="share of clipped values")
+    sqnr_db: float = Field(default=5.0, description="SQNR in dB")
+    even_db_input: float = Field(default=8.0, description="per-element SQNR in dB of inputs")
+    even_db_weight: float = Field(default=22.0, description="that in dB of weights")
     even_db_grad_output: float = Field(
-        default=7.0, description="the same in dB, per row, for output gradients"
+        default=7.0, description="that in dB, per row, of output gradients"
     )
     centred_db: float = Field(
         default=5.0,
-        description="SQNR in dB, without each channel's mean, under which a slot is bad",
+        description="SQNR in dB without each channel's mean",
     )
     centred_steps: int = Field(
         default=200,
         ge=1,
-        description="steps on end under centred_db that are bad",
+        description="steps on end under centred_db",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="times its amax of fallback.window observations ago that is bad; null: not checked",
+        description="times its amax of fallback.window observations ago; null: not checked",
     )
     amax_over: Ratio | None = Field(
         default=None,
-        description="bad amax; null: not checked, which suits delayed scales",
+        description="amax; null: not checked, which suits delayed scales",
     )
     hits: int = Field(
         default=3,

@@ -272,7 +272,8 @@ _PAGE_HEAD = (
     "print(recipe.ladder[0].name, recipe.fp8.amax_history_len, recipe.fallback.hits)",
     "```",
     "",
-    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors.",
+    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors. A",
+    "slot is bad over a limit of `fallback`, or under one in dB.",
     "",
 )
 
