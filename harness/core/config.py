@@ -32,14 +32,14 @@ Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
 """Formats of text, which is made into token ids; `data.rows.FORMATS` has their readers."""
 
 RESUME_DECIDED_BY = {
-    "train.steps": "every rank alike, by the step that all are in",
-    "train.max_minutes": "any rank: the first whose time is over stops all of them after the same step",
-    "train.profile_steps": "every rank alike, by the step; it records if train.profile_ranks names it",
+    "train.steps": "all alike, by the step",
+    "train.max_minutes": "the first rank whose time is over stops all after the same step",
+    "train.profile_steps": "all alike, by the step",
     "train.profile_ranks": "each rank by its own number",
-    "checkpoint.": "every rank alike, by the step; what the disk demands, rank 0 decides for all",
-    "engine.timeout_seconds": "each rank for itself: the first that has waited so long fails the run",
-    "engine.compile": "all ranks together: auto compiles if every rank can",
-    "guard.hunt": "every rank alike, by the step and by the rollbacks, which all carry out together",
+    "checkpoint.": "all alike, by the step; rank 0 where the disk demands it",
+    "engine.timeout_seconds": "the first rank that has waited so long fails the run",
+    "engine.compile": "all together: auto compiles if every rank can",
+    "guard.hunt": "all alike, by the step",
 }
 """Prefixes of the keys that a resume may change freely, and which rank decides by the key's value while the run trains.
 
@@ -61,31 +61,27 @@ _SELDOM, _LONGEST_GAP = 5, 100
 class TrainConfig(Strict):
     """Length, batch, learning rate and optimizer."""
 
-    steps: Positive = Field(
-        default=300, description="steps of the run, with those whose update is skipped"
-    )
+    steps: Positive = Field(default=300, description="steps of the run, skipped ones included")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0, description="seed of initial weights and data order"
     )
     global_batch: Positive = Field(
         default=16,
-        description="samples in one step, over all ranks; a multiple of train.micro_batch",
+        description="samples of a step, over all ranks; a multiple of train.micro_batch",
     )
-    micro_batch: Positive = Field(default=8, description="samples in one pass on one rank")
+    micro_batch: Positive = Field(default=8, description="samples per pass and rank")
     max_grad_norm: float = Field(
-        default=1.0, gt=0, description="L2 norm to which a larger gradient is clipped"
+        default=1.0, gt=0, description="L2 norm to which gradients are clipped"
     )
     lr: float = Field(default=2e-3, gt=0, description="peak learning rate")
-    warmup_steps: Count = Field(
-        default=20, description="applied updates until the learning rate is train.lr"
-    )
+    warmup_steps: Count = Field(default=20, description="applied updates until train.lr is reached")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine",
-        description="learning rate after the warm-up; wsd: constant, then a line down over train.decay_share",
+        description="learning rate after the warm-up; wsd: constant, then linear over train.decay_share",
     )
     min_lr_ratio: Share = Field(
         default=0.1,
-        description="final learning rate as a share of train.lr; not for constant",
+        description="final learning rate, as a share of train.lr; not for constant",
     )
     decay_share: Share = Field(
         default=0.2, description="share of train.steps over which wsd decays"
@@ -93,13 +89,13 @@ class TrainConfig(Strict):
     weight_decay: float = Field(
         default=0.1,
         ge=0,
-        description="weight decay rate of matrices; vectors (norms, biases) have none",
+        description="weight decay rate of matrices; norms and biases have none",
     )
     decay_embeddings: bool = Field(default=True, description="whether embeddings have weight decay")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="AdamW's decay rates of first and second moment",
+        description="AdamW's decay rates of both moments",
     )
     optimizer: str = Field(
         default="adamw",
@@ -107,26 +103,26 @@ class TrainConfig(Strict):
         'hidden matrices, AdamW for the rest; or your class, "pkg.mod:Class"',
     )
     optimizer_args: dict[str, Any] = Field(
-        default_factory=dict, description="more arguments of the optimizer's class"
+        default_factory=dict, description="further arguments of the optimizer"
     )
     eval_every: Count = Field(
         default=100, description="steps between validations; 0: only at the end"
     )
     threads: Count = Field(
         default=0,
-        description="CPU threads of one rank; 0: OMP_NUM_THREADS, else the cores divided by local ranks",
+        description="CPU threads per rank; 0: OMP_NUM_THREADS, else cores / local ranks",
     )
     max_minutes: float = Field(
-        default=0.0, ge=0, description="minutes after which the run saves and stops; 0: never"
+        default=0.0, ge=0, description="minutes until the run saves and stops; 0: never"
     )
     profile_steps: tuple[Positive, Positive] | None = Field(
         default=None,
         strict=False,
-        description="first and last step that are profiled, at most 20: a trace for Perfetto and a table of the step, "
-        "in profile/ of the run; null: none",
+        description="first and last profiled step, at most 20: a Perfetto trace and a table, in the run's profile/; "
+        "null: none",
     )
     profile_ranks: Literal[0, "all"] = Field(
-        default=0, description="ranks that are profiled: 0, or all, with files of their own"
+        default=0, description="profiled ranks; all: each has its own files"
     )
 
     @field_validator("profile_steps")
@@ -156,14 +152,14 @@ class HubConfig(Strict):
     """Which part of a data set of the Hugging Face hub, `hf:NAME`."""
 
     configuration: str | None = Field(
-        default=None, description="configuration (subset) of hf:NAME; null: its default"
+        default=None, description="configuration (subset) of hf:NAME; null: default"
     )
     split: str | None = Field(
-        default=None, description="split of hf:NAME to train on; null: train, or the only one"
+        default=None, description="training split of hf:NAME; null: train, or the only one"
     )
     revision: str | None = Field(
         default=None,
-        description="branch, tag or commit of hf:NAME; null: main, as of the run's first start",
+        description="branch, tag or commit of hf:NAME; null: main at the run's first start",
     )
 
     @model_validator(mode="after")
@@ -181,7 +177,7 @@ class MixtureConfig(HubConfig):
     path: str = Field(description="as data.path")
     weight: float = Field(
         gt=0,
-        description="weight: the share of the samples is weight / sum of weights",
+        description="weight; its share of the samples is weight / sum of weights",
     )
 
 
@@ -190,57 +186,56 @@ class DataConfig(HubConfig):
 
     target: str | None = Field(
         default=None,
-        description='your data set, "pkg.mod:fn": fn(**args) returns an object with __len__ and __getitem__',
+        description='your data set, "pkg.mod:fn"; fn(**args) returns an object with __len__ and __getitem__',
     )
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of data.target")
     path: str | None = Field(
         default=None,
         description="file or folder of text, JSONL, csv, Parquet, Arrow (save_to_disk), webdataset or .bin token ids; "
-        "a folder of `harness data prepare`; or hf:NAME of the Hugging Face hub; null: the source of "
-        "Python's standard library",
+        "`harness data prepare`'s folder; or hf:NAME; null: Python's standard library",
     )
     mixture: list[MixtureConfig] = Field(
         default_factory=list, description="weighted sources instead of data.path"
     )
     cache: str | None = Field(
         default=None,
-        description="folder that keeps hf:NAME; null: huggingface_hub's (HF_HUB_CACHE, HF_HOME)",
+        description="folder for hf:NAME; null: HF_HUB_CACHE, HF_HOME",
     )
     format: Literal["auto", "tokens", Documents] = Field(
         default="auto", description="format of data.path; auto: detected"
     )
     tokenizer: str | None = Field(
         default=None,
-        description="a tokenizer.json, or a folder with one; null: a token is a byte",
+        description="tokenizer.json, or its folder; null: a token is a byte",
     )
     text_key: str = Field(default="text", min_length=1, description="key or column with the text")
     dtype: Literal["uint8", "uint16", "uint32"] = Field(
-        default="uint16", description="type of ids in .bin files without a header"
+        default="uint16", description="type of ids in headerless .bin files"
     )
     packing: Literal["none", "documents"] = Field(
         default="none",
-        description="documents: no token is predicted from another document's",
+        description="documents: predict no token from another document's",
     )
     separator: Count | None = Field(
         default=None,
-        description="token id that ends a document in .bin files; null: the tokenizer's",
+        description="document-ending token id in .bin files; null: the tokenizer's",
     )
     context: Positive = Field(default=256, description="tokens in one sample")
     val_fraction: float = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="share held out, where the data have no validation part",
+        description="share held out if the data have no validation part",
     )
     val_samples: Positive = Field(
         default=128,
-        description="samples in one validation, over all ranks, spread over the held-out data",
+        description="samples of a validation, over all ranks, spread over the held-out data",
     )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples that are not finite, out of range, without labels, unreadable or changed: skip skips the "
-        "update, fail halts, auto halts for labels out of range and else skips; files and rows without "
-        "text: skip leaves them out, fail refuses, auto leaves out binary and empty ones",
+        description="samples that are not finite, out of range, unlabelled, unreadable or changed: skip skips the "
+        "update, fail halts, auto halts only for labels out of range; files and rows without text: skip leaves them "
+        "out, fail refuses, auto leaves out binary and empty ones",
     )
 
     @model_validator(mode="after")
@@ -261,7 +256,7 @@ class ModelConfig(Strict):
 
     target: str = Field(
         default="harness.models.gpt:build",
-        description='"pkg.mod:fn": fn(**args) returns an nn.Module; or "hf:FOLDER", a causal LM of Hugging Face',
+        description='"pkg.mod:fn"; fn(**args) returns an nn.Module; or "hf:FOLDER", a Hugging Face causal LM',
     )
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of model.target")
 
@@ -273,31 +268,30 @@ class CheckpointConfig(Strict):
     keep: int = Field(default=3, ge=2, description="number of newest checkpoints kept")
     healthy_steps: Count = Field(
         default=10,
-        description="healthy steps after a checkpoint that make it a rollback target",
+        description="healthy steps that make a checkpoint a rollback target",
     )
     best: Literal["val_loss", "train_loss", "none"] = Field(
         default="val_loss",
-        description="metric whose lowest checkpoint is kept too; val_loss: of those saved at a validation",
+        description="also keep the checkpoint lowest in this; val_loss: of those saved at a validation",
     )
     background: bool = Field(
         default=True,
-        description="write while training goes on; takes a copy of the state in memory",
+        description="write while training goes on, from a copy of the state in memory",
     )
     on_failure: Literal["continue", "pause", "halt"] = Field(
         default="pause",
-        description="after checkpoint.max_failures failed saves: train on, wait on all ranks, or end",
+        description="after checkpoint.max_failures: train on, wait on all ranks, or end",
     )
     max_failures: Positive = Field(
         default=3,
-        description="failed saves in a row before checkpoint.on_failure applies; 1 acts as 2",
+        description="failed saves in a row until checkpoint.on_failure; 1 acts as 2",
     )
     retry_seconds: float = Field(
         default=30.0, gt=0, description="seconds between tries while the run waits"
     )
     emergency_path: str | None = Field(
         default=None,
-        description="folder on another disk for the last save, if the run's own has no room; the next start brings it "
-        "back",
+        description="folder on another disk for the last save if the run's own is full; the next start brings it back",
     )
 
 
@@ -311,20 +305,20 @@ class TrackingConfig(Strict):
     fp8_every: Positive = Field(default=10, description="steps between rows of FP8 statistics")
     fp8_series: Count = Field(
         default=128,
-        description="number of FP8 slots up to which all have metric series; in larger models picked ones",
+        description="number of FP8 slots up to which all have series; beyond it, picked ones",
     )
     fp8_slots: list[str] = Field(
         default_factory=list,
-        description="patterns of slots that always have series, such as blocks.*.mlp.down.*",
+        description="patterns of slots that always have series: blocks.*.mlp.down.*",
     )
     report: bool = Field(default=True, description="write report.html and plots at the end")
     system_seconds: float = Field(
         default=10.0,
         ge=0,
-        description="seconds between MLflow's metrics of machine and GPUs; 0: none",
+        description="seconds between MLflow's machine and GPU metrics; 0: none",
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, description="seconds to wait for MLflow at the end, at most"
+        default=30.0, ge=0, description="most seconds to wait for MLflow at the end"
     )
 
 
@@ -333,31 +327,31 @@ class EngineConfig(Strict):
 
     name: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = Field(
         default="auto",
-        description="auto: deepspeed under its launcher, else ddp; single for one process; fsdp: a sharded model",
+        description="auto: deepspeed under its launcher, ddp for several ranks, else single; fsdp: a sharded model",
     )
     gradient_sync: Literal["window", "micro_batch"] = Field(
         default="window",
-        description="when fsdp exchanges gradients: once a window, as ddp; or in every micro-batch, in less memory",
+        description="when fsdp exchanges gradients: once a window, as ddp, or every micro-batch, in less memory",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="DeepSpeed's ZeRO stage; 3 is refused"
     )
     deepspeed: str | None = Field(
         default=None,
-        description="DeepSpeed JSON file; a key that differs from what the run sets is refused",
+        description="DeepSpeed JSON file; keys that differ from the run's are refused",
     )
     timeout_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="seconds that ranks wait for each other before the run fails",
+        description="seconds ranks wait for each other before the run fails",
     )
     compile: Literal["auto", "none", "blocks"] = Field(
         default="auto",
-        description="blocks: torch.compile each element of the nn.ModuleLists; auto: on a GPU, where that works",
+        description="blocks: torch.compile every nn.ModuleList's elements; auto: on a GPU, where that works",
     )
     deterministic: bool = Field(
         default=False,
-        description="kernels that give the same bits each time; proven at each start by two steps that run twice",
+        description="kernels that repeat their bits; each start proves it on two steps, run twice",
     )
 
     def may_compile(self, on_gpu: bool) -> bool:
@@ -370,11 +364,11 @@ class GuardConfig(Strict):
 
     enabled: bool = Field(
         default=True,
-        description="judge steps; non-finite updates are skipped even without it",
+        description="judge steps; non-finite updates are skipped in any case",
     )
     max_consecutive_skips: Positive = Field(
         default=5,
-        description="skipped steps in a row before a rollback, or before large norms are accepted",
+        description="skipped steps in a row until a rollback, or until large norms are accepted",
     )
     spike_window: Positive = Field(
         default=40,
@@ -383,26 +377,26 @@ class GuardConfig(Strict):
     spike_sigma: float = Field(
         default=12.0,
         gt=0,
-        description="robust sigmas (median/MAD) over the usual loss that make a spike",
+        description="robust sigmas (median/MAD) over the usual loss: a spike",
     )
-    spike_steps: Positive = Field(default=5, description="spiking steps in a row before a rollback")
+    spike_steps: Positive = Field(default=5, description="spiking steps in a row until a rollback")
     skip_growth: float = Field(
         default=5.0,
         gt=1,
-        description="times the median norm from which an update is skipped, or e^(6 sigma) times if that is more",
+        description="times the median norm that skips an update, or e^(6 sigma) times if more",
     )
     clip_growth: float = Field(
         default=3.0,
         gt=1,
-        description="times the median norm to which gradients are clipped",
+        description="times the median norm that gradients are clipped to",
     )
     measure_every: Positive = Field(
         default=10,
-        description="steps between measurements of the weights' norm and of fp16 gradients",
+        description="steps between measurements of weights' norm and fp16 gradients",
     )
     underflow_rise: Share = Field(
         default=0.05,
-        description="reported rise in the share of fp16 gradients that are zero",
+        description="reported rise in the share of zero fp16 gradients",
     )
     overflow_share: Share = Field(
         default=0.01,
@@ -414,25 +408,25 @@ class GuardConfig(Strict):
     parameter_growth: float = Field(
         default=10.0,
         gt=1,
-        description="reported growth of the weights' norm within 100 steps, times the smallest",
+        description="reported growth of the weights' norm: times its smallest of 100 steps",
     )
     hunt: Literal["auto", True, False] = Field(
         default="auto",
-        description="gradient norms of every layer at every step: true, false, or auto: in the 50 steps after each "
-        "rollback; not under DeepSpeed's ZeRO 1 and 2",
+        description="every layer's gradient norm at every step; auto: in the 50 steps after a rollback; "
+        "not under ZeRO 1 and 2",
     )
     snapshot_every: Count = Field(
         default=20,
-        description="steps between snapshots in memory; 0: none; the plan names them",
+        description="steps between snapshots in memory; 0: none",
     )
     snapshot_seldom_after: Count = Field(
         default=200,
-        description="step after which snapshots are five times as far apart, but at most 100 steps (or "
+        description="step after which snapshots are five times as far apart, at most 100 steps (or "
         "guard.snapshot_every, if longer); 0: never",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
-        description="a loss over its first median for 200 updates: act rolls back, then halts; report logs",
+        description="a loss over its first median for 200 updates: roll back, then halt; or log",
     )
     rollback_lr_factor: float = Field(
         default=1.0,
@@ -445,19 +439,19 @@ class GuardConfig(Strict):
     )
     max_rollbacks: Count = Field(
         default=3,
-        description="number of rollbacks within guard.budget_windows; the next one halts",
+        description="number of rollbacks in guard.budget_windows; the next halts",
     )
     max_skips: Positive = Field(
         default=100,
-        description="skipped steps within guard.budget_windows; the next one halts",
+        description="skipped steps in guard.budget_windows; the next halts",
     )
     budget_windows: Positive = Field(
         default=10_000,
-        description="windows (steps) over which both budgets count, through rollbacks and resumes",
+        description="windows (steps) over which both budgets count, across rollbacks and resumes",
     )
     max_switches: Count = Field(
         default=64,
-        description="number of layer switches in the run; more are refused",
+        description="number of layer switches in a run; more are refused",
     )
 
 
@@ -490,80 +484,74 @@ class FallbackConfig(Strict):
     enabled: bool = Field(default=True, description="whether layers move between FP8 and BF16")
     saturation_input: Ratio = Field(
         default=1.5,
-        description="saturation ratio (amax * scale / fp8_max) over which an input is bad",
+        description="saturation ratio, amax * scale / fp8_max, of inputs",
     )
-    saturation_weight: Ratio = Field(default=1.25, description="the same ratio for weights")
-    saturation_grad_output: Ratio = Field(
-        default=8.0, description="the same ratio for output gradients"
-    )
+    saturation_weight: Ratio = Field(default=1.25, description="that ratio of weights")
+    saturation_grad_output: Ratio = Field(default=8.0, description="that ratio of output gradients")
     underflow: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="share of non-zero values flushed to zero over which a slot is bad",
+        description="share of non-zero values flushed to zero",
     )
     underflow_grad_output: float = Field(
         default=0.85,
         gt=0,
         le=1,
-        description="the same share for output gradients",
+        description="that share of output gradients",
     )
-    clipped: float = Field(
-        default=0.05, gt=0, le=1, description="share of values clipped over which a slot is bad"
-    )
-    sqnr_db: float = Field(default=5.0, description="SQNR in dB under which a slot is bad")
-    even_db_input: float = Field(
-        default=8.0, description="per-element SQNR in dB under which an input is bad"
-    )
-    even_db_weight: float = Field(default=22.0, description="the same in dB for weights")
+    clipped: float = Field(default=0.05, gt=0, le=1, description="share of clipped values")
+    sqnr_db: float = Field(default=5.0, description="SQNR in dB")
+    even_db_input: float = Field(default=8.0, description="per-element SQNR in dB of inputs")
+    even_db_weight: float = Field(default=22.0, description="that in dB of weights")
     even_db_grad_output: float = Field(
-        default=7.0, description="the same in dB, per row, for output gradients"
+        default=7.0, description="that in dB, per row, of output gradients"
     )
     centred_db: float = Field(
         default=5.0,
-        description="SQNR in dB, without each channel's mean, under which a slot is bad",
+        description="SQNR in dB without each channel's mean",
     )
     centred_steps: int = Field(
         default=200,
         ge=1,
-        description="steps on end under centred_db that make a slot bad",
+        description="steps on end under centred_db",
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="times its amax of fallback.window observations before that make a slot bad; null: not checked",
+        description="times its amax of fallback.window observations ago; null: not checked",
     )
     amax_over: Ratio | None = Field(
         default=None,
-        description="amax over which a slot is bad; null: not checked, which suits delayed scales",
+        description="amax; null: not checked, which suits delayed scales",
     )
     hits: int = Field(
         default=3,
         ge=1,
-        description="bad ones of the last fallback.window observations that demote a layer; far over a limit, also "
-        "further apart",
+        description="bad ones of fallback.window observations that demote a layer; far over a limit, also further "
+        "apart",
     )
     window: int = Field(default=8, ge=1, description="number of last observations that count")
     dwell_steps: int = Field(default=50, ge=1, description="least steps in BF16 after a demotion")
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="factor on the next stay, if a layer leaves again before it was back that long",
+        description="factor on the next stay, if a layer leaves again sooner than that",
     )
     warmup_steps: int = Field(
         default=2,
         ge=1,
-        description="first steps that give no evidence: scales are not set yet",
+        description="first steps without evidence: scales are not set yet",
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
     )
     over_budget: Literal["bf16", "stay"] = Field(
         default="bf16",
-        description="if more layers want to leave: bf16 moves the whole run for good, stay keeps them in FP8",
+        description="if more want to leave: bf16 moves the whole run for good, stay keeps them in FP8",
     )
     failed_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=3,
-        description="failed fp16 updates in a row that move the run to BF16 or FP32; null: never",
+        description="failed fp16 updates in a row that move the run to BF16 (or FP32); null: never",
     )
 
     @model_validator(mode="after")

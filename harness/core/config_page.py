@@ -6,6 +6,8 @@ Types, limits, defaults and descriptions come from the fields in `harness.core.c
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel
 
 from harness.core import key_table
@@ -20,11 +22,12 @@ from harness.core.config import (
 
 def page() -> str:
     """The page, in Markdown."""
-    parts = [_INTRODUCTION, _decided(), _table("", RunConfig, sections=False)]
+    parts = [_INTRODUCTION, _decided(), _RECIPE, _table("", RunConfig, sections=False)]
     for name, field in RunConfig.model_fields.items():
         section = key_table.section(field.annotation)
         if section is not None:
-            parts += [f"## {name}", section.__doc__ or "", _table(f"{name}.", section)]
+            table = _table(f"{name}.", section)
+            parts += [f"## {name}", section.__doc__ or "", _resume(f"{name}.", section), table]
     return "\n\n".join(parts) + "\n"
 
 
@@ -37,40 +40,47 @@ def on_resume(key: str) -> str:
     return "if accepted"
 
 
+def _resume(prefix: str, section: type[BaseModel]) -> str:
+    """What a resume may change of a section: the answer for most of its keys, then the exceptions."""
+    by_answer: dict[str, list[str]] = {}
+    for key, _ in key_table.keys(section, prefix):
+        by_answer.setdefault(on_resume(key), []).append(f"`{key}`")
+    most, *others = sorted(by_answer, key=lambda answer: -len(by_answer[answer]))
+    exceptions = "".join(f"; {answer} for {', '.join(by_answer[answer])}" for answer in others)
+    return f"On a resume: {most}{exceptions}."
+
+
 def _decided() -> str:
     """The keys that a resume may change freely, and which rank decides by each."""
-    lines = [
-        "Those that it may change freely, and which rank decides by each while the run trains:",
-        "",
-    ]
+    keys_of: dict[str, list[str]] = {}
     for key, ranks in RESUME_DECIDED_BY.items():
         name = f"{key}*" if key.endswith(".") else key
-        lines.append(f"- `{name}`: {ranks}.")
+        keys_of.setdefault(ranks, []).append(f"`{name}`")
+    lines = ["Of the keys with yes, which rank decides while the run trains:", ""]
+    lines += [f"- {', '.join(keys)}: {ranks}." for ranks, keys in keys_of.items()]
     return "\n".join(lines)
 
 
 def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:
     """The keys of `model` as a table. sections: with the keys of the sections in it."""
     rows: list[list[str]] = []
+    meanings: dict[str, str] = {}
     for key, field in key_table.keys(model, prefix):
-        if sections or "." not in key:
-            meaning = field.description or ""
-            rows.append(
-                [
-                    f"`{key}`",
-                    key_table.kind(field),
-                    key_table.default(field),
-                    meaning,
-                    on_resume(key),
-                ]
-            )
-    return key_table.table(["key", "type", "default", "meaning", "on a resume"], rows)
+        if not sections and "." in key:
+            continue
+        # An item of a list that means the same as a key outside of it: data.mixture[].split, data.split.
+        meanings[key] = meaning = field.description or ""
+        outer = _ITEM.sub("", key)
+        if outer != key and meanings.get(outer) == meaning:
+            meaning = f"as {outer}"
+        rows.append([f"`{key}`", key_table.kind(field), key_table.default(field), meaning])
+    return key_table.table(["key", "type", "default", "meaning"], rows)
 
 
 _INTRODUCTION = """\
 # Config keys
 
-Every key of a run's config; [those of a recipe](recipe-keys.md) are a page of their own. Made from the schema:
+Every key of a run's config; [a recipe has others](recipe-keys.md). Made from the schema:
 `python -m harness.core.config_page > docs/reference/config.md`.
 
 ```python
@@ -80,15 +90,21 @@ config = load_config("tiny", ["train.lr=1e-3", "guard.spike_sigma=20"])  # as on
 assert (config.train.lr, config.guard.spike_sigma) == (1e-3, 20)
 ```
 
-A config is a YAML file with these sections; `key=value` on the command line overrides it. A key that does not exist is
-refused, with the nearest that does. A step is one optimizer step; its samples are a window. Shares are from 0 to 1.
+A config is a YAML file with these sections; `key=value` on the command line overrides it. An unknown key is refused,
+with the nearest that exists. A step is one optimizer step; its samples are a window. Shares are from 0 to 1.
 
 Whether a resume may bring another value:
 
 - yes: the run goes on with it.
-- if accepted: only with `--accept-changed KEY`, recorded as `run.changed`. `recipe` covers the recipe's contents too.
+- if accepted: only with `--accept-changed KEY`, recorded as `run.changed`.
 - never: start a new run, from a checkpoint of the old one if you like:
   `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
+
+_RECIPE = (
+    "`recipe` is in no section. On a resume: if accepted, which covers the recipe's contents too."
+)
+
+_ITEM = re.compile(r"\w+\[\]\.")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class SlotStats:
     ]
     scale: Annotated[
         _PerSlot,
-        Metric("scale that the step used, before the scales roll", "", "fp8_scale", often=_KEPT),
+        Metric("scale that the step used, before scales roll", "", "fp8_scale", often=_KEPT),
     ]
     saturation: Annotated[
         _PerSlot,
@@ -161,7 +161,7 @@ class SlotStats:
     sqnr_db: Annotated[
         _PerSlot,
         Metric(
-            "SQNR: signal over quantisation noise, of the whole tensor",
+            "SQNR, signal over quantisation noise, of the whole tensor",
             "dB",
             "fp8_sqnr_db",
             often=SAMPLED,
@@ -245,7 +245,7 @@ class StepFacts:
     loss: Annotated[
         float,
         Metric(
-            "mean loss of the step's samples, over all ranks",
+            "mean loss of the step's samples, all ranks",
             "nats per token",
             "train/loss",
         ),
@@ -280,7 +280,7 @@ class StepFacts:
     grad_zeros: Annotated[
         float,
         Metric(
-            "share of the still scaled gradient that is exactly 0",
+            "share of the scaled gradient that is exactly 0",
             "",
             "train/grad_zeros",
             often=_SCALED,
@@ -289,7 +289,7 @@ class StepFacts:
     grad_near_limit: Annotated[
         float,
         Metric(
-            "share of the still scaled gradient over half of fp16's largest value",
+            "share of the scaled gradient over half of fp16's largest value",
             "",
             "train/grad_near_limit",
             often=_SCALED,
@@ -298,7 +298,7 @@ class StepFacts:
     param_norm: Annotated[
         float,
         Metric(
-            "L2 norm of the trainable parameters before the update; infinite if one is NaN",
+            "L2 norm of trainable parameters before the update; infinite if one is NaN",
             key="train/param_norm",
             over_ranks="max",
             often="guard.measure_every",
@@ -313,7 +313,7 @@ class StepFacts:
     peak_memory: Annotated[
         float,
         Metric(
-            "peak memory so far: torch's allocations on a GPU, the process on a CPU",
+            "peak memory so far: torch's on a GPU, the process's on a CPU",
             "GiB",
             "train/peak_memory_gib",
             "max",
@@ -329,7 +329,7 @@ class StepFacts:
     layer_norms: Annotated[
         Mapping[str, float],
         Metric(
-            "L2 norm of the unscaled gradients of one layer's own parameters, before clipping",
+            "L2 norm of the unscaled gradients of one layer's own parameters, unclipped",
             key="grad_norm",
             often=_HUNTED,
         ),

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
-_LIMITS = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
+_NAMES = {str: "text", int: "integer", float: "number", bool: "true/false", dict: "mapping"}
+_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -48,7 +48,7 @@ def section(annotation: Any) -> type[BaseModel] | None:
 
 
 def kind(field: FieldInfo) -> str:
-    """A field's type with its limits, in words: `integer, at least 1`."""
+    """A field's type with its limits, in words: `integer >= 1`."""
     return _kind(field.annotation, field.metadata)
 
 
@@ -64,7 +64,7 @@ def default(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any, metadata: list[Any]) -> str:
-    """A type with its limits, in words: `integer, at least 1`."""
+    """A type with its limits, in words: `integer >= 1`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0], [*metadata, *parts[1:]])
@@ -83,18 +83,19 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
         return f"{len(parts)} of: {_kind(parts[0], metadata)}"
 
     # A plain type, with its limits.
-    words = [_NAMES[origin or annotation]]
-    for limit, number in _limits(metadata):
-        words.append(f"{limit} {number:,}")
-    return ", ".join(words)
+    name, limits = _NAMES[origin or annotation], dict(_limits(metadata))
+    if limits.keys() == {">=", "<="}:
+        return f"{name} {limits['>=']:,} to {limits['<=']:,}"
+    words = [f"{limit} {number:,}" for limit, number in limits.items()]
+    return f"{name} {', '.join(words)}".rstrip()
 
 
 def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
-    """(words, number) of every limit in a field's metadata; pydantic nests those of an Annotated type."""
+    """(sign, number) of every limit in a field's metadata; pydantic nests those of an Annotated type."""
     for item in metadata:
-        for name, words in _LIMITS.items():
+        for name, sign in _LIMITS.items():
             limit = getattr(item, name, None)
             if limit is not None:
-                yield words, limit
+                yield sign, limit
         if isinstance(item, FieldInfo):
             yield from _limits(item.metadata)

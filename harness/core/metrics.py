@@ -81,44 +81,44 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         "train/tokens_per_second",
         "tokens / s",
-        "the step's tokens, divided by its seconds",
+        "the step's tokens over its seconds",
         _tokens_per_second,
     ),
     (
         MFU,
         "",
-        "model FLOPs utilisation: time of the step's matrix products at the card's peak for the fastest precision that "
-        "ran, as a share of the step's time; left out where the peak is not known",
+        "model FLOPs utilisation: time of the step's matrix products at the card's peak for its fastest precision, as "
+        "a share of the step's time; left out where the peak is unknown",
         _mfu,
     ),
     (
         "guard/skipped",
         "",
-        "updates skipped so far, also before a rollback; the last guard.budget_windows count against guard.max_skips",
+        "updates skipped so far, also before a rollback",
         lambda _, ledger: float(ledger.skips),
     ),
     (
         "guard/demoted_layers",
         "",
-        "number of FP8 layers that run in BF16",
+        "FP8 layers that run in BF16",
         lambda facts, _: float(len(facts.demoted)),
     ),
     (
         "guard/rollbacks",
         "",
-        "number of rollbacks so far",
+        "rollbacks so far",
         lambda _, ledger: float(len(ledger.returned_to)),
     ),
     (
         "guard/attempt",
         "",
-        "number of the attempt: every rollback adds 1",
+        "attempt; every rollback adds 1",
         lambda _, ledger: float(ledger.attempt),
     ),
     (
         "Loss/train",
         "nats per token",
-        "`train/loss` again, under a name that MLflow's pages show first",
+        "`train/loss`, under a name that MLflow shows first",
         lambda facts, _: facts.loss,
     ),
 )
@@ -162,38 +162,47 @@ def page() -> str:
         "# Metrics",
         "",
         *_BEGINNING,
-        "| metric | what | unit | over ranks | measured |",
-        "|---|---|---|---|---|",
+        "| metric | what | measured |",
+        "|---|---|---|",
     ]
     # Declared at the fields of facts.
     keyed = [(metric.key, metric) for metric in SCALARS.values() if metric.key]
     keyed.append((f"{OF_LAYERS.key}/<layer>", OF_LAYERS))
     keyed += [(f"{metric.key}/<slot>", metric) for metric in SLOT_ROWS.values()]
     for key, metric in keyed:
-        cells = (f"`{key}`", metric.about, metric.unit, metric.over_ranks, metric.often)
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_page_row(key, metric.about, metric.unit, metric.over_ranks, metric.often))
 
     # Of the run as a whole, and of its validations.
     for key, unit, about, _ in _OF_THE_RUN:
-        lines.append(f"| `{key}` | {about} | {unit} | ranks agree | {EVERY_STEP} |")
-    lines += [
-        "| `val/loss` | mean loss over the validation samples | as the data's | mean | train.eval_every, the end |",
-        "| `Loss/val` | `val/loss` again | as the data's | mean | train.eval_every, the end |",
-        "| `val/accuracy` | share of labels predicted right, where labels are classes | | mean | as `val/loss` |",
-    ]
+        lines.append(_page_row(key, about, unit, "ranks agree", EVERY_STEP))
+    validated = (
+        ("val/loss", "mean loss over the validation samples", "as the data's"),
+        ("Loss/val", "`val/loss` again", ""),
+        ("val/accuracy", "share of labels predicted right, where labels are classes", ""),
+    )
+    for key, about, unit in validated:
+        lines.append(_page_row(key, about, unit, "mean", "train.eval_every, the end"))
 
     # Over the layers of each role.
     for figure, quantiles in ROLE_QUANTILES.items():
         metric = SLOT_ROWS[figure]
-        key = f"`fp8/<role>/{figure}_<quantile>`"
+        key = f"fp8/<role>/{figure}_<quantile>"
         about = f"{', '.join(quantiles)} of `fp8_{figure}` over the layers"
-        cells = (key, about, metric.unit, metric.over_ranks, metric.often)
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_page_row(key, about, metric.unit, metric.over_ranks, metric.often))
     return "\n".join(lines) + "\n"
 
 
+def _page_row(key: str, about: str, unit: str, over_ranks: str, often: str) -> str:
+    """A line of the page's table; how ranks are joined is said where their values differ."""
+    notes = [unit] if unit else []
+    if over_ranks != "ranks agree":
+        notes.append(f"{over_ranks} over ranks")
+    note = f" ({', '.join(notes)})" if notes else ""
+    return f"| `{key}` | {about}{note} | {often} |"
+
+
 _BEGINNING = (
-    "Every metric that a run writes into its journal, and from there into MLflow. Made from the declarations:",
+    "Every metric in a run's journal, and from there in MLflow. Made from the declarations:",
     "`python -m harness.core.metrics > docs/reference/metrics.md`.",
     "",
     "<!-- setup",
@@ -212,16 +221,14 @@ _BEGINNING = (
     '            print(row["step"], row["metrics"].get("train/loss"))',
     "```",
     "",
-    "- **over ranks**: how the values of several ranks become one. `ranks agree`: every rank has the same value.",
+    "- `max over ranks`: of the ranks' values. Where it is not said, all ranks have the same. A slot's shares and",
+    "  decibels are over the values of all ranks.",
     "- **measured**: in which steps. A key stands for one step in so many; the last step has a row too. `sampled`: the",
     "  value of the last sampled step (`fp8.stats_every`) since the row before.",
     "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",
-    "- `<layer>` is a module that owns trained parameters ([guard.md](../guide/guard.md), hunting).",
-    "- Shares and decibels of a slot are over the values of all ranks together.",
-    "- Only models of up to `tracking.fp8_series` slots have series of all; in larger ones some are picked",
-    "  ([telemetry.md](../guide/telemetry.md)).",
-    "- Over the layers: `p10`, `p50` and `p90` are of the step itself, `min` and `max` of every step since the row",
-    "  before.",
+    "  Models of over `tracking.fp8_series` slots have series of picked ones ([telemetry.md](../guide/telemetry.md)).",
+    "- `grad_norm/<layer>`: a layer is a module that owns trained parameters ([guard.md](../guide/guard.md), hunting).",
+    "- Over the layers: `p10`, `p50` and `p90` are of the step, `min` and `max` of every step since the row before.",
     "",
 )
 

@@ -68,7 +68,7 @@ class Fp8Config(Strict):
 
     scaling: Literal["delayed", "current", "block"] = Field(
         default="delayed",
-        description="of transformer_engine rungs: by amax history, by this tensor's amax, or by blocks of 128",
+        description="transformer_engine rungs: by amax history, this tensor's amax, or blocks of 128",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients"
@@ -80,7 +80,7 @@ class Fp8Config(Strict):
         default=16, ge=2, description="updates in the amax history (TE's default: 1024)"
     )
     amax_compute_algo: Literal["max", "most_recent"] = Field(
-        default="max", description="which amax of the history sets the scale"
+        default="max", description="the history's amax that sets the scale"
     )
     roll: Literal["step", "micro_batch"] = Field(
         default="step", description="once a step, or as TE once a micro-batch"
@@ -95,7 +95,7 @@ class Fp8Config(Strict):
     stats_every: int = Field(
         default=10,
         ge=1,
-        description="one of so many steps, drawn by a seed, measures underflow, clipped and SQNR",
+        description="one in so many steps, drawn by a seed, measures underflow, clipped and SQNR",
     )
 
     @model_validator(mode="after")
@@ -132,19 +132,19 @@ class LayersConfig(Strict):
     )
     probe: bool = Field(
         default=False,
-        description="on a GPU, time each size of layer and keep those that FP8 slows down in BF16",
+        description="on a GPU, time each layer size and keep in BF16 those that FP8 slows down",
     )
     probe_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="tokens of that timing; null: micro_batch * context, else 2048",
+        description="its tokens; null: micro_batch * context, else 2048",
     )
     keep_fp32: list[str] = Field(
         default_factory=list,
-        description="patterns of modules that compute in FP32 on every rung; each must match",
+        description="patterns of modules in FP32 on every rung; each must match",
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine, delayed: a norm and its Linear, or a SwiGLU MLP, in one, if declared",
+        description="transformer_engine, delayed: norm and Linear, or a SwiGLU MLP, in one, if declared",
     )
 
 
@@ -272,7 +272,8 @@ _PAGE_HEAD = (
     "print(recipe.ladder[0].name, recipe.fp8.amax_history_len, recipe.fallback.hits)",
     "```",
     "",
-    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors.",
+    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors. A",
+    "slot is bad over a limit of `fallback`, or under one in dB.",
     "",
 )
 

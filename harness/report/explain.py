@@ -418,6 +418,8 @@ _BLOCK = "    "
 _INDENT = "  "
 # Longer lines are hard to read, however wide the terminal is.
 _WIDTH = 100
+# Labels on the page, where every entry repeats them.
+_LABELS = {"What to do": "Do", "What to change": "Change", "Where to look": "Look"}
 _HEADINGS = {"codes": "", "events": "Events of the run itself", "symptoms": "Symptoms"}
 
 
@@ -621,7 +623,8 @@ def _section(entry: Entry, mark: str) -> str:
     """One entry as a section of the page, a paragraph for each field. The first one needs no label there."""
     first, *others = entry.fields.items()
     parts = [f"{mark} {entry.title}", first[1]]
-    for label, markdown in others:
+    for field, markdown in others:
+        label = _LABELS.get(field, field)
         # A list begins on a line of its own.
         between = "\n" if _ITEM.match(markdown) else " "
         parts.append(f"**{label}**:{between}{markdown}")

@@ -16,7 +16,7 @@ from harness.data.rows import FORMATS
 
 
 def command(
-    action: Annotated[Literal["prepare"], typer.Argument(help="what to do")],
+    action: Annotated[Literal["prepare"], typer.Argument(help="prepare")],
     source: Annotated[
         str,
         typer.Argument(

@@ -138,7 +138,7 @@ class Scene:
 
 
 def kill(scene: Scene) -> Episode:
-    """SIGKILL: after a step, at the n-th file call after it, or at a random moment."""
+    """SIGKILL: after a step, at the n-th file call after it, or at random."""
     how, at = scene.chance.choice(("step", "call", "call", "call", "moment", "stage")), scene.step()
     if how == "moment":
         after = round(scene.chance.uniform(0.05, START_SECONDS.get(scene.kind, 0.9)), 3)
@@ -158,7 +158,7 @@ def kill(scene: Scene) -> Episode:
 
 
 def signals(scene: Scene) -> Episode:
-    """Requests to stop, at a step or while the run starts or saves."""
+    """Requests to stop, at a step, a start or a save."""
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
     # Before the ranks have met, only a signal to all of them ends all of them.
@@ -173,7 +173,7 @@ def signals(scene: Scene) -> Episode:
 
 
 def freeze(scene: Scene) -> Episode:
-    """One rank, or all processes, stop for a while and go on."""
+    """One rank, or all processes, pause."""
     at, seconds = scene.step(), round(scene.chance.uniform(0.1, 2.0), 2)
     if scene.ranks > 1 and scene.chance.random() < 0.2:
         seconds = 14.0  # engine.timeout_seconds are over
@@ -185,19 +185,19 @@ def freeze(scene: Scene) -> Episode:
 
 
 def disk(scene: Scene) -> Episode:
-    """The disk is full from a step on; then room, a request to stop, or a kill."""
+    """Disk full from a step on; then room, a stop, or a kill."""
     return _disk(
         scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000)))))
     )
 
 
 def no_names(scene: Scene) -> Episode:
-    """No inodes are left from a step on."""
+    """No inodes left from a step on."""
     return _disk(scene, "no inodes", "names")
 
 
 def read_only(scene: Scene) -> Episode:
-    """No file can be changed from a step on."""
+    """No file can change from a step on."""
     return _disk(scene, "read-only", "readonly")
 
 
@@ -227,7 +227,7 @@ def _disk(scene: Scene, family: str, state: str) -> Episode:
 
 
 def full_at_start(scene: Scene) -> Episode:
-    """The disk is full at a start."""
+    """Disk full at a start."""
     state = scene.chance.choice(("0", "names", "readonly", "100"))
     return Episode("full at start", events=[{"at": "begin", "do": ["disk", state]}],
                    reactions=[{"when": "paused", "after": 0.5, "do": "room"}],
@@ -235,7 +235,7 @@ def full_at_start(scene: Scene) -> Episode:
 
 
 def failing_call(scene: Scene) -> Episode:
-    """One file call fails with EIO, or all from it on with ENOSPC."""
+    """One file call fails (EIO), or all from it on (ENOSPC)."""
     at, number = scene.step(), scene.chance.randint(1, 100)
     mode = scene.chance.choice(("once", "once", "full"))
     # Which may not even take the word that the run waits.
@@ -246,14 +246,14 @@ def failing_call(scene: Scene) -> Episode:
 
 
 def torn_rename(scene: Scene) -> Episode:
-    """A kill within a rename, on a disk whose renames are several calls."""
+    """A kill within a rename of several calls."""
     at, number = scene.step(), scene.chance.randint(1, 120)
     return Episode("torn rename", events=[{"at": "begin", "do": ["disk", "parts"]},
                                           {"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])  # fmt: skip
 
 
 def power_cut(scene: Scene) -> Episode:
-    """Everything is killed, and parts of the last writes, which the disk had confirmed, are missing."""
+    """Everything killed, and parts of the last confirmed writes missing."""
     at = scene.step()
     lost = {
         "what": "power",
@@ -265,7 +265,7 @@ def power_cut(scene: Scene) -> Episode:
 
 
 def files(scene: Scene) -> Episode:
-    """One or two files of the run folder are damaged, lost, swapped or replaced by older ones."""
+    """One or two of the run's files damaged, lost, swapped or older."""
     damage = [
         {
             "what": scene.chance.choice(FILES),
@@ -278,7 +278,7 @@ def files(scene: Scene) -> Episode:
 
 
 def lost(scene: Scene) -> Episode:
-    """All checkpoints, the newest, the data, or all but the checkpoints are gone."""
+    """All checkpoints, the newest, the data, or all but checkpoints gone."""
     what = scene.chance.choice(
         ("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints")
     )
@@ -291,7 +291,7 @@ def lost(scene: Scene) -> Episode:
 
 
 def forged(scene: Scene) -> Episode:
-    """A file of the run folder has foreign content."""
+    """A file of the run has foreign content."""
     what = scene.chance.choice(("good.json", "incidents.json", "plan.json", "outcome.json", "manifest", "state",
                                 "corpus.json", "journal.jsonl", "config.yaml"))  # fmt: skip
     how = scene.chance.choice(FORGED) if scene.chance.random() < 0.5 else "value"
@@ -300,12 +300,12 @@ def forged(scene: Scene) -> Episode:
 
 
 def changed(scene: Scene) -> Episode:
-    """A start with other settings, which must be refused by name and change nothing."""
+    """Other settings, which must be refused by name and change nothing."""
     return Episode("changed", change=scene.chance.choice(CHANGES), may=[2])
 
 
 def live(scene: Scene) -> Episode:
-    """A file is deleted while the run uses it."""
+    """A file in use is deleted."""
     names = (
         "incidents.json",
         "config.yaml",
@@ -330,7 +330,7 @@ def writers(scene: Scene) -> Episode:
 
 
 def suspend(scene: Scene) -> Episode:
-    """Every process stops at once, as on a machine that sleeps; then the clock has moved.
+    """Every process sleeps, and the clock has moved.
     Some sleep for longer than the ranks would wait for each other.
     """
     at, jump = scene.step(), scene.chance.choice((-3600, -5, 60, 28_800, 31_536_000))
@@ -342,14 +342,14 @@ def suspend(scene: Scene) -> Episode:
 
 
 def clock(scene: Scene) -> Episode:
-    """The wall clock is set, between starts and within one."""
+    """The wall clock is set, between and within starts."""
     events = [{"at": at, "do": ["clock", str(scene.chance.choice((-3600, 3600, 31_536_000, -31_536_000, 0, 7)))]}
               for at in sorted({scene.step(), scene.step()})]  # fmt: skip
     return Episode("clock", events=[*events, *scene.end(scene.last)], may=[-9, 75, 1])
 
 
 def ranks(scene: Scene) -> Episode:
-    """One rank is killed, or frozen for too long; or its launcher is killed or told to stop."""
+    """One rank killed or frozen too long; or its launcher killed or stopped."""
     at = scene.step()
     if scene.kind in ("torchrun", "deepspeed") and scene.chance.random() < 0.6:
         do = scene.chance.choice(("kill launcher", "stop launcher", "interrupt launcher"))
@@ -361,7 +361,7 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow's server comes and goes ten times, denies access, or fails three in ten requests."""
+    """MLflow comes and goes ten times, denies access, or fails three in ten requests."""
     kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
     faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}
@@ -371,7 +371,7 @@ def tracking(scene: Scene) -> Episode:
 
 
 def server(scene: Scene) -> Episode:
-    """MLflow's server is killed and started again, with other credentials at first."""
+    """MLflow's server restarted, with other credentials at first."""
     at = scene.step()
     return Episode("server", events=[{"at": at, "do": ["wait", "0.1"]}, {"at": at, "do": ["until", "server-up", "240"]},
                                      *scene.end(at)],

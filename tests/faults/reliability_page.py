@@ -25,17 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LEDGER = Path(__file__).with_name("attack_ledger.jsonl")
 ATTACK = "## Random sequences of faults\n"
 ABOUT = """\
-`make attack` draws sequences of faults from a seed and carries them out against small runs. A sequence ends well in one
-of two ways:
+`make attack` does faults to small runs, in sequences drawn from a seed. A sequence ends well if the run finished with
+the bytes and whole history of an undisturbed one, or if it refused to start, named the damaged file, and finished so
+once that file was restored.
 
-- The run finished, with the bytes and the whole history of an undisturbed run.
-- The run refused to start and named the damaged file. With that file restored it finished in the same way.
+Every exit code must be true, without a traceback, and no secret may reach the run's files, the screen or MLflow. Rows
+of the journal that the attack itself changed may differ: nothing checks for such edits.
 
-Every process must end with a true exit code and without a traceback. No secret may appear in the run's files, on the
-screen or in MLflow. Rows of the journal that the attack itself changed may differ: nothing checks for such edits.
-
-Most runs are forked from a process that has imported everything. A sixth ("new python", torchrun, deepspeed) start as a
-user's runs do. `tests/faults/attack_ledger.jsonl` has a line for each sequence.
+Most runs are forked from a warm process; a sixth ("new python", torchrun, deepspeed) start as a user's do.
+`tests/faults/attack_ledger.jsonl` has each sequence.
 """
 UNPROTECTED = ("a journal cut, deleted or doubled is not noticed",)
 """Findings about edits of a run's own journal, which are no faults any more; `ABOUT` says so."""
@@ -47,13 +45,13 @@ from benchmarks.intervals import binomial_upper  # noqa: E402
 
 HEAD = """# Reliability
 
-What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail.
-For whoever has to rely on a run. All on CPUs, with one or two ranks.
+What happens to a run that is killed, whose disk fills up, whose files are damaged, or whose data, ranks or server fail,
+for whoever has to rely on it. All on CPUs, with one or two ranks.
 
 - [The fault matrix](#the-fault-matrix): every fault that has tests here ended as it must.
 - [Figures](#figures): in how many trials, and how many could still fail.
-- [Random sequences of faults](#random-sequences-of-faults) look for ends that no test foresees. The example lists the
-  wrong ends that they found.
+- [Random sequences of faults](#random-sequences-of-faults): ends that no test foresees. The example lists the wrong
+  ones.
 
 ```python
 import json
@@ -68,11 +66,11 @@ for end in map(json.loads, lines):
         print(end["commit"], end["again"], end["finding"][:80])
 ```
 
-`make test-faults` writes this page, if all tests pass. Every test asserts that its fault happened. `make mutations`
-takes each protection away and checks that a test fails.
+`make test-faults` writes this page if all tests pass. Every test asserts that its fault happened; `make mutations`
+checks that one fails without each protection.
 """
 FIGURES = """## Figures
-`pytest tests/faults/TEST` measures a figure again. In brackets is the share that could still fail, at 95% confidence.
+`pytest tests/faults/TEST` measures a figure again. In brackets: the share that could still fail, at 95% confidence.
 
 | row | what | measured | TEST |
 |---|---|---|---|
@@ -127,17 +125,21 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
     """A line for each kind of figure; what it was measured on stands before each value, and in the same order."""
     lines: list[str] = []
     for (row, kind, target), alike in kinds(merged(figures)).items():
-        values: list[str] = []
+        # Those with the same value stand in one line.
+        names_of: dict[str, list[str]] = {}
         tests: list[str] = []
         for name, figure in alike:
-            measured = _measured(figure["value"])
-            values.append(f"{name}: {measured}" if name else measured)
+            names_of.setdefault(_measured(figure["value"]), []).append(name)
             test = f"`{_plain(figure).removeprefix('tests/faults/')}`"
             if test not in tests:
                 tests.append(test)
+        values: list[str] = []
+        for measured, names in names_of.items():
+            named = "; ".join(dict.fromkeys(filter(None, names)))
+            values.append(f"{named}: {measured}" if named else measured)
         if target not in ("", "all"):
             values.append(f"(wanted: {target})")
-        cells = (str(row), kind, "<br>".join(dict.fromkeys(values)), "<br>".join(tests))
+        cells = (str(row), kind, "<br>".join(values), "<br>".join(tests))
         lines.append(f"| {' | '.join(cells)} |")
     return FIGURES + "\n".join(lines) + "\n"
 
@@ -313,7 +315,7 @@ def _machine() -> str:
     where = (
         f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    return f"{where}. Figures and tests are those of commit {commit()}."
+    return f"{where}. Figures and tests are of commit {commit()}."
 
 
 def main() -> int:

@@ -102,7 +102,7 @@ def swept(
         assert result["again"]["valid"] == last["valid"]
     figure(
         row if mode == "kill" else 3,
-        f"{what}, {HOW[mode]}: file calls after which the newest whole checkpoint loads, at least two verify",
+        f"{what}, {HOW[mode]}: file calls after which the newest whole checkpoint loads, two verify",
         (len(hit), len(hit)),
         target="all",
     )
@@ -239,7 +239,7 @@ def test_random_kills_of_a_process_that_saves_and_prunes(
         not result["wrong"] and (len(result["valid"]) >= 2 or not index)
         for index, result in enumerate(results)
     )
-    figure(1, "random kills of a process that saves and deletes all the time: at least two checkpoints load",
+    figure(1, "random kills of a process that keeps saving and deleting: at least two checkpoints load",
            (whole, kills), target="all")  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def test_a_run_whose_clock_jumps_is_in_order_everywhere(
     assert min(rates) > 1.0, "tokens over seconds that really passed"
     assert "at step 20" in (run_dir / "report.html").read_text()
     figure(
-        26, "points in the order of their steps in MLflow's histories, clock set by -1 h, +1 year, -1 year",
+        26, "points in order of steps in MLflow, clock set by -1 h, +1 year, -1 year",
         f"{points} of {points}", n=points, target="all",
     )  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_a_running_process_survives_the_loss_of_its_text_and_says_which(
     assert json.loads((run / "outcome.json").read_text())["status"] == "failed"
     figure(
         23,
-        "from the loss of the text until the run ended with its name",
+        "from the text's loss until the run ended with its name",
         f"{time.monotonic() - begin:.1f} s",
     )
     again = train(tmp_path, "--name", "r", "--recipe", "fp32", "train.steps=100000")

@@ -78,7 +78,7 @@ def test_the_command_line_survives_hostile_files(
     )
     figure(
         24,
-        "processor time until a hostile file is refused, start-up included",
+        "processor time to refuse a hostile file, start-up included",
         f"{worst:.1f} s at most",
         len(lines),
     )
@@ -123,7 +123,7 @@ def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[...
     assert metrics(run) == metrics(undisturbed / "runs" / "r")
     assert json.loads((run / "outcome.json").read_text())["step"] == 6
     assert not canary.exists()
-    told = "hostile files that a resume does not need: it ignores them and ends as if undisturbed"
+    told = "hostile files that a resume ignores, to end as if undisturbed"
     figure(24, told, (len(ADVICE), len(ADVICE)))
 
 

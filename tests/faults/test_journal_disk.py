@@ -84,7 +84,7 @@ def test_a_disk_that_fails_at_any_call_costs_rows_that_are_counted(
             assert told
             assert sum(row["failed_syncs"] for row in told) == result["fired"] - result["dropped"]
         figure(
-            19, f"rows whole, the others counted, the disk failing at every file call of six steps: {mode}",
+            19, f"rows whole, others counted, the disk failing at every file call of six steps: {mode}",
             f"{len(results)} of {len(results)} calls", n=len(results), target="all",
         )  # fmt: skip
 

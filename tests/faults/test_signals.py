@@ -291,11 +291,13 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
         for number, each in enumerate(sent)
     ]
     finishes(tmp_path, kind, ranks)
-    what = f"signals to a launcher or a rank, saved, ended, resumed bit for bit: {kind}, {ranks} rank(s)"
+    what = (
+        f"signals to launcher or rank, saved, ended, resumed bit for bit: {kind}, {ranks} rank(s)"
+    )
     figure(6, what, (len(sent), len(sent)))
     figure(
         6,
-        f"longest from such a signal to the end of every process: {kind}, {ranks} rank(s)",
+        f"longest from signal to the end of every process: {kind}, {ranks} rank(s)",
         f"{max(seconds):.1f} s",
     )
 

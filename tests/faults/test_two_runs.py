@@ -195,6 +195,6 @@ def test_two_starts_at_once_train_one_run(tmp_path: Path, figure: Callable[..., 
         check_stopped(winner.run, "SIGTERM")
     figure(
         7,
-        "two starts of one run at the same moment: one trains, the other ends with 2",
+        "two starts of one run at once: one trains, one ends with 2",
         (starts, starts),
     )

@@ -58,8 +58,8 @@ def test_it_says_of_a_resume_what_a_resume_does(key: str) -> None:
 
 def test_limits_and_defaults_are_those_of_the_schema() -> None:
     shown = page()
-    assert "| `checkpoint.keep` | integer, at least 2 | `3` |" in shown
-    assert "| `train.betas` | 2 of: number, at least 0, under 1 | `[0.9, 0.95]` |" in shown
-    assert "| `data.separator` | integer, at least 0, or null | `null` |" in shown
-    assert "| `data.mixture[].weight` | number, over 0 | required |" in shown
+    assert "| `checkpoint.keep` | integer >= 2 | `3` |" in shown
+    assert "| `train.betas` | 2 of: number >= 0, < 1 | `[0.9, 0.95]` |" in shown
+    assert "| `data.separator` | integer >= 0, or null | `null` |" in shown
+    assert "| `data.mixture[].weight` | number > 0 | required |" in shown
     assert "| `engine.zero_stage` | `0`, `1`, `2`, `3` | `1` |" in shown
