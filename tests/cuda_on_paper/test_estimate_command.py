@@ -63,7 +63,9 @@ def test_the_llama_on_an_h100() -> None:
     assert any(
         "transformer_engine:fp8 is estimated as native:fp8" in note for note in found["notes"]
     )
-    assert not any("eager" in note for note in found["notes"]), "Transformer Engine does not compile"
+    assert not any("eager" in note for note in found["notes"]), (
+        "Transformer Engine does not compile"
+    )
 
 
 def test_text_for_people() -> None:
