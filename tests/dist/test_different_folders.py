@@ -72,6 +72,7 @@ def rank_main(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_read_different_checkpoints_all_refuse(tmp_path: Path) -> None:
     told = run_ranks(__file__, tmp_path, 2)
     assert [each["1"] for each in told] == ["", ""], "the same checkpoint is loaded"

@@ -656,6 +656,7 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("case", RESOLVED)
+@pytest.mark.slow
 def test_every_bit_is_that_of_ddp(two_ranks: list[dict[str, Any]], case: str) -> None:
     for result in two_ranks:
         found = result[case]

@@ -35,6 +35,7 @@ def series(folder: Path, key: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.faults(18)
+@pytest.mark.slow
 def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     process = start(tmp_path, *ARGUMENTS)

@@ -167,6 +167,7 @@ def test_a_rate_that_only_moves_on_is_no_jump(tmp_path: Path) -> None:
     assert rates[4:] == rates[4:5] * 4
 
 
+@pytest.mark.slow
 def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> None:
     line = ("--name", "r", "checkpoint.every=3")
     assert train(tmp_path, *line, "train.steps=6").returncode == 0
@@ -217,6 +218,7 @@ def test_a_recipe_is_changed_only_by_the_door(tmp_path: Path) -> None:
     assert [step for step, _ in metrics(run)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path) -> None:
     line = ("--name", "r", "checkpoint.every=3")
     assert train(tmp_path, *line, "train.steps=3").returncode == 0

@@ -106,6 +106,7 @@ def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
     assert told["data"] == f"bytes of {tmp_path / 'other.txt'}"
 
 
+@pytest.mark.slow
 def test_neither_writes_into_the_run(trained: Path) -> None:
     before = everything(trained)
     evaluated(trained)
@@ -139,6 +140,7 @@ def test_the_likeliest_text_is_that_of_a_plain_loop(trained: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_text(trained: Path) -> None:
     first, again, other = (
         written(trained, "--tokens", "40", "--seed", seed) for seed in ("1", "1", "2")
@@ -148,6 +150,7 @@ def test_a_seed_is_a_text(trained: Path) -> None:
     assert first != written(trained, "--tokens", "40", "--seed", "1", "--step", "10")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_never_used(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
     weights = [

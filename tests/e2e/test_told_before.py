@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import events, metrics, train
 
 OWN = "tests.e2e.own_data"
 
 
+@pytest.mark.slow
 def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
     arguments = ["--name", "r", "train.warmup_steps=40", "train.lr=1e-3"]
     done = train(tmp_path, *arguments, "train.steps=4")

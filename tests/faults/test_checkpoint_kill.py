@@ -110,6 +110,7 @@ def swept(
 
 
 @pytest.mark.faults(1)
+@pytest.mark.slow
 def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(
     sweeps: dict[str, Any], figure: Callable[..., None]
 ) -> None:

@@ -73,6 +73,7 @@ STORES = ("sqlite:///stores.db", "sqlite:///deep/er/stores.db", "sqlite:///./sto
 
 
 @pytest.mark.parametrize("uri", STORES)
+@pytest.mark.slow
 def test_sync_delivers_to_the_store_of_the_run_from_wherever_it_is_called(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:
@@ -91,6 +92,7 @@ def test_sync_delivers_to_the_store_of_the_run_from_wherever_it_is_called(
     assert check_delivered(run, database) == 5
 
 
+@pytest.mark.slow
 def test_another_store_takes_a_flag(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +121,7 @@ def test_another_store_takes_a_flag(
     assert query(here / "mlflow.db", "select count(*) from metrics") == [(4,)]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_store_gets_what_it_lacks(places: tuple[Path, Path]) -> None:
     """A backup from before the newest rows, under another address: what the first has counts for nothing there."""
     here, there = places
@@ -134,6 +137,7 @@ def test_a_copy_of_the_store_gets_what_it_lacks(places: tuple[Path, Path]) -> No
     assert check_delivered(run, there / "copy.db") == 5
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +160,7 @@ def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     assert check_delivered(run, there / "second.db") == 5, "all of it, not only what is new"
 
 
+@pytest.mark.slow
 def test_a_run_whose_store_is_forgotten_is_not_delivered_at_a_guess(
     places: tuple[Path, Path],
 ) -> None:
@@ -377,6 +382,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("fault", REFUSALS)
+@pytest.mark.slow
 def test_sync_says_the_first_refusal_at_once_and_that_it_tries_again(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -513,6 +519,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("uri", ODD)
+@pytest.mark.slow
 def test_an_address_that_cannot_be_used_leaves_no_secret_in_the_log(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:

@@ -43,6 +43,7 @@ def listening(job: Launch) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_alone_a_run_listens_nowhere(tmp_path: Path) -> None:
     job = launch(tmp_path, "--name", "r", "train.steps=100000")
     wait_for_step(job.run, 3, job.process, START_SECONDS)

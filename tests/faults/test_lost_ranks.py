@@ -62,6 +62,7 @@ def check_lost(job: Launch, rank: int, told: str) -> None:
         assert told in outcome["reason"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other_and_is_named(
     tmp_path: Path, figure: Callable[..., None]
 ) -> None:

@@ -172,6 +172,7 @@ def assert_refused(ended: Ended, folder: Path, *told: str) -> None:
 
 
 @pytest.mark.faults(25)
+@pytest.mark.slow
 def test_the_same_command_goes_on_where_another_rung_is_the_best(
     driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
 ) -> None:

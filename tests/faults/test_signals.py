@@ -382,6 +382,7 @@ def test_more_signals_until_the_process_is_gone_leave_75(tmp_path: Path, name: s
     check_stopped(job.run, name)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_interpreters_last_moments_changes_no_code(tmp_path: Path) -> None:
     job = scripted(tmp_path, LAST, "train.steps=3")
     assert job.process.wait(timeout=120) == 0, job.output()

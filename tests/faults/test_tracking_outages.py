@@ -68,6 +68,7 @@ def check_unhurried(times: list[Timings], tell: Tell, what: str) -> None:
     assert watched - alone < LIMIT
 
 
+@pytest.mark.slow
 def test_no_step_waits_whatever_the_server_does(tmp_path: Path, proxy: Proxy, figure: Tell) -> None:
     run_dir = tmp_path / "runs" / "r"
     run_dir.mkdir(parents=True)

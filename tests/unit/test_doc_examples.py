@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,9 +47,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "page", PAGES, ids=[str(page.relative_to(ROOT / "docs")) for page in PAGES]
-)
+def _named(page: Path) -> Any:
+    """The page as a test's parameter. Those of the guide train runs of their own, for minutes in all."""
+    marks = [pytest.mark.slow] if page.parent.name == "guide" else []
+    return pytest.param(page, id=str(page.relative_to(ROOT / "docs")), marks=marks)
+
+
+@pytest.mark.parametrize("page", [_named(page) for page in PAGES])
 def test_the_examples_of_a_page_run(
     page: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_guarded_loop(tmp_path: Path) -> None:
     """Five bad batches, a rollback, and a run folder that can be read."""
     done = program(GUARDED_LOOP, tmp_path)
@@ -48,6 +49,7 @@ def test_guarded_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ddp_loop(tmp_path: Path) -> None:
     """One rank has bad batches; both skip them and roll back to the same step."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -84,6 +86,7 @@ def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_unsafe_loss(tmp_path: Path) -> None:
     """The overflow is skipped and reported, and training goes on; the same penalty in float32 never overflows."""
     done = run_example(UNSAFE_LOSS, tmp_path)

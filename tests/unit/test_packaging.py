@@ -145,6 +145,7 @@ def test_the_runbook_is_explained_from_the_wheel_alone(wheel: Path, tmp_path: Pa
     assert "What to do" in done.stdout
 
 
+@pytest.mark.slow
 def test_training_runs_from_the_wheel_alone_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)

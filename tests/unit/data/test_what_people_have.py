@@ -363,6 +363,7 @@ def test_the_command_for_token_ids_in_numpy_works(factor: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["npz", "pt"])
+@pytest.mark.slow
 def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
     x, y = torch.randn(64, 16), torch.arange(64) % 3
     path = tmp_path / f"pairs.{kind}"

@@ -103,6 +103,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_undisturbed_fails_soak_and_is_tried_once(tmp_path: Path) -> None:
     bench = Bench.open(tmp_path / "drill", load_config("tiny", ["data.path=/no/such"]), 12, 300)
     account = soak(bench)

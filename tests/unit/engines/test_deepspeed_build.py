@@ -73,6 +73,7 @@ def test_one_that_changed_just_now_may_be_another_machines(
     assert not lock.exists()
 
 
+@pytest.mark.slow
 def test_a_living_owner_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_bit_equal_to_grad_scaler_within_floor_and_cap(preset: str, seed: int) -
 
 
 @pytest.mark.parametrize("preset", ["underflow", "overflow"])
+@pytest.mark.slow
 def test_the_presets_own_interval_against_grad_scaler(preset: str) -> None:
     config = LossScaleConfig.model_validate({"preset": preset})
     interval = config.growth_interval

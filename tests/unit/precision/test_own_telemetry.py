@@ -311,6 +311,7 @@ def test_leaving_by_exit_zero_is_no_failure(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "outcome.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
 def test_amaxes_of_a_loop_of_ones_own_arrive_in_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ def test_state_round_trip_and_refusal_of_another_models_state(recipe: Recipe) ->
         fresh.load_state_dict({**tensors, "history": torch.zeros(16, 6)}, meta)
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_only_when_its_rung_is_taken() -> None:
     code = "import sys; import harness.precision.convert, harness.build; sys.exit('torchao' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -84,6 +84,7 @@ def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> No
     assert eager[1]["stats"][3:].isnan().all(), "not sampled"
 
 
+@pytest.mark.slow
 def test_a_linear_has_the_amaxes_of_eager_under_the_default_compiler() -> None:
     """All the bits while switching; else but the weight's gradient, which the compiler leaves in float32."""
 

@@ -68,6 +68,7 @@ def metrics(run_dir: Path) -> set[str]:
     return {key for (key,) in query(run_dir, "select distinct key from latest_metrics")}
 
 
+@pytest.mark.slow
 def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> None:
     begun(run_dir).close()
     assert shipper.sync(run_dir, "mine")
@@ -93,6 +94,7 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_kind_and_a_description_that_somebody_chose_stand(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")
@@ -109,6 +111,7 @@ def test_a_kind_and_a_description_that_somebody_chose_stand(run_dir: Path) -> No
     assert delivered(run_dir)
 
 
+@pytest.mark.slow
 def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: Path) -> None:
     journal = begun(run_dir)
     for step in range(1, 40):
@@ -146,6 +149,7 @@ def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: 
     assert "nonfinite.skip x 39" in text, "also what an earlier delivery counted"
 
 
+@pytest.mark.slow
 def test_the_data_are_an_input_of_the_run_once(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")
@@ -162,6 +166,7 @@ def test_the_data_are_an_input_of_the_run_once(run_dir: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_machine_is_watched_while_the_trainer_trains(run_dir: Path) -> None:
     pytest.importorskip("psutil")
     journal = begun(run_dir)

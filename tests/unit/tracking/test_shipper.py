@@ -82,6 +82,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_whole_run_arrives(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     (run_dir / "plots").mkdir()
@@ -210,6 +211,7 @@ def test_a_sync_says_how_far_it_is_whenever_more_was_delivered(folder: Path) -> 
     assert [("min left" in line) for line in said] == [False, True, True, False, True]
 
 
+@pytest.mark.slow
 def test_a_dead_server_neither_blocks_the_writer_nor_loses_a_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,7 @@ def trainer(run_dir: Path, first: int, last: int, end: str) -> tuple[int, int]:
     return done.returncode, int(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     assert trainer(run_dir, 0, 30, "kill")[0] == -signal.SIGKILL
@@ -380,6 +383,7 @@ def test_the_store_is_the_users_or_a_file_here(tmp_path: Path) -> None:
     assert tracking_uri({}, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
+@pytest.mark.slow
 def test_lines_that_are_no_rows_are_set_aside_and_the_rest_goes_on(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     with Journal(run_dir / JOURNAL) as journal:
