@@ -21,6 +21,13 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         1,
+        "that proof runs the precision that a resumed run was downgraded to",
+        "    run.guard.judge.stay_fallen_back()\n    next_window(run)\n",
+        "    next_window(run)\n",
+        "tests/e2e/test_deterministic_proof.py -k downgraded",
+    ),
+    Mutation(
+        1,
         "numpy's generator is restored",
         'np.random.set_state(("MT19937", key, position, has_gauss, gauss))',
         "pass",
