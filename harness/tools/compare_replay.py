@@ -68,6 +68,8 @@ class Replay:
             )
         if parting.parted is not None:
             text = _MEANINGS[parting.parted.place.phase]
+            if parting.parted.apart.only:
+                text += f"; only {parting.parted.apart.only} has it: by a module, an optimizer or a call of its own"
             if parting.at_latest:
                 text += "; nothing older is left of both runs, so they may have parted earlier"
             elif parting.generators and parting.parted.place.phase == "forward":
@@ -140,6 +142,9 @@ class Replay:
 def _parted_json(parted: Parted) -> dict[str, Any]:
     place, apart = parted.place, parted.apart
     a, b = apart.shapes or (jsonable(apart.a), jsonable(apart.b))
+    # The run that has no such tensor has no value.
+    if apart.only:
+        a, b = a or None, b or None
     return {
         "step": parted.step,
         "tensor": place.tensor,
@@ -149,6 +154,7 @@ def _parted_json(parted: Parted) -> dict[str, Any]:
         "phase": place.phase,
         "micro_batch": place.micro_batch or None,
         "call": place.call or None,
+        "only": apart.only.lower() or None,
         "elements": apart.elements,
         "differing": None if apart.shapes else apart.differing,
         "at": None if apart.shapes else apart.at,
@@ -167,6 +173,8 @@ def _parted_text(parted: Parted) -> str:
         text += f", micro-batch {place.micro_batch}"
     if place.call > 1:
         text += f", call {place.call}"
+    if apart.only:
+        return f"{text}: only {apart.only} has it ({''.join(apart.shapes)})"
     if apart.shapes:
         return f"{text}: A {apart.shapes[0]}, B {apart.shapes[1]}"
     if apart.elements > 1:
