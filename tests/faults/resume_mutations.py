@@ -246,7 +246,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a replay takes the config of before a change",
-        'later = [event for event in self.changed if event["step"] >= step]',
+        'later = [each for each in self.changed if (each["attempt"], each["step"]) >= place]',
         "later = []",
         "tests/e2e/test_resume.py -k written_down",
     ),
