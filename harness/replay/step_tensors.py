@@ -43,6 +43,10 @@ STATE, DATA, FORWARD, BACKWARD, UPDATE, FP8 = (
 """Phases of a step; STATE is what it begins with."""
 GENERATOR = "generator"
 """The kind of a random generator's state. Training draws anew in every step, from seed and window."""
+FINGERPRINT = "fingerprint"
+"""The kind of the hash of frozen weights that stay in a folder of their own. It names none of them: the first output
+that differs does."""
+_BESIDE = (GENERATOR, FINGERPRINT)
 _DIGEST_BYTES = 16
 _NUMBER = re.compile(r"(\d+)")
 
@@ -132,6 +136,9 @@ class StepTensors:
         phase = UPDATE if after_update else STATE
         for name, tensor in parts.get("model", {}).items():
             self.add(Place(phase, name, "weights"), tensor)
+        if frozen := meta["parts"].get("model", {}).get("frozen"):
+            digest = torch.tensor(list(bytes.fromhex(frozen["sha256"])), dtype=torch.uint8)
+            self.add(Place(phase, "frozen weights", FINGERPRINT), digest)
         optimizer = parts.get("optimizer", {})
         for name in sorted(optimizer, key=_natural):
             self.add(Place(phase, name, "optimizer state"), optimizer[name])
@@ -179,12 +186,13 @@ def first_difference(a: StepTensors, b: StepTensors, *, shared: bool = False) ->
 
     A tensor that only one of them has is a difference: of a module that the other has not, or of a micro-batch more.
     FP8 state and loss scales that only one has are none: they come with its recipe, and the tensors computed with them
-    show what that changes. Generators are left out: a step draws from its own, made of seed and window.
+    show what that changes. Generators are left out, as a step draws from its own, and so are fingerprints:
+    `generators_differ` and `frozen_differ` compare these.
 
     shared: compare only what both have, such as a step noted with hooks and the same one noted without.
     """
     for place in _in_order(a, b):
-        if place.kind == GENERATOR:
+        if place.kind in _BESIDE:
             continue
         digest, other = a.hashes.get(place), b.hashes.get(place)
         if digest is None or other is None:
@@ -242,6 +250,12 @@ def generators_differ(a: StepTensors, b: StepTensors) -> list[str]:
     """Names of the random generators whose states differ, or that only one run has."""
     places = [place for place in _in_order(a, b) if place.kind == GENERATOR]
     return [each.tensor for each in places if a.hashes.get(each) != b.hashes.get(each)]
+
+
+def frozen_differ(a: StepTensors, b: StepTensors) -> bool:
+    """Whether both have frozen weights that no checkpoint holds, and other ones."""
+    places = [place for place in a.hashes if place.kind == FINGERPRINT and place in b.hashes]
+    return any(a.hashes[place] != b.hashes[place] for place in places)
 
 
 @contextmanager

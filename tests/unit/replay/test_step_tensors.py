@@ -23,6 +23,7 @@ from harness.replay.step_tensors import (
     StepTensors,
     apart,
     first_difference,
+    frozen_differ,
     generators_differ,
     watched,
 )
@@ -254,6 +255,19 @@ def test_a_state_is_weights_then_optimizer_then_each_slot() -> None:
     ]
     assert {each.phase for each in state().hashes} == {STATE}
     assert first_difference(state(), state(scale=2.0)) == Place(STATE, "x.weight", "scale")
+
+
+def test_frozen_weights_that_no_checkpoint_holds_are_told_apart() -> None:
+    seen: list[StepTensors] = []
+    for digest in ("ab", "ab", "ac"):
+        seen.append(StepTensors())
+        meta = {"parts": {"model": {"frozen": {"from": "base", "count": 1, "sha256": digest * 32}}}}
+        seen[-1].add_state({"model": {"lora": torch.ones(1)}}, meta, after_update=False)
+    assert not frozen_differ(seen[0], seen[1])
+    assert frozen_differ(seen[1], seen[2])
+    assert not frozen_differ(seen[1], state()), "which has none"
+    # They say nothing of where: the first tensor that is computed with them does.
+    assert first_difference(seen[1], seen[2]) is None
 
 
 def test_a_generator_alone_is_no_difference_and_is_named() -> None:
