@@ -184,6 +184,7 @@ def test_a_step_has_the_config_of_the_attempt_that_ran_it(tmp_path: Path) -> Non
     train = TrainConfig()
     rates = [RunConfig(train=train.model_copy(update={"lr": lr})) for lr in (0.1, 0.2, 0.3)]
     was = [each.model_dump(mode="json") for each in rates]
+    was[0]["engine"]["name"] = "ddp"
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.note("run", tags={}, params={}, data={})
         for step in range(1, 10):
@@ -200,4 +201,5 @@ def test_a_step_has_the_config_of_the_attempt_that_ran_it(tmp_path: Path) -> Non
     found = [branches.config_of(step, rates[2]).train.lr for step in range(1, 10)]
     assert found == [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.2]
     assert branches.config_of(6, rates[2], attempt=1).train.lr == 0.1
+    assert branches.config_of(1, rates[2]).engine.name == "auto", "one process runs it again"
     assert [branches.last_attempt_of(step) for step in (4, 5, 9, 10)] == [1, 2, 1, None]
