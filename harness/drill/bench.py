@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from harness.core.files import home, resource_dir, with_this_package
 from harness.core.schema import validate
 from harness.drill.child import MARK, Child, Missed, end_marked, marked
 from harness.drill.judge import Ran, ended_well
+from harness.drill.keeper import kept
 from harness.run_folder import RUNS, is_checkpoint_name
 from harness.tracking.existing import LOSS
 from harness.tracking.history import RunHistory
@@ -206,6 +208,10 @@ class Bench:
         """Delete the checkpoints of an exercise's runs; journals and logs stay."""
         for run in self.run(exercise).parent.glob(f"{exercise}*"):
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Context in which every process that was started here ends with this one, even if that is killed."""
+        return kept(self._mark)
 
     def has_processes(self) -> bool:
         """Whether any process that was started here, or that such a process started, still lives."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
@@ -83,7 +84,8 @@ def of_run(
     # Nothing happened. Of a schedule that has ended nothing can be learnt, so steps must be left before its end.
     store = Store(history.folder / "checkpoints", readonly=True)
     for step in reversed(store.steps()):
-        if step + steps <= config.train.steps and store.is_whole(step):
+        last = _as_done(history, config, step).config.train.steps
+        if step + steps <= last and store.is_whole(step):
             return _at(history, config, steps, step, store)
     return _initial(history, config, steps)
 
@@ -112,7 +114,7 @@ def _from_step(history: Branches, config: RunConfig, steps: int, step: int) -> B
         raise CheckpointError(Problem(what, str(store.root), fix=fix))
     if problems := store.verify(step):
         raise CheckpointError(problems)
-    if step >= config.train.steps:
+    if step >= _as_done(history, config, step).config.train.steps:
         what = f"step {step} is the run's last one: its schedule has ended"
         fix = "give an earlier --from-step"
         raise ConfigError(Problem(what, "--from-step", fix=fix))
@@ -122,20 +124,51 @@ def _from_step(history: Branches, config: RunConfig, steps: int, step: int) -> B
 def _initial(history: Branches, config: RunConfig, steps: int) -> Beginning:
     """Begin with the initial weights, on the run's present branch. Raises CheckpointError as `_require_initial`."""
     _require_initial(history)
+    done = _as_done(history, config, 0)
     ledger = _unspent(_ledger(history))
-    steps = min(steps, config.train.steps)
-    ranks = _ranks(history, 1)
-    return Beginning(config, ledger, ranks, 0, None, steps, attempt=ledger.attempt, history=history)
+    steps = min(steps, done.config.train.steps)
+    return Beginning(
+        done.config, ledger, done.ranks, 0, None, steps, attempt=ledger.attempt, history=history
+    )
 
 
 def _at(history: Branches, config: RunConfig, steps: int, step: int, store: Store) -> Beginning:
     """Begin with the checkpoint of `step`, on the run's present branch."""
+    done = _as_done(history, config, step)
     ledger = _ledger(history)
-    steps = min(steps, config.train.steps - step)
-    ranks = _ranks(history, step)
+    steps = min(steps, done.config.train.steps - step)
     return Beginning(
-        config, ledger, ranks, step, store, steps, attempt=ledger.attempt, history=history
+        done.config,
+        ledger,
+        done.ranks,
+        step,
+        store,
+        steps,
+        attempt=ledger.attempt,
+        history=history,
     )
+
+
+class _Done(NamedTuple):
+    """How the run did a step. ranks: they decide the order of sums, and whose random numbers count."""
+
+    config: RunConfig
+    ranks: int
+
+
+def _as_done(history: Branches, config: RunConfig, step: int) -> _Done:
+    """How the run did the step after `step`, the last time that it did it.
+
+    A resume may have changed the config since: then that step had another one than `config`, the present one. A step
+    that was not done yet would be done with the present config, on as many ranks as the step before it.
+    """
+    attempt = history.last_attempt_of(step + 1)
+    if attempt is not None:
+        ranks, _ = history.ranks_of(step + 1, attempt)
+        return _Done(history.config_of(step + 1, config, attempt), ranks)
+    attempt = history.last_attempt_of(step)
+    ranks = 1 if attempt is None else history.ranks_of(step, attempt)[0]
+    return _Done(config, ranks)
 
 
 def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> Beginning:
@@ -196,12 +229,3 @@ def _ledger(history: Branches) -> RunLedger:
 def _unspent(ledger: RunLedger) -> RunLedger:
     """`ledger` for the steps from the first one on, which spend their budgets again. A checkpoint has its own."""
     return replace(ledger, skips=0, switches=0, lowered="", recent_skips=[])
-
-
-def _ranks(history: Branches, step: int) -> int:
-    """Of the run at `step`; 1 if it has no such step. They decide the order of sums, and whose random numbers count."""
-    try:
-        ranks, _ = history.ranks_of(step)
-    except ConfigError:
-        return 1
-    return ranks

@@ -102,7 +102,12 @@ class Branch:
             "skipped": self.skipped,
             "fault": None
             if fault is None
-            else {"kind": fault.kind, "step": fault.step, "why": fault.why},
+            else {
+                "kind": fault.kind,
+                "step": fault.step,
+                "why": fault.why,
+                "windows": list(fault.windows),
+            },
             "seconds_per_step": None if math.isnan(self.seconds) else self.seconds,
             "peak_memory_gib": None if math.isnan(self.peak) else self.peak,
             "unhealthy": list(self.unhealthy),

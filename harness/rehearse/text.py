@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from harness.core.errors import clipped, some
+from harness.core.facts import jsonable
 from harness.core.plan_text import aligned
 from harness.rehearse.branch import Branch, tail_of
-from harness.rehearse.verdict import Branches, Verdict, loss_gap
+from harness.rehearse.verdict import Branches, Verdict, behind_limit, is_behind, loss_gap
 
 if TYPE_CHECKING:
     from harness.rehearse.rehearsal import Rehearsed
@@ -23,6 +25,9 @@ _MISSING = "-"
 
 def as_json(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> dict[str, Any]:
     """What `harness rehearse --json` prints, without the paths of what was written.
+
+    Losses and gaps are in the unit of the run's loss: nats a target, for the losses of harness. Not finite numbers are
+    texts. What is not known is null.
 
     subject: the run or config. machine: where it ran.
     """
@@ -45,6 +50,8 @@ def as_json(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> di
         },
         "machine": machine,
         "bad": verdict.bad,
+        "evidence": asdict(found.evidence()),
+        "gaps": [_gap_json(branch, found) for branch in found.others],
         "branches": [_branch_json(branch, found) for branch in every_branch(made)],
         "left_out": dict(made.left_out),
         "slots": [] if fp8 is None else [row.as_json() for row in fp8.slots],
@@ -62,11 +69,40 @@ def every_branch(made: Rehearsed) -> list[Branch]:
 
 
 def _branch_json(branch: Branch, found: Branches) -> dict[str, Any]:
+    """The figures of one branch, with those of its row in the table.
+
+    loss_first, loss_last: of the first step, and the mean of the last tenth of the steps.
+    gap: mean loss of the last tenth less fp32's. outcome: in words.
+    """
     gap = None if branch is found.reference else loss_gap(branch, found.reference)
+    losses = branch.losses
     return {
         **branch.as_json(),
+        "loss_first": jsonable(losses[0]) if losses else None,
+        "loss_last": jsonable(_last_loss(branch)) if losses else None,
         "gap": None if gap is None else gap.gap,
         "bad": found.is_bad(branch),
+        "outcome": _outcome(branch, found),
+    }
+
+
+def _gap_json(branch: Branch, found: Branches) -> dict[str, Any]:
+    """How far a precision is from fp32, beside chance: fp32 whose weights begin one unit in the last place larger.
+
+    gap: mean loss of the last tenth of the steps less fp32's. widest: largest difference of one of these steps.
+    control_gap, control_widest: the same of the control. limit: the gap over which a branch is behind fp32.
+    """
+    gap = loss_gap(branch, found.reference)
+    chance = None if found.control is None else loss_gap(found.control, found.reference)
+    limit = behind_limit(found.reference, found.control)
+    return {
+        "precision": branch.precision,
+        "gap": None if gap is None else gap.gap,
+        "widest": None if gap is None else gap.widest,
+        "control_gap": None if chance is None else chance.gap,
+        "control_widest": None if chance is None else chance.widest,
+        "limit": None if limit is None else jsonable(limit),
+        "behind": is_behind(branch, found.reference, found.control),
     }
 
 
@@ -123,8 +159,13 @@ def _loss(branch: Branch) -> str:
     """From the first step to the mean of the last tenth."""
     if not branch.losses:
         return _MISSING
+    return f"{branch.losses[0]:.4f} -> {_last_loss(branch):.4f}"
+
+
+def _last_loss(branch: Branch) -> float:
+    """The mean loss of the last tenth of the steps, of a branch that did some."""
     tail = tail_of(branch.losses)
-    return f"{branch.losses[0]:.4f} -> {sum(tail) / len(tail):.4f}"
+    return sum(tail) / len(tail)
 
 
 def _outcome(branch: Branch, found: Branches) -> str:

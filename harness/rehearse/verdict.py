@@ -59,17 +59,23 @@ def loss_gap(branch: Branch, reference: Branch) -> Gap | None:
     return Gap(sum(gaps) / len(gaps), max(map(abs, gaps)))
 
 
-def is_behind(branch: Branch, reference: Branch, control: Branch | None) -> bool:
-    """Whether the branch learnt clearly less than float32 did."""
-    found = loss_gap(branch, reference)
-    if found is None or len(reference.losses) < TAIL:
-        return False
+def behind_limit(reference: Branch, control: Branch | None) -> float | None:
+    """The gap over which a branch is behind `reference`; None if that did too few steps to tell."""
+    if len(reference.losses) < TAIL:
+        return None
     chance = None if control is None else loss_gap(control, reference)
     first, last = reference.losses[0], reference.losses[-1]
     limits = [_OF_PROGRESS * abs(first - last), _OF_LOSS * abs(last)]
     if chance is not None:
         limits.append(_TIMES_CONTROL * chance.widest)
-    return found.gap > max(limits)
+    return max(limits)
+
+
+def is_behind(branch: Branch, reference: Branch, control: Branch | None) -> bool:
+    """Whether the branch learnt clearly less than float32 did."""
+    found = loss_gap(branch, reference)
+    limit = behind_limit(reference, control)
+    return found is not None and limit is not None and found.gap > limit
 
 
 def is_doubtful(reference: Branch) -> bool:

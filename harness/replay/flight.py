@@ -334,26 +334,46 @@ class Branches:
             hashes=list(now.hashes),
         )
 
-    def config_of(self, step: int, config: RunConfig) -> RunConfig:
-        """The config under which `step` ran. config: the run's present one; a resume may have changed it since."""
-        later = [event for event in self.changed if event["step"] >= step]
-        # A run.changed event holds the config before the change. The first one at this step or later has this step's.
+    def last_attempt_of(self, step: int) -> int | None:
+        """The last attempt that ran `step`, also if it went bad in an earlier one; None if none did."""
+        return max(self._rows(step), default=None)
+
+    def config_of(self, step: int, config: RunConfig, attempt: int | None = None) -> RunConfig:
+        """The config under which `step` ran. Its engine is that of `config`: it is run again here.
+
+        config: the run's present one; a resume may have changed it since.
+        attempt: the one that ran the step; None: `attempt_of`.
+        """
+        engine = config.engine.name
+        if attempt is None:
+            attempt = self.attempt_of(step)
+        # A run.changed event holds the config before the change. The first one after this step has this step's. A
+        # change in an earlier attempt came before it, even if that attempt had got further.
+        place = attempt, step
+        later = [each for each in self.changed if (each["attempt"], each["step"]) >= place]
         if later:
             config = validate(RunConfig, later[0]["config"], f"{self.folder}: run.changed")
 
         # A run may also have been extended, which changes its schedule.
-        row = self._rows(step).get(self.attempt_of(step))
+        row = self._rows(step).get(attempt)
         steps = config.train.steps
         if row is not None and row.total is not None:
             steps = row.total
         train = config.train.model_copy(update={"steps": steps})
-        return config.model_copy(update={"train": train})
+        own_engine = config.engine.model_copy(update={"name": engine})
+        return config.model_copy(update={"train": train, "engine": own_engine})
 
-    def ranks_of(self, step: int) -> tuple[int, str]:
-        """How many ranks `step` ran on, and their engine; (1, "") if neither record nor journal says."""
-        if step in self.records:
-            return self.records[step].world_size, self.records[step].engine
-        row = self._rows(step).get(self.attempt_of(step))
+    def ranks_of(self, step: int, attempt: int | None = None) -> tuple[int, str]:
+        """How many ranks `step` ran on, and their engine; (1, "") if neither record nor journal says.
+
+        attempt: the one that ran the step; None: `attempt_of`.
+        """
+        if attempt is None:
+            attempt = self.attempt_of(step)
+        record = self.records.get(step)
+        if record is not None and record.attempt == attempt:
+            return record.world_size, record.engine
+        row = self._rows(step).get(attempt)
         if row is None:
             return 1, ""
         return row.ranks or 1, row.engine

@@ -28,6 +28,7 @@ from harness.replay.step_tensors import (
     StepTensors,
     apart,
     first_difference,
+    frozen_differ,
     generators_differ,
 )
 
@@ -60,6 +61,7 @@ class Parting:
     at_latest: the states differ in the oldest checkpoint that both have, so the runs may have parted earlier.
     strangers: letter -> why the run does not come back here.
     generators: random generators whose states differ where the re-runs began.
+    frozen: whether frozen weights that no checkpoint holds differ.
     """
 
     base: int | None
@@ -69,6 +71,7 @@ class Parting:
     at_latest: bool = False
     strangers: Mapping[str, str] = field(default_factory=dict[str, str])
     generators: Sequence[str] = ()
+    frozen: bool = False
 
     @property
     def holds(self) -> bool:
@@ -179,6 +182,7 @@ class Search:
         b.start(base)
         here = b.state()
         generators = generators_differ(began, here)
+        frozen = frozen_differ(began, here)
         place = first_difference(began, here)
         if place is not None:
             values_b = b.state(place).value
@@ -195,7 +199,9 @@ class Search:
                 b.close()
                 strangers = self._strangers(step)
                 parted = self._observed(base, step, place, log, taken, kept, strangers)
-                return Parting(base, step, parted, strangers=strangers, generators=generators)
+                return Parting(
+                    base, step, parted, strangers=strangers, generators=generators, frozen=frozen
+                )
         ended[b.letter] = b.state()
         b.close()
 
@@ -227,7 +233,8 @@ class Search:
         self._say(f"step {step}: under observation")
         b.resume(kept)
         of_b = b.observed(kept)
-        b_repeats = b.compiled or first_difference(taken, of_b) is None
+        # Noted with hooks, the step has more tensors than without.
+        b_repeats = b.compiled or first_difference(taken, of_b, shared=True) is None
         b.close()
 
         a.start(base)
@@ -236,7 +243,7 @@ class Search:
             self._progress(a, a.steps_done, step)
         kept_a = keep(a.rerun.run)
         of_a = a.observed(kept_a)
-        a_repeats = a.compiled or log.difference(step - base, of_a) is None
+        a_repeats = a.compiled or log.difference(step - base, of_a, shared=True) is None
         found = first_difference(of_a, of_b) or place
         value_a = a.observed(kept_a, found).value
         a.close()

@@ -64,7 +64,8 @@ def prove(run: Run) -> None:
 
     Logs what was proven, or why nothing could be. Raises ConfigError, on every rank, naming what differs.
     """
-    # What is due before the first step belongs to the state that the passes start from.
+    # What the loop does before its first step belongs to the state that the passes start from.
+    run.guard.judge.stay_fallen_back()
     next_window(run)
     step = run.state.step
     if text := _no_room(run):

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ STATE, DATA, FORWARD, BACKWARD, UPDATE, FP8 = (
 """Phases of a step; STATE is what it begins with."""
 GENERATOR = "generator"
 """The kind of a random generator's state. Training draws anew in every step, from seed and window."""
+FINGERPRINT = "fingerprint"
+"""The kind of the hash of frozen weights that stay in a folder of their own. It names none of them: the first output
+that differs does."""
+_BESIDE = (GENERATOR, FINGERPRINT)
 _DIGEST_BYTES = 16
 _NUMBER = re.compile(r"(\d+)")
 
@@ -68,12 +72,14 @@ class StepTensors:
     """The hashes of one step's tensors, or of a state, in the order of computation.
 
     hashes: by place.
+    of_recipe: places of FP8 state and of the loss scale. Another recipe has none of them, or others.
     wanted: the one tensor whose values are kept, too; None: no values are kept.
     value: a copy of that tensor on the host, once it was seen.
     """
 
     def __init__(self, wanted: Place | None = None) -> None:
         self.hashes: dict[Place, bytes] = {}
+        self.of_recipe: set[Place] = set()
         self.wanted = wanted
         self.value: Tensor | None = None
 
@@ -130,13 +136,16 @@ class StepTensors:
         phase = UPDATE if after_update else STATE
         for name, tensor in parts.get("model", {}).items():
             self.add(Place(phase, name, "weights"), tensor)
+        if frozen := meta["parts"].get("model", {}).get("frozen"):
+            digest = torch.tensor(list(bytes.fromhex(frozen["sha256"])), dtype=torch.uint8)
+            self.add(Place(phase, "frozen weights", FINGERPRINT), digest)
         optimizer = parts.get("optimizer", {})
         for name in sorted(optimizer, key=_natural):
             self.add(Place(phase, name, "optimizer state"), optimizer[name])
         slots = meta["parts"].get("fp8", {}).get("slots", ())
         self._add_slots(parts.get("fp8", {}), slots, FP8 if after_update else STATE)
         for name, tensor in parts.get("loss_scale", {}).items():
-            self.add(Place(phase, f"loss scale {name}", "figure"), tensor)
+            self._add_of_recipe(Place(phase, f"loss scale {name}", "figure"), tensor)
         for name, tensor in parts.get("rng", {}).items():
             self.add(Place(phase, name, GENERATOR), tensor)
 
@@ -145,9 +154,13 @@ class StepTensors:
         for kind, tensor in of_fp8.items():
             if tensor.ndim and tensor.shape[-1] == len(slots):
                 for number, slot in enumerate(slots):
-                    self.add(Place(phase, slot, kind), tensor[..., number])
+                    self._add_of_recipe(Place(phase, slot, kind), tensor[..., number])
             else:
-                self.add(Place(phase, kind, "FP8 state"), tensor)
+                self._add_of_recipe(Place(phase, kind, "FP8 state"), tensor)
+
+    def _add_of_recipe(self, place: Place, tensor: Tensor) -> None:
+        self.add(place, tensor)
+        self.of_recipe.add(place)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -168,15 +181,42 @@ def _hash(tensor: Tensor) -> bytes:
     return digest.digest()
 
 
-def first_difference(a: StepTensors, b: StepTensors) -> Place | None:
-    """The first place, in A's order, whose tensors differ; None if all agree that both have.
+def first_difference(a: StepTensors, b: StepTensors, *, shared: bool = False) -> Place | None:
+    """The first place, in the order of computation, whose tensors differ; None if all agree.
 
-    Generators are left out: a step draws from its own, made of seed and window.
+    A tensor that only one of them has is a difference: of a module that the other has not, or of a micro-batch more.
+    FP8 state and loss scales that only one has are none: they come with its recipe, and the tensors computed with them
+    show what that changes. Generators are left out, as a step draws from its own, and so are fingerprints:
+    `generators_differ` and `frozen_differ` compare these.
+
+    shared: compare only what both have, such as a step noted with hooks and the same one noted without.
     """
-    for place, digest in a.hashes.items():
-        if place.kind != GENERATOR and b.hashes.get(place, digest) != digest:
+    for place in _in_order(a, b):
+        if place.kind in _BESIDE:
+            continue
+        digest, other = a.hashes.get(place), b.hashes.get(place)
+        if digest is None or other is None:
+            if not shared and place not in a.of_recipe and place not in b.of_recipe:
+                return place
+        elif digest != other:
             return place
     return None
+
+
+def _in_order(a: StepTensors, b: StepTensors) -> Iterator[Place]:
+    """Every place of either: A's order, and behind each place what only B has between that one and the next."""
+    only_b: dict[Place | None, list[Place]] = {}
+    before: Place | None = None
+    for place in b.hashes:
+        if place in a.hashes:
+            before = place
+        else:
+            only_b.setdefault(before, []).append(place)
+
+    yield from only_b.get(None, ())
+    for place in a.hashes:
+        yield place
+        yield from only_b.get(place, ())
 
 
 class StepLog:
@@ -185,6 +225,7 @@ class StepLog:
     def __init__(self) -> None:
         self._places: list[tuple[Place, ...]] = []
         self._hashes: list[bytes] = []
+        self._of_recipe: set[Place] = set()
 
     def append(self, step: StepTensors) -> None:
         """Add the next step."""
@@ -193,23 +234,28 @@ class StepLog:
             places = self._places[-1]
         self._places.append(places)
         self._hashes.append(b"".join(step.hashes.values()))
+        self._of_recipe |= step.of_recipe
 
-    def difference(self, number: int, other: StepTensors) -> Place | None:
+    def difference(self, number: int, other: StepTensors, *, shared: bool = False) -> Place | None:
         """`first_difference` of the step of that number, from 1, and another one."""
         whole = self._hashes[number - 1]
         step = StepTensors()
+        step.of_recipe = self._of_recipe
         for at, place in enumerate(self._places[number - 1]):
             step.hashes[place] = whole[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES]
-        return first_difference(step, other)
+        return first_difference(step, other, shared=shared)
 
 
 def generators_differ(a: StepTensors, b: StepTensors) -> list[str]:
-    """Names of the random generators whose states differ."""
-    found: list[str] = []
-    for place, digest in a.hashes.items():
-        if place.kind == GENERATOR and b.hashes.get(place, digest) != digest:
-            found.append(place.tensor)
-    return found
+    """Names of the random generators whose states differ, or that only one run has."""
+    places = [place for place in _in_order(a, b) if place.kind == GENERATOR]
+    return [each.tensor for each in places if a.hashes.get(each) != b.hashes.get(each)]
+
+
+def frozen_differ(a: StepTensors, b: StepTensors) -> bool:
+    """Whether both have frozen weights that no checkpoint holds, and other ones."""
+    places = [place for place in a.hashes if place.kind == FINGERPRINT and place in b.hashes]
+    return any(a.hashes[place] != b.hashes[place] for place in places)
 
 
 @contextmanager
@@ -229,8 +275,9 @@ class _Hooks:
         self._model = model
         self._into = into
         self._micro_batch = 0
-        # How often each module was called in this micro-batch.
+        # How often each module was called in this micro-batch, and how often it was recomputed.
         self._calls: dict[nn.Module, int] = {}
+        self._again: dict[nn.Module, int] = {}
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
         self._names: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
@@ -250,14 +297,19 @@ class _Hooks:
         """A forward of the whole model begins a micro-batch."""
         self._micro_batch += 1
         self._calls.clear()
+        self._again.clear()
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module returns its output. Children return before their parents do."""
-        call = self._calls.get(module, 0) + 1
-        self._calls[module] = call
+        # A call in backward recomputes an earlier one. Only its gradients are new, where that one recorded no graph.
+        recomputes = torch._C._current_graph_task_id() >= 0
+        calls = self._again if recomputes else self._calls
+        call = calls.get(module, 0) + 1
+        calls[module] = call
         name = self._names[module] or "(the model)"
         for path, tensor in tensors(output, "output", whole_numbers=True):
-            self._into.add(Place(FORWARD, name, path, self._micro_batch, call), tensor)
+            if not recomputes:
+                self._into.add(Place(FORWARD, name, path, self._micro_batch, call), tensor)
             if tensor.requires_grad and not tensor.is_leaf:
                 place = Place(BACKWARD, name, f"gradient of {path}", self._micro_batch, call)
                 tensor.register_hook(partial(self._into.add, place))
@@ -272,13 +324,14 @@ class _Hooks:
 class Apart(NamedTuple):
     """How far two tensors of one place are apart.
 
-    elements: of A's tensor.
+    elements: of A's tensor, or of the only one.
     differing: how many of them differ, to the bit.
     at: flat index of the largest difference.
     a, b: the values there.
     largest: the largest absolute difference; NaN if it is one of something that is not finite.
     ulps: the largest number of representable values between two; None for whole numbers.
     shapes: dtype and shape of both, where these differ, and then nothing else is compared; else empty.
+    only: "A" or "B" if no other run has the tensor. Its own dtype and shape are in `shapes`, beside an empty text.
     """
 
     elements: int
@@ -289,12 +342,16 @@ class Apart(NamedTuple):
     largest: float = 0.0
     ulps: int | None = None
     shapes: tuple[str, str] | tuple[()] = ()
+    only: Literal["", "A", "B"] = ""
 
 
 def apart(a: Tensor | None, b: Tensor | None) -> Apart:
-    """Compare the values of two tensors on the host, which were kept as `StepTensors.wanted`."""
-    assert a is not None
-    assert b is not None
+    """Compare the values of two tensors on the host, which were kept as `StepTensors.wanted`. None: a run has none."""
+    if b is None:
+        assert a is not None
+        return Apart(a.numel(), shapes=(_described(a), ""), only="A")
+    if a is None:
+        return Apart(b.numel(), shapes=("", _described(b)), only="B")
     if a.dtype != b.dtype or a.shape != b.shape:
         return Apart(a.numel(), shapes=(_described(a), _described(b)))
     if a.is_complex():

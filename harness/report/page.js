@@ -638,14 +638,35 @@ const COLUMNS = [
 ];
 let chooseSlot = null; // shows a slot by its name; set once there are slots
 
-function slotSection(part) {
-  const slots = run.slots;
-  slots.slots.forEach((slot, place) => { slot.place = place; });
-  const withSeries = slots.series.marks.length;
+function slotSources() {
+  // The runs that have FP8 slots: their side on the page, their data, and the slots that are listed with their figures.
+  // A slot of both runs is listed with A's. mark: says that only one of two such runs has the slot.
+  const found = content.runs.map((each, side) => ({side, data: each.slots, slots: []})).filter(({data}) => data);
+  const names = found.map(({data}) => new Set(data.slots.map((slot) => slot.name)));
+  found.forEach((source, at) => {
+    const rest = found[1 - at]?.data;
+    const letter = "AB"[source.side];
+    source.data.slots.forEach((slot, row) => {
+      const isAlone = rest != null && !names[1 - at].has(slot.name);
+      // Another run with too many slots for the page may have it among those that are left out.
+      const mark = !isAlone ? "" : rest.left_out ? `of ${letter}` : `only in ${letter}`;
+      if (at === 0 || isAlone) source.slots.push(Object.assign(slot, {source, row, mark}));
+    });
+  });
+  return found;
+}
+
+function slotSection(part, sources) {
+  const listed = sources.filter((source) => source.slots.length);
+  const two = listed.length === 2;
+  // Slots with trouble first, A's before B's, each in its run's order of trouble.
+  const every = listed.flatMap((source) => source.slots).sort((a, b) => !a.why - !b.why);
+  every.forEach((slot, place) => { slot.place = place; });
+  const hasSeries = (slot) => slot.row < slot.source.data.series.marks.length;
   const panel = el("div", {class: "panel", role: "region", "aria-label": "Histories of one slot"});
   const status = el("p", {role: "status", class: "note"});
   const body = el("tbody");
-  let sorted = 0, descending = false, most = ROWS_AT_FIRST, chosen = slots.slots[0], shown = [];
+  let sorted = 0, descending = false, most = ROWS_AT_FIRST, chosen = every[0], shown = [];
 
   const search = el("input", {type: "search", id: "search", placeholder: "such as blocks.03 down", oninput: () => fill()});
   const role = el("select", {id: "role", onchange: () => fill()},
@@ -664,9 +685,10 @@ function slotSection(part) {
   function wanted() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const ofRole = role.selectedIndex ? `.${role.value}` : "";
-    return slots.slots.filter((slot) => {
+    return every.filter((slot) => {
       const name = slot.name.toLowerCase();
-      return name.endsWith(ofRole) && words.every((word) => name.includes(word)) && (!trouble.checked || slot.why);
+      const text = `${name} ${slot.mark.toLowerCase()}`;
+      return name.endsWith(ofRole) && words.every((word) => text.includes(word)) && (!trouble.checked || slot.why);
     });
   }
 
@@ -687,8 +709,9 @@ function slotSection(part) {
       else th.removeAttribute("aria-sort");
     });
     body.replaceChildren(...shown.slice(0, most).map(rowOf));
-    status.textContent = `${Math.min(most, shown.length)} of ${shown.length} slots that match, of ${slots.slots.length}`
-      + (slots.left_out ? `; ${slots.left_out} more are in the run's table` : "");
+    const leftOut = listed.reduce((sum, {data}) => sum + data.left_out, 0);
+    status.textContent = `${Math.min(most, shown.length)} of ${shown.length} slots that match, of ${every.length}`
+      + (leftOut ? `; ${leftOut} more are in the run's table` : "");
     all.hidden = shown.length <= most;
   }
 
@@ -697,13 +720,14 @@ function slotSection(part) {
       onclick: () => choose(slot, true)}, slot.name);
     slot.button = button;
     const cells = COLUMNS.slice(2).map(([, value]) => el("td", {class: "number"}, figure(value(slot), 3)));
-    return el("tr", {}, el("td", {class: "why"}, slot.why || "-"), el("td", {class: "slot"}, button), cells,
-      el("td", {}, slot.place < withSeries ? spark(slot) : "-"));
+    const mark = slot.mark ? ` (${slot.mark})` : null;
+    return el("tr", {}, el("td", {class: "why"}, slot.why || "-"), el("td", {class: "slot"}, button, mark), cells,
+      el("td", {}, hasSeries(slot) ? spark(slot) : "-"));
   }
 
   function spark(slot) {
     // Logarithms of the largest amax of each group, over the width of the cell.
-    const values = unpack(slots.series.amax_high, slot.place).map((value) => (value > 0 ? Math.log2(value) : null));
+    const values = unpack(slot.source.data.series.amax_high, slot.row).map((value) => (value > 0 ? Math.log2(value) : null));
     const there = values.filter((value) => value != null);
     const low = Math.min(...there), span = Math.max(...there) - low || 1;
     let path = "", pen = "M";
@@ -732,7 +756,8 @@ function slotSection(part) {
     for (const plot of drawn) plot.stop();
     drawn = [];
     panel.replaceChildren(el("h3", {}, slot.name), el("p", {}, slot.why || "every figure within its limit"));
-    if (slot.place >= withSeries) {
+    if (slot.mark) panel.append(el("p", {}, `${slot.mark}: in the other run its layer is not in FP8, or not there`));
+    if (!hasSeries(slot)) {
       panel.append(el("p", {}, "This page has no room for the histories of so many slots; fp8_telemetry.parquet has all."));
     } else {
       const grid = el("div", {class: "charts"});
@@ -747,27 +772,29 @@ function slotSection(part) {
   }
 
   function plotsOfSlot(slot) {
-    const sides = [[slots, slot.place]];
-    const place = other?.slots?.slots.findIndex((each) => each.name === slot.name) ?? -1;
-    if (place >= 0 && place < other.slots.series.marks.length) sides.push([other.slots, place]);
+    const sides = [[slot.source, slot.row]];
+    for (const source of sources) {
+      const row = source.data.slots.findIndex((each) => each.name === slot.name);
+      if (source !== slot.source && row >= 0 && row < source.data.series.marks.length) sides.push([source, row]);
+    }
     const made = {amax: [], scale: [], saturation: []};
-    sides.forEach(([source, row], side) => {
-      const values = seriesOfSlot(source, row);
+    sides.forEach(([{data, side}, row]) => {
+      const values = seriesOfSlot(data, row);
       const letter = other ? ` (${"AB"[side]})` : "";
-      const add = (name, label, list, marks = []) => made[name].push({label: label + letter, steps: source.steps,
+      const add = (name, label, list, marks = []) => made[name].push({label: label + letter, steps: data.steps,
         values: list, marks, color: side ? "b" : "a", dashed: side === 1, thin: true});
       // Where every point is one step, its smallest value is its largest one.
-      const joined = source.joined > 1;
+      const joined = data.joined > 1;
       add("amax", joined ? "largest" : "amax", values.amax_high, values.marks);
       if (joined) add("amax", "smallest", values.amax_low);
       add("scale", joined ? "largest" : "scale", values.scale_high);
       if (joined) add("scale", "smallest", values.scale_low);
       add("saturation", joined ? "largest" : "saturation", values.saturation_high);
     });
-    const bands = slots.joined > 1 ? [[0, 1]] : [];
+    const bands = slot.source.data.joined > 1 ? [[0, 1]] : [];
     const titles = {amax: "amax", scale: "scale", saturation: "saturation: amax x scale / largest FP8 value"};
     return Object.entries(made).map(([name, series]) => new Plot({title: titles[name], unit: "", log: 2,
-      stepped: name === "scale", settled: slots.judged_from, bands: name === "saturation" ? [] : bands}, series, PLOT_HEIGHT));
+      stepped: name === "scale", settled: slot.source.data.judged_from, bands: name === "saturation" ? [] : bands}, series, PLOT_HEIGHT));
   }
 
   const all = el("button", {type: "button", onclick: () => {
@@ -775,31 +802,37 @@ function slotSection(part) {
     fill();
   }}, "Show all");
   chooseSlot = (name) => {
-    const slot = slots.slots.find((each) => each.name === name);
+    const slot = every.find((each) => each.name === name);
     if (slot) choose(slot, true);
   };
 
-  const every = slots.every_step ? "every step" : "the steps with rows in the journal";
-  const joined = slots.joined > 1 ? `; each point joins ${slots.joined} steps by their smallest and largest value` : "";
+  const steps = ({data, side}) => {
+    const rows = data.every_step ? "every step" : "the steps with rows in the journal";
+    const joined = data.joined > 1 ? `; each point joins ${data.joined} steps by their smallest and largest value` : "";
+    return `Figures of ${two ? `${"AB"[side]}, ` : ""}${rows}${joined}. `;
+  };
+  const about = two ? "A slot of both runs is listed with A's figures, one that only B has with B's. " : "";
   part.append(
-    el("p", {class: "note"}, `Figures of ${every}${joined}. Sorted by how far the worst figure is beyond the limit of `
-      + "the fallback (a recipe's defaults); an amax that was not finite, and layers in BF16, come first. Worst figures "
-      + `are of applied steps from step ${slots.judged_from} on.`),
-    panel, ...map(slots, withSeries, choose),
+    el("p", {class: "note"}, `${listed.map(steps).join("")}${about}Sorted by how far the worst figure is beyond the `
+      + "limit of the fallback (a recipe's defaults); an amax that was not finite, and layers in BF16, come first. Worst "
+      + `figures are of applied steps from step ${listed[0].data.judged_from} on.`),
+    panel, ...listed.flatMap((source) => map(source, hasSeries, choose, two && source.side === 1)),
     el("div", {class: "controls", role: "search"}, el("label", {for: "search"}, "search"), search,
       el("label", {for: "role"}, "role"), role, el("label", {}, trouble, "beyond a limit only")),
     status, el("div", {class: "wide"}, el("table", {id: "slots-table"}, el("thead", {}, el("tr", {}, head)), body)), all);
   fill();
-  choose(slots.slots[0], false);
+  choose(every[0], false);
 }
 
-function map(slots, withSeries, choose) {
+function map({data, slots}, hasSeries, choose, ofB) {
   // The saturation of every slot by step, a row a slot in the model's order.
-  const rows = slots.slots.slice(0, withSeries).sort((a, b) => a.model - b.model);
-  const groups = slots.steps.length;
-  const canvas = el("canvas", {role: "img", "aria-label": "Map of the saturation of every slot by step. The table has its figures."});
+  const rows = slots.filter(hasSeries).sort((a, b) => a.model - b.model);
+  if (!rows.length) return [];
+  const groups = data.steps.length;
+  const whose = ofB ? "slot that only B has" : "slot";
+  const canvas = el("canvas", {role: "img", "aria-label": `Map of the saturation of every ${whose} by step. The table has its figures.`});
   const told = el("p", {class: "note"}, "Point at the map for a slot and step; click to see its histories.");
-  const values = rows.map((slot) => unpack(slots.series.saturation_high, slot.place));
+  const values = rows.map((slot) => unpack(data.series.saturation_high, slot.row));
   canvas.width = groups;
   canvas.height = rows.length;
   canvas.style.height = `${Math.max(90, Math.min(640, 4 * rows.length))}px`;
@@ -829,7 +862,7 @@ function map(slots, withSeries, choose) {
   }
   canvas.addEventListener("mousemove", (event) => {
     const [x, y] = at(event);
-    told.textContent = `${rows[y].name}, step ${slots.steps[x]}: saturation ${figure(values[y][x], 3)}`;
+    told.textContent = `${rows[y].name}, step ${data.steps[x]}: saturation ${figure(values[y][x], 3)}`;
   });
   canvas.addEventListener("click", (event) => choose(rows[at(event)[1]], true));
   themed.push(draw);
@@ -839,7 +872,7 @@ function map(slots, withSeries, choose) {
     box.style.background = color(name);
     return el("span", {}, box, text);
   };
-  return [el("h3", {}, "Saturation of every slot, layers from top to bottom, steps from left to right"),
+  return [el("h3", {}, `Saturation of every ${whose}, layers from top to bottom, steps from left to right`),
     el("p", {class: "swatches note"}, swatch("a", "under a quarter of the format's largest value"),
       swatch("raised", "at it, where delayed scaling puts amax"), swatch("rollback", "four times over it: clipped"),
       swatch("gone", "no amax")),
@@ -971,7 +1004,11 @@ section("overview", "Overview", overview);
 if (content.compared) section("compared", "A and B", comparison);
 section("curves", "Curves", curves);
 section("events", `Events${ofFirst}`, listOfEvents);
-if (run.slots) section("slots", `FP8 slots${ofFirst}`, slotSection);
+const sources = slotSources();
+if (sources.length) {
+  const sides = sources.filter((source) => source.slots.length).map((source) => "AB"[source.side]);
+  section("slots", `FP8 slots${other ? ` of ${sides.join(" and ")}` : ""}`, (part) => slotSection(part, sources));
+}
 section("moves", `Demotions and rollbacks${ofFirst}`, moves);
 section("checkpoints", `Checkpoints${ofFirst}`, checkpoints);
 section("cost", "Cost", cost);

@@ -39,6 +39,8 @@ _MEANINGS = {
     "update": "the gradients agree: this is the first thing in the update that does not",
     "fp8": "the update agrees: the FP8 scales roll differently, as margin or history of the recipe say",
 }
+# The same of an output, where weights that are not trained and that no checkpoint holds differ.
+_FROZEN = "samples and trained weights agree, frozen weights do not: this is the first tensor that shows it"
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,7 @@ class Replay:
                 "not have them: it was changed after it was computed, by a disk, memory, or somebody"
             )
         if parting.parted is not None:
-            text = _MEANINGS[parting.parted.place.phase]
-            if parting.at_latest:
-                text += "; nothing older is left of both runs, so they may have parted earlier"
-            elif parting.generators and parting.parted.place.phase == "forward":
-                text += f"; generators differ too: {', '.join(parting.generators)}"
-            return text
+            return self._first_tensor(parting.parted)
         if not self.compared.splits:
             if not parting.last:
                 return "recorded figures agree, and no checkpoint is left of both runs to compare"
@@ -82,6 +79,23 @@ class Replay:
             f"up to step {parting.last} both runs give the same bits, and those of their journals; what differs is "
             f"recorded beside the step: {first.tensor} {first.kind}"
         )
+
+    def _first_tensor(self, parted: Parted) -> str:
+        """What it says that this tensor is the first one that differs."""
+        parting = self.parting
+        is_forward = parted.place.phase == "forward"
+        text = _MEANINGS[parted.place.phase]
+        if parting.frozen and is_forward:
+            text = _FROZEN
+        if parted.apart.only:
+            text += (
+                f"; only {parted.apart.only} has it: a module, an optimizer or a call is its own"
+            )
+        if parting.at_latest:
+            text += "; nothing older is left of both runs, so they may have parted earlier"
+        elif parting.generators and is_forward:
+            text += f"; generators differ too: {', '.join(parting.generators)}"
+        return text
 
     def _not_reproduced(self) -> str:
         names = " and ".join(self.parting.strangers)
@@ -115,6 +129,7 @@ class Replay:
             "changed_checkpoints": [letter.lower() for letter in parting.changed],
             "not_reproduced": found,
             "generators": list(parting.generators),
+            "frozen_weights_differ": parting.frozen,
             "meaning": self.meaning,
         }
 
@@ -140,6 +155,9 @@ class Replay:
 def _parted_json(parted: Parted) -> dict[str, Any]:
     place, apart = parted.place, parted.apart
     a, b = apart.shapes or (jsonable(apart.a), jsonable(apart.b))
+    # The run that has no such tensor has no value.
+    if apart.only:
+        a, b = a or None, b or None
     return {
         "step": parted.step,
         "tensor": place.tensor,
@@ -149,6 +167,7 @@ def _parted_json(parted: Parted) -> dict[str, Any]:
         "phase": place.phase,
         "micro_batch": place.micro_batch or None,
         "call": place.call or None,
+        "only": apart.only.lower() or None,
         "elements": apart.elements,
         "differing": None if apart.shapes else apart.differing,
         "at": None if apart.shapes else apart.at,
@@ -167,6 +186,8 @@ def _parted_text(parted: Parted) -> str:
         text += f", micro-batch {place.micro_batch}"
     if place.call > 1:
         text += f", call {place.call}"
+    if apart.only:
+        return f"{text}: only {apart.only} has it ({''.join(apart.shapes)})"
     if apart.shapes:
         return f"{text}: A {apart.shapes[0]}, B {apart.shapes[1]}"
     if apart.elements > 1:

@@ -73,7 +73,8 @@ def command(
     from harness.drill.page import HTML, Drill, facts_of, write
 
     began = time.time()
-    results, stopped = _do(bench, names, screen)
+    with bench.kept():
+        results, stopped = _do(bench, names, screen)
     drill = Drill(config, results, facts_of(bench, began, overrides or ()))
     write(bench.folder, drill)
     if as_json:

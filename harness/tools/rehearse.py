@@ -184,12 +184,18 @@ def _rehearse(
             notes.append(
                 "the run's loss scale was DeepSpeed's: the fp16 branch has one of its own, and does not repeat the run"
             )
+        was, now = begin.config.recipe, request.config.recipe
+        if was != now:
+            notes.append(
+                f"a resume changed the run's recipe since, from {was} to {now}: "
+                f"the branches have {now}, and none repeats the run"
+            )
         recipes = recipes_for(request.own, request.fp8)
         build = partial(_build, request, data, scratch, worker, begin.ranks)
         rehearsal = Rehearsal(
             begin,
             own=_own_precisions(request, worker),
-            repeated="" if foreign else _repeated(request),
+            repeated="" if foreign or was != now else _repeated(request),
             recipes={name: recipes[name] for name in wanted},
             fp8=whole_fp8(request.own, request.fp8),
             build=build,

@@ -26,6 +26,14 @@ class Noise(nn.Module):
         return x + os_noise(x)
 
 
+class NoiseInFp16(nn.Module):
+    """Adds noise in forward while the model computes in fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        in_fp16 = torch.get_autocast_dtype(x.device.type) == torch.float16
+        return x + os_noise(x) if in_fp16 else x
+
+
 class _NoisyGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -110,6 +118,10 @@ def noise() -> Wrapped:
 
 def noise_behind() -> Wrapped:
     return Wrapped(NoiseBehind())
+
+
+def noise_in_fp16() -> Wrapped:
+    return Wrapped(NoiseInFp16())
 
 
 def unwritten() -> Wrapped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,41 @@ def test_other_samples_and_other_initial_weights_are_told_apart(tmp_path: Path) 
     assert at(weights) == (1, "state", "embed.weight")
     order = replayed(one, train(tmp_path, "order", *model(), "train.seed=1"))
     assert at(order) == (1, "data", "window")
+
+
+@pytest.mark.slow
+def test_a_module_that_only_one_run_has_is_named_with_that_run(tmp_path: Path) -> None:
+    text = """
+    import torch
+    from harness.models.gpt import build as gpt
+
+    class Scale(torch.nn.Module):
+        def forward(self, x):
+            return 1.5 * x
+
+    class Model(torch.nn.Module):
+        def __init__(self, scaled, more):
+            super().__init__()
+            self.gpt = gpt(dim=64, layers=1, heads=2)
+            self.extra = Scale() if scaled else None
+            self.more = torch.nn.Linear(1, 1) if more else None
+
+        def forward(self, inputs, targets):
+            loss = self.gpt(inputs, targets)
+            loss = loss if self.extra is None else self.extra(loss)
+            return loss if self.more is None else self.more(loss[None])[0]
+
+    def build(scaled=False, more=False, **args):
+        return Model(scaled, more)
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(text))
+    plain = train(tmp_path, "plain", "model.target=own:build", "model.args={}")
+    for name, tensor, phase in (("scaled", "extra", "forward"), ("more", "more.weight", "state")):
+        args = json.dumps({name: True})
+        other = train(tmp_path, name, "model.target=own:build", f"model.args={args}")
+        found = replayed(plain, other)
+        assert at(found) == (1, phase, tensor)
+        first = found["first_divergence"]
+        assert (first["only"], first["a"]) == ("b", None)
+        assert first["b"].startswith("float32")
+        assert "only B has it" in found["replay"]["meaning"]

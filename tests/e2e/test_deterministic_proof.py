@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.checkpoint.policy import load_ledger, save_ledger
+from harness.checkpoint.store import Store
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train, train_ranks
 
@@ -68,6 +70,25 @@ def test_a_resume_proves_itself_again_and_goes_on_with_the_same_bits(tmp_path: P
     assert [event["step"] for event in events(twice, "deterministic.proven")] == [0, 2]
     assert events(twice, "resume.mismatch") == []
     assert_same_state(state(twice, STEPS), state(straight, STEPS))
+
+
+def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: Path) -> None:
+    """Killed after a rollback to before its downgrade: the checkpoint is of fp16, and the run goes on in bf16."""
+    small = ("data.context=16", "data.val_samples=2", "train.global_batch=2", "train.micro_batch=2")
+    model = ("--recipe", "fp16_scaler", "model.target=random_models:noise_in_fp16")
+    of_run = (*small, *model, "train.schedule=constant")
+    run = run_of(tmp_path, *of_run, "train.steps=2")
+    _, meta = Store(run / "checkpoints", readonly=True).load(2)
+    ledger = load_ledger(run)
+    assert ledger.continues(meta["ledger"]), "it takes the run's identity from there"
+    ledger.lowered = "bf16"
+    ledger.go_back(2, [])
+    save_ledger(run, ledger)
+
+    # In fp16 the steps do not repeat, and the start would be refused.
+    run_of(tmp_path, *of_run, ON, "--accept-changed", "engine.deterministic")
+    assert [event["step"] for event in events(run, "deterministic.proven")] == [2]
+    assert "fp16" not in json.loads((run / "plan.json").read_text())["effective"]
 
 
 @pytest.mark.parametrize(

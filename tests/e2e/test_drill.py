@@ -112,16 +112,44 @@ def test_a_drill_that_is_stopped_ends_its_runs_and_files_the_page(tmp_path: Path
     assert not living(tmp_path / "d"), "runs that go on"
 
 
-def living(folder: Path) -> list[str]:
-    """Processes that work in `folder`."""
-    found: list[str] = []
+@pytest.mark.slow
+@pytest.mark.faults(1)
+def test_a_drill_that_is_killed_ends_its_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    words = ("--only", "soak", "--folder", "d", "--steps", "1000000")
+    line = [sys.executable, "-m", "harness.cli", *TINY, *words]
+    variables = environment(PYTHONPATH=str(ROOT))
+    with subprocess.Popen(line, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as drill:
+        journal = folder / "runs" / "soak-1" / "journal.jsonl"
+        deadline = time.monotonic() + warm.PATIENCE
+        while not journal.exists():
+            assert drill.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert living(folder), "the run trains"
+        drill.kill()
+    try:
+        deadline = time.monotonic() + warm.PATIENCE
+        while left := living(folder):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+    finally:
+        for pid in living(folder):
+            os.kill(pid, signal.SIGKILL)
+
+
+def living(folder: Path) -> dict[int, str]:
+    """Processes that work in `folder`: pid -> command."""
+    found: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         try:
             if entry.isdecimal() and Path(f"/proc/{entry}/cwd").readlink() == folder:
-                found.append(Path(f"/proc/{entry}/cmdline").read_text().replace("\0", " "))
+                command = Path(f"/proc/{entry}/cmdline").read_text().replace("\0", " ")
+                if command:
+                    found[int(entry)] = command
         except OSError:
             continue
-    return [command for command in found if command]
+    return found
 
 
 @pytest.mark.nightly

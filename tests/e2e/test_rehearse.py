@@ -272,6 +272,56 @@ def test_from_the_initial_weights_no_budget_is_spent_yet(run: Path, tmp_path: Pa
         assert ledger.lowered == ""
 
 
+@pytest.fixture(scope="module")
+def changed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`run`, resumed after step 10 at another rate, until step 13. Not to be changed."""
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(run, folder / "runs" / "r")
+    words = ("train.steps=13", "train.lr=0.0001", "--accept-changed", "train.lr")
+    done = train(folder, "--name", "r", *words)
+    assert done.returncode == 0, done.stdout
+    return folder / "runs" / "r"
+
+
+def test_steps_from_before_a_change_are_rehearsed_with_the_config_that_they_had(
+    changed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rehearse(capsys, str(changed), from_step=5, precisions="fp8", steps=3)
+    own = dict(metrics(changed))
+    losses = {branch["name"]: branch["losses"] for branch in found["branches"]}
+    assert losses["fp8"] == [own[6], own[7], own[8]]
+    assert not [note for note in found["notes"] if "differs from its journal" in note]
+
+
+def test_a_rehearsal_begins_with_the_config_of_its_first_step(changed: Path) -> None:
+    config = load_config(str(changed / "config.yaml"), ["engine.name=auto"])
+    # Steps 1 to 10 were done at the first rate, in a schedule of 10 steps. Step 11 was done after the change.
+    for from_step, lr, total in ((0, 0.003, 10), (5, 0.003, 10), (10, 0.0001, 13)):
+        begin = of_run(changed, config, 3, from_step, None)
+        assert (begin.step, begin.config.train.lr, begin.config.train.steps) == (
+            from_step, lr, total,
+        )  # fmt: skip
+        assert begin.steps == 3
+        assert begin.config.engine.name == "auto", "one process, whatever the run had"
+
+    # Of its own choice: a checkpoint that leaves the steps to the end of the schedule that it had.
+    assert of_run(changed, config, 4, None, None).step == 5
+    begin = of_run(changed, config, 8, None, None)
+    assert (begin.step, begin.config.train.lr) == (0, 0.003)
+
+
+def test_no_branch_repeats_steps_from_before_a_change_of_the_recipe(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "runs" / "r")
+    words = ("train.steps=11", "--recipe", "bf16", "--accept-changed", "recipe")
+    done = train(tmp_path, "--name", "r", *words)
+    assert done.returncode == 0, done.stdout
+    found = rehearse(capsys, str(tmp_path / "runs" / "r"), from_step=5, precisions="bf16", steps=1)
+    assert [note for note in found["notes"] if "from fp8_hybrid to bf16" in note]
+    assert not [note for note in found["notes"] if "differs from its journal" in note]
+
+
 GROWING = {"layer": "blocks.0.mlp.down", "per_window": 1.0, "dim": 64, "layers": 2, "heads": 2}
 
 

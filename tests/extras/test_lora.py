@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,25 @@ def test_a_run_with_adapters_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert (
         f"29 of 30 FP8 slots saw a nonzero amax; no gradient goes back to {silent}: frozen" in told
     )
+
+
+@pytest.mark.slow
+def test_another_base_is_named_by_the_first_layer_that_shows_it(tmp_path: Path) -> None:
+    """The frozen weights are in no checkpoint: the states agree, and the runs do not begin alike."""
+    bases = save(tmp_path / "base", "llama"), tmp_path / "other"
+    shutil.copytree(*bases)
+    weights = load_file(bases[1] / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] += 1.0
+    save_file(weights, bases[1] / "model.safetensors", {"format": "pt"})
+    for base in bases:
+        args = ("--recipe", "bf16", f"model.target=hf:{base}", "model.args={lora: {r: 4}}")
+        short = ("train.steps=1", "data.context=16", "data.val_samples=2", "train.eval_every=0")
+        done = train(tmp_path, *args, *short, "--name", base.name)
+        assert done.returncode == 0, done.stdout
+    words = ("compare", "runs/base", "runs/other", "--replay", "--json", "--no-picture")
+    found = json.loads(harness(tmp_path, *words).stdout)
+    first = found["first_divergence"]
+    assert (first["step"], first["phase"]) == (1, "forward")
+    assert first["tensor"].endswith("layers.1.mlp.down_proj.base_layer")
+    assert found["replay"]["frozen_weights_differ"]
+    assert "frozen weights do not" in found["replay"]["meaning"]

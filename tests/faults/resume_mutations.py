@@ -21,6 +21,13 @@ RESUME: tuple[Mutation, ...] = (
     ),
     Mutation(
         1,
+        "that proof runs the precision that a resumed run was downgraded to",
+        "    run.guard.judge.stay_fallen_back()\n    next_window(run)\n",
+        "    next_window(run)\n",
+        "tests/e2e/test_deterministic_proof.py -k downgraded",
+    ),
+    Mutation(
+        1,
         "numpy's generator is restored",
         'np.random.set_state(("MT19937", key, position, has_gauss, gauss))',
         "pass",
@@ -239,7 +246,7 @@ RESUME: tuple[Mutation, ...] = (
     Mutation(
         25,
         "a replay takes the config of before a change",
-        'later = [event for event in self.changed if event["step"] >= step]',
+        'later = [each for each in self.changed if (each["attempt"], each["step"]) >= place]',
         "later = []",
         "tests/e2e/test_resume.py -k written_down",
     ),

@@ -287,6 +287,13 @@ SURVIVAL: tuple[Mutation, ...] = (
     ),
     Mutation(
         1,
+        "a drill that is killed leaves no run behind",
+        "    sys.stdin.buffer.read()\n    end_marked(mark)\n",
+        "    sys.stdin.buffer.read()\n",
+        "tests/unit/drill/test_drill_bench.py -k no_process_behind",
+    ),
+    Mutation(
+        1,
         "a drill works in no folder that holds anything",
         "if not is_empty:",
         "if False:",

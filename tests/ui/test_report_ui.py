@@ -44,13 +44,13 @@ ROWS = "[...document.querySelectorAll('#slots-table tbody tr')]"
 FIRST_SLOT = f"{ROWS}[0].querySelector('button').textContent"
 
 
-def make_run(folder: Path, loss: float = 5.0) -> Path:
+def make_run(
+    folder: Path, loss: float = 5.0, layers: tuple[str, str] = ("blocks.0.up", EVIL)
+) -> Path:
     """Two FP8 layers; the second, with a hostile name, saturates late. A demotion, a NaN, a rollback."""
     folder.mkdir()
     names = tuple(
-        f"{layer}.{role}"
-        for layer in ("blocks.0.up", EVIL)
-        for role in ("input", "weight", "grad_output")
+        f"{layer}.{role}" for layer in layers for role in ("input", "weight", "grad_output")
     )
     file = SlotFile(folder / SLOT_FILE)
     with Journal(folder / JOURNAL) as journal:
@@ -208,6 +208,55 @@ def test_both_themes_and_any_width(page: browser.Browser, width: int) -> None:
     assert page.ask("document.documentElement.scrollWidth") <= width, (
         "no part is wider than the page"
     )
+
+
+def make_bf16_run(folder: Path) -> Path:
+    """A run without an FP8 layer."""
+    folder.mkdir()
+    with Journal(folder / JOURNAL) as journal:
+        journal.note("run", tags={"ranks": "1"}, params={}, data={}, where={"host": "h"})
+        for step in range(1, STEPS + 1):
+            journal.metrics(step, {"train/loss": 5.0 / step})
+    return folder
+
+
+def test_slots_that_only_the_second_run_has_are_listed(
+    page: browser.Browser, runs: Path, tmp_path: Path
+) -> None:
+    fp8 = RunHistory.read(runs / "one")
+    (tmp_path / "bf16_and_fp8.html").write_text(
+        made([RunHistory.read(make_bf16_run(tmp_path / "bf16")), fp8])
+    )
+    show(page, tmp_path / "bf16_and_fp8.html")
+    titles = page.ask("[...document.querySelectorAll('h2')].map((each) => each.textContent)")
+    assert "FP8 slots of B" in titles
+    assert page.ask(f"{ROWS}.length") == 6
+    assert "only in" not in page.ask("document.querySelector('#slots').innerText")
+    assert "amax (B)" in page.ask("document.querySelector('#slots .panel').innerText")
+
+    # Both in FP8, with one layer in common: it has A's figures and B's curves.
+    third = make_run(tmp_path / "third", layers=("blocks.0.up", "blocks.1.up"))
+    (tmp_path / "partly.html").write_text(made([fp8, RunHistory.read(third)]))
+    show(page, tmp_path / "partly.html")
+    titles = page.ask("[...document.querySelectorAll('h2')].map((each) => each.textContent)")
+    assert "FP8 slots of A and B" in titles
+    slots = page.ask(f"{ROWS}.map((row) => row.querySelector('.slot').textContent)")
+    assert sorted(slots) == sorted(
+        [f"blocks.0.up.{role}" for role in ("input", "weight", "grad_output")]
+        + [f"{EVIL}.{role} (only in A)" for role in ("input", "weight", "grad_output")]
+        + [f"blocks.1.up.{role} (only in B)" for role in ("input", "weight", "grad_output")]
+    )
+    panel = "document.querySelector('#slots .panel').innerText"
+    for name, curves in (("blocks.0.up.input", "AB"), ("blocks.1.up.input", "B")):
+        chosen = f"{ROWS}.find((row) => row.textContent.includes({name!r}))"
+        page.ask(f"{chosen}.querySelector('button').click()")
+        text = page.ask(panel)
+        assert [letter for letter in "AB" if f"amax ({letter})" in text] == list(curves)
+    assert "saturation 9 (limit 1.5)" in page.ask(f"{chosen}.textContent"), "B's own figure"
+    assert page.ask("document.querySelectorAll('#slots .map canvas').length") == 2
+    page.ask("search.value = 'only in b'; search.dispatchEvent(new Event('input'))")
+    assert page.ask(f"{ROWS}.length") == 3
+    assert page.ask("document.querySelectorAll('[role=alert]').length") == 0
 
 
 def test_two_runs_and_an_empty_one(page: browser.Browser, runs: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from harness.core.config import RunConfig, load_config
 from harness.core.errors import ConfigError
+from harness.core.files import with_this_package
 from harness.drill.bench import Bench, short_config, users_config
 from harness.drill.child import Missed
 from harness.drill.exercises import closed_port, lacks_ranks, sigterm, soak
@@ -94,6 +98,49 @@ def test_whatever_a_run_leaves_behind_is_ended(tmp_path: Path) -> None:
     while _lives(left):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# A run, and a rank of it in a session of its own. Both would go on for an hour.
+RUN = """
+import os, subprocess, sys, time
+sleep = "import time; print('up', flush=True); time.sleep(3600)"
+pipe = subprocess.PIPE
+rank = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True, stdout=pipe)
+rank.stdout.read(2)
+print(os.getpid(), rank.pid, "both", flush=True)
+time.sleep(3600)
+"""
+DRILL = """
+import sys
+from pathlib import Path
+from harness.core.config import load_config
+from harness.drill.bench import Bench
+bench = Bench.open(Path("drill"), load_config("tiny"), 12, 60)
+with bench.kept():
+    child = bench.start("run", "-c", sys.argv[1])
+    child.until(lambda: "both" in child.screen, "its pids", 300)
+    print(child.screen, flush=True)
+    child.finish(3600)
+"""
+
+
+def test_a_drill_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", DRILL, RUN]
+    variables = with_this_package()
+    with subprocess.Popen(line, cwd=tmp_path, env=variables, stdout=subprocess.PIPE) as drill:
+        assert drill.stdout is not None
+        run, rank, _ = drill.stdout.readline().split()
+        pids = [int(run), int(rank)]
+        assert all(map(_lives, pids))
+        drill.kill()
+    try:
+        deadline = time.monotonic() + 300
+        while any(map(_lives, pids)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for pid in filter(_lives, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _lives(pid: int) -> bool:

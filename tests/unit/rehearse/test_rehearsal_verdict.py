@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.core.config import FallbackConfig
+from harness.core.config import FallbackConfig, load_config
 from harness.core.facts import Halt, Rollback, SlotStats, StepFacts, Switch, Verdict
 from harness.monitors.responder import Judgement
 from harness.precision.recipe import Recipe, load_recipe
+from harness.rehearse.begin import of_config
 from harness.rehearse.branch import Branch, Fault, Record
 from harness.rehearse.recommended import recommend
+from harness.rehearse.rehearsal import Rehearsed
 from harness.rehearse.slots import SlotRecord
+from harness.rehearse.text import as_json
 from harness.rehearse.verdict import Branches, decide, is_behind, is_doubtful, loss_gap
 from harness.replay.cause import Evidence, judge
 
@@ -236,3 +240,44 @@ def test_what_is_recommended_follows_from_what_was_seen() -> None:
     chance = [stats(1.2) if step % 20 == 0 else stats(0.9) for step in range(70)]
     assert not made(*chance).changed
     assert not made(*storms, base=load_recipe("fp8_current")).changed, "no history there"
+
+
+def test_the_object_has_the_gaps_beside_chance_and_the_evidence() -> None:
+    control = branch("one ulp", "fp32", losses=tuple(loss + 0.1 for loss in FALLING))
+    fp8 = branch("fp8", losses=tuple(loss + 0.5 for loss in FALLING))
+    fp16 = branch("fp16", losses=(*FALLING[:12], math.inf), fault=BROKE)
+    found = Branches(FP32, control, [fp8, fp16], "fp8")
+    begin = of_config(load_config("tiny"), 20)
+    made = as_json(Rehearsed(begin, found, {}), decide(found), "config tiny", "here")
+    content = json.loads(json.dumps(made, allow_nan=False))
+
+    # A fifth of 1.9 is more than three times the control's widest, and more than 1% of the last loss.
+    of_fp8, of_fp16 = content["gaps"]
+    assert of_fp8 == {
+        "precision": "fp8",
+        "gap": pytest.approx(0.5),
+        "widest": pytest.approx(0.5),
+        "control_gap": pytest.approx(0.1),
+        "control_widest": pytest.approx(0.1),
+        "limit": pytest.approx(0.38),
+        "behind": True,
+    }
+    assert (of_fp16["precision"], of_fp16["gap"], of_fp16["behind"]) == ("fp16", None, False)
+    assert content["verdict"] == "precision"
+    assert content["evidence"] == {
+        "unfit": False,
+        "was_bad": False,
+        "is_bad": True,
+        "unlike": False,
+        "bad_in_float32": False,
+        "bad_at_lower_rate": None,
+        "bad_without_windows": None,
+    }
+    rows = {row["name"]: row for row in content["branches"]}
+    assert (rows["fp8"]["loss_first"], rows["fp8"]["loss_last"]) == (
+        pytest.approx(5.5), pytest.approx(3.65),
+    )  # fmt: skip
+    assert [rows[name]["outcome"] for name in ("fp32", "fp8")] == ["well", "behind fp32"]
+    assert rows["fp16"]["loss_last"] == "inf"
+    assert rows["fp16"]["fault"]["windows"] == [7, 8]
+    assert rows["fp16"]["outcome"] == "rollback at step 12: spikes in a row"

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from harness.checkpoint.store import Store
+from harness.core.config import RunConfig, TrainConfig
 from harness.core.facts import Limits, StepFacts
 from harness.core.state import RunLedger
 from harness.replay.flight import (
     KEEP,
+    Branches,
     Environment,
     FlightRecorder,
     base_store,
@@ -22,6 +24,7 @@ from harness.replay.flight import (
     record_folder,
     same,
 )
+from harness.tracking.journal import Journal
 
 HERE = Environment("fp8_hybrid", 2, "ddp", "cpu")
 
@@ -174,3 +177,29 @@ def test_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
 )
 def test_figures_are_compared_bit_for_bit(a: float, b: float, equal: bool) -> None:
     assert same(a, b) is same(b, a) is equal
+
+
+def test_a_step_has_the_config_of_the_attempt_that_ran_it(tmp_path: Path) -> None:
+    """Changed after step 8, rolled back to step 4, and changed again after step 6 of the second attempt."""
+    train = TrainConfig()
+    rates = [RunConfig(train=train.model_copy(update={"lr": lr})) for lr in (0.1, 0.2, 0.3)]
+    was = [each.model_dump(mode="json") for each in rates]
+    was[0]["engine"]["name"] = "ddp"
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.note("run", tags={}, params={}, data={})
+        for step in range(1, 10):
+            if step == 9:
+                journal.event(8, "run.changed", config=was[0])
+            journal.metrics(step, {"train/loss": 9.0})
+        journal.event(9, "guard.rollback", to_step=4, passed_over=[])
+        journal.attempt = 2
+        for step in range(5, 9):
+            if step == 7:
+                journal.event(6, "run.changed", config=was[1])
+            journal.metrics(step, {"train/loss": 9.0})
+    branches = Branches(tmp_path)
+    found = [branches.config_of(step, rates[2]).train.lr for step in range(1, 10)]
+    assert found == [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.2]
+    assert branches.config_of(6, rates[2], attempt=1).train.lr == 0.1
+    assert branches.config_of(1, rates[2]).engine.name == "auto", "one process runs it again"
+    assert [branches.last_attempt_of(step) for step in (4, 5, 9, 10)] == [1, 2, 1, None]

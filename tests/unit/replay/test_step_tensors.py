@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.core.facts import StepFacts
 from harness.replay.step_tensors import (
@@ -22,6 +23,7 @@ from harness.replay.step_tensors import (
     StepTensors,
     apart,
     first_difference,
+    frozen_differ,
     generators_differ,
     watched,
 )
@@ -130,11 +132,89 @@ def test_zeros_of_two_signs_differ_by_no_ulp() -> None:
     assert (found.differing, found.ulps, found.at, found.largest) == (1, 0, 1, 0.0)
 
 
-def test_what_only_one_run_has_is_no_difference() -> None:
-    a, b = only(torch.ones(2)), only(torch.ones(2))
-    a.add(Place(UPDATE, "mine", "weights"), torch.ones(1))
-    assert first_difference(a, b) is None
-    assert first_difference(b, a) is None
+def of(*names: str, last: float = 1.0) -> StepTensors:
+    """Tensors of ones with these names, but for the last one's value."""
+    seen = StepTensors()
+    for name in names:
+        value = last if name == names[-1] else 1.0
+        seen.add(Place(UPDATE, name, "weights"), torch.full((2,), value))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (of("x", "y"), of("x", "mine", "y", last=2.0), "mine"),
+        (of("x", "y"), of("mine", "x", "y"), "mine"),
+        (of("x", "y"), of("x", "y", "mine"), "mine"),
+        (of("x"), of("x", "mine", last=2.0), "mine"),
+        (of("x", "y", last=2.0), of("x", "y", "mine"), "y"),
+        (of("x", "y"), of("y", "x"), None),
+        (of("x"), of("a", "b"), "a"),
+    ],
+)
+def test_what_only_one_run_has_is_a_difference_at_its_place(
+    one: StepTensors, other: StepTensors, expected: str | None
+) -> None:
+    for a, b in ((one, other), (other, one)):
+        found = first_difference(a, b)
+        log = StepLog()
+        log.append(a)
+        assert log.difference(1, b) == found
+        if expected == "a":
+            assert found is not None, "either run's first one"
+        else:
+            assert (None if found is None else found.tensor) == expected
+
+
+def test_a_step_with_hooks_is_compared_in_what_the_other_has() -> None:
+    bare, hooked = of("x", "y"), of("x", "mine", "y")
+    log = StepLog()
+    log.append(bare)
+    assert first_difference(bare, hooked, shared=True) is None
+    assert log.difference(1, hooked, shared=True) is None
+    assert first_difference(bare, of("x", "mine", "y", last=2.0), shared=True) == Place(
+        UPDATE, "y", "weights"
+    )
+
+
+def test_what_a_recipe_alone_brings_is_no_difference() -> None:
+    weights = {"model": {"w": torch.ones(2)}}
+    bare, with_fp8 = StepTensors(), StepTensors()
+    bare.add_state(weights, {"parts": {}}, after_update=False)
+    fp8 = {"history": torch.zeros(4, 1), "scale": torch.ones(1)}
+    parts = {**weights, "fp8": fp8, "loss_scale": {"scale": torch.ones(())}}
+    with_fp8.add_state(parts, {"parts": {"fp8": {"slots": ["w.input"]}}}, after_update=False)
+    for a, b in ((bare, with_fp8), (with_fp8, bare)):
+        assert first_difference(a, b) is None
+        log = StepLog()
+        log.append(a)
+        assert log.difference(1, b) is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_layer_is_noted_as_one_that_is_not(reentrant: bool) -> None:
+    class Recomputing(Twice):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            # A reentrant checkpoint passes no gradient where no input wants one.
+            x = (x + 0.0).requires_grad_()
+            first: Tensor = checkpoint(self.first, x, use_reentrant=reentrant)
+            first = self.shared(self.shared(first))
+            return first, first.argmax()
+
+    noted: list[StepTensors] = []
+    for kind in (Twice, Recomputing):
+        torch.manual_seed(0)
+        noted.append(StepTensors())
+        step(kind(), noted[-1])
+    assert first_difference(*noted) is None
+    assert set(noted[0].hashes) == set(noted[1].hashes)
+
+
+def test_a_tensor_of_one_run_is_described() -> None:
+    tensor = torch.zeros(2, 3)
+    assert apart(tensor, None)[-2:] == (("float32 2x3", ""), "A")
+    assert apart(None, tensor)[-2:] == (("", "float32 2x3"), "B")
 
 
 def test_a_log_of_steps_finds_what_single_steps_find() -> None:
@@ -177,10 +257,31 @@ def test_a_state_is_weights_then_optimizer_then_each_slot() -> None:
     assert first_difference(state(), state(scale=2.0)) == Place(STATE, "x.weight", "scale")
 
 
+def test_frozen_weights_that_no_checkpoint_holds_are_told_apart() -> None:
+    seen: list[StepTensors] = []
+    for digest in ("ab", "ab", "ac"):
+        seen.append(StepTensors())
+        meta = {"parts": {"model": {"frozen": {"from": "base", "count": 1, "sha256": digest * 32}}}}
+        seen[-1].add_state({"model": {"lora": torch.ones(1)}}, meta, after_update=False)
+    assert not frozen_differ(seen[0], seen[1])
+    assert frozen_differ(seen[1], seen[2])
+    assert not frozen_differ(seen[1], state()), "which has none"
+    # They say nothing of where: the first tensor that is computed with them does.
+    assert first_difference(seen[1], seen[2]) is None
+
+
 def test_a_generator_alone_is_no_difference_and_is_named() -> None:
     assert first_difference(state(), state(seed=1)) is None
     assert generators_differ(state(), state(seed=1)) == ["torch"]
     assert generators_differ(state(), state()) == []
+
+
+def test_a_generator_that_only_one_run_has_is_named() -> None:
+    more = state()
+    more.add(Place(STATE, "cuda", GENERATOR), torch.tensor([1]))
+    assert generators_differ(state(), more) == ["cuda"]
+    assert generators_differ(more, state()) == ["cuda"]
+    assert first_difference(state(), more) is None
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
