@@ -20,6 +20,7 @@ import pytest
 from harness.checkpoint.store import Store
 from harness.tracking.journal import read_rows
 from tests.support import warm
+from tests.support.matrix import rest_nightly
 from tests.support.runs import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
@@ -75,9 +76,9 @@ def assert_close(
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(torchrun(1), marks=pytest.mark.slow),
+        pytest.param(torchrun(1), marks=pytest.mark.nightly),
         torchrun(2),
-        pytest.param(deepspeed(1), marks=pytest.mark.slow),
+        pytest.param(deepspeed(1), marks=pytest.mark.nightly),
         pytest.param(deepspeed(2), marks=pytest.mark.slow),
     ],
     ids=["torchrun-1", "torchrun-2", "deepspeed-1", "deepspeed-2"],
@@ -96,7 +97,10 @@ def shared_memory(launcher: list[str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("kind", "engine"), [(torchrun, "deepspeed"), (deepspeed, "ddp")])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    rest_nightly([(torchrun, "deepspeed"), (deepspeed, "ddp")], (deepspeed, "ddp")),
+)
 def test_the_engine_can_be_named_whatever_the_launcher(
     alone: list[tuple[int, float]], tmp_path: Path, kind: object, engine: str
 ) -> None:
@@ -171,7 +175,7 @@ def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: P
     ("kind", "ranks"),
     [
         pytest.param(torchrun, 2, marks=pytest.mark.slow),
-        (deepspeed, 1),
+        pytest.param(deepspeed, 1, marks=pytest.mark.nightly),
         # Its ranks spin while they wait for each other: minutes of processor time on a busy machine.
         pytest.param(deepspeed, 2, marks=pytest.mark.slow),
     ],

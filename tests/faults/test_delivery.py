@@ -30,6 +30,7 @@ from harness.cli import app
 from harness.core.errors import ConfigError
 from harness.tracking import shipper
 from harness.tracking.journal import JOURNAL, Journal, Position, delivered
+from tests.support.matrix import rest_nightly
 from tests.support.runs import environment, harness, train
 
 pytestmark = pytest.mark.faults(18)
@@ -72,7 +73,7 @@ def more(run_dir: Path) -> None:
 STORES = ("sqlite:///stores.db", "sqlite:///deep/er/stores.db", "sqlite:///./stores.db?timeout=20")
 
 
-@pytest.mark.parametrize("uri", STORES)
+@pytest.mark.parametrize("uri", rest_nightly(STORES, STORES[-1]))
 @pytest.mark.slow
 def test_sync_delivers_to_the_store_of_the_run_from_wherever_it_is_called(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, uri: str
@@ -458,7 +459,7 @@ def files_with(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded", "token in a setting"))
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str
 ) -> None:

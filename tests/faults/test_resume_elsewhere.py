@@ -24,6 +24,7 @@ from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.store import Store
 from harness.core.files import dump_json
 from harness.tracking.journal import read_rows
+from tests.support.matrix import rest_nightly
 from tests.support.runs import train
 
 STEPS = 12
@@ -256,7 +257,7 @@ def windows(lines: list[str], ranks: int) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.faults(25)
-@pytest.mark.parametrize("recipe", ["fp32", "fp8_hybrid"])
+@pytest.mark.parametrize("recipe", rest_nightly(["fp32", "fp8_hybrid"], "fp8_hybrid"))
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
 def test_another_number_of_ranks_keeps_the_data_order(
     driver: Driver,

@@ -27,6 +27,7 @@ from launch_support import (
     wait_until,
 )
 
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, metrics, wait_for_step
 
 pytestmark = pytest.mark.faults(6)
@@ -306,13 +307,29 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [
-        *(
-            ("torchrun", fault)
-            for fault in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "starting", "launcher killed")
-        ),
-        *(("deepspeed", fault) for fault in ("SIGTERM", "SIGINT", "starting", "launcher killed")),
-    ],
+    rest_nightly(
+        [
+            *(
+                ("torchrun", fault)
+                for fault in (
+                    "SIGTERM",
+                    "SIGINT",
+                    "SIGUSR1",
+                    "SIGHUP",
+                    "starting",
+                    "launcher killed",
+                )
+            ),
+            *(
+                ("deepspeed", fault)
+                for fault in ("SIGTERM", "SIGINT", "starting", "launcher killed")
+            ),
+        ],
+        ("torchrun", "SIGTERM"),
+        ("torchrun", "launcher killed"),
+        ("deepspeed", "SIGINT"),
+        ("deepspeed", "starting"),
+    ),
 )
 def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -> None:
     job = script(tmp_path, kind, "train.steps=1000000")

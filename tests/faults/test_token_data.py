@@ -209,7 +209,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     documents(tmp_path)
     variables = environment(PYTHONPATH=str(ROOT))

@@ -148,7 +148,7 @@ def refused(job: Launch, owner: int) -> None:
     job.ended(10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_frozen_owner_keeps_its_run_and_finishes_it_undisturbed(tmp_path: Path) -> None:
     owner = launch(tmp_path, *ARGUMENTS)

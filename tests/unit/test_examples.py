@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, program
 
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
@@ -102,7 +103,7 @@ def test_unsafe_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+@pytest.mark.parametrize("recipe", rest_nightly(["fp8_hybrid", "fp16_scaler"], "fp8_hybrid"))
 def test_standard_loop(recipe: str, tmp_path: Path) -> None:
     """Everything happens to it, and it learns; what it saw of the amaxes arrives in MLflow."""
     environment = {

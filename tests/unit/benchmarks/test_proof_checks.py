@@ -105,7 +105,7 @@ def row(peak: float) -> dict[str, Any]:
     return {"backend": "native", "model": {**TOY.args, "context": TOY.context}, "contenders": kinds}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_is_held_against_the_estimate(tmp_path: Path) -> None:
     far = checks.estimated(task(tmp_path, machine={"card": CARD}, native=row(1.0)))
     assert "native:fp8" in far.failed

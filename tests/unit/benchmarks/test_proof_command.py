@@ -225,12 +225,9 @@ def test_the_rest_of_the_card_on_paper(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("card", "row", "width"),
-    [
-        pytest.param("H100", "native", 4096, marks=pytest.mark.slow),
-        pytest.param("L4", "native", 2048, marks=pytest.mark.nightly),
-        pytest.param("T4", "watching", 1024, marks=pytest.mark.nightly),
-    ],
+    [("H100", "native", 4096), ("L4", "native", 2048), ("T4", "watching", 1024)],
 )
+@pytest.mark.nightly
 def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None:
     """The largest size whose states fit the card, through the trainer's own path."""
     found = on_paper(card, row, tmp_path)
@@ -245,7 +242,7 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
         assert all(state < peak < 1.6 * state for peak in peaks.values()), peaks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_step_waits_on_paper_and_the_detector_is_put_back(tmp_path: Path) -> None:
     found = on_paper("H100", "syncs", tmp_path)
     ran = {name for name, why in found["figures"]["rungs"].items() if not why}

@@ -95,7 +95,7 @@ def nan_at(single: set[int], rows: set[int] | None = None) -> Formula:
     return lambda _, window: (math.nan if window in bad else 2.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_of_100_000_steps_with_a_thousandth_skipped_ends_done() -> None:
     """100 single windows by chance, 23 rows that roll back, and another process every 5,000 steps."""
     single = {

@@ -48,7 +48,7 @@ def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_interpreted_statistics_are_those_of_torch() -> None:
     code = "import torch; from harness.precision.backends import native_triton as n\n"
     code += "print(n.check_stats(torch.device('cpu')))"

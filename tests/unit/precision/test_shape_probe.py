@@ -202,7 +202,7 @@ def test_the_fp8_bench_really_runs_fp8_and_the_other_does_not() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measured_times_are_of_one_layer_and_grow_with_its_size() -> None:
     policy = recipe()
     small = measure((64, 64), TOKENS, policy, policy.ladder[1], CPU)

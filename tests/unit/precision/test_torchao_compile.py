@@ -272,7 +272,7 @@ def test_a_foreign_loop_skips_falls_back_and_resumes_as_eager_does() -> None:
     assert run(True) == run(False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpt_trains_alike_under_the_default_compiler() -> None:
     """Fused norms and activations round differently, so that losses agree within bf16's precision, not in bits."""
 
