@@ -5,11 +5,13 @@
     python -m benchmarks.gauntlet --json benchmarks/results/gauntlet.json --picture docs/images/gauntlet.png
 
 Every run is a process of its own, with the same weights, samples and seed. The clean run is the healthy model in fp32.
+With --only, rows of other scenarios that the record already has are kept, if they have the same loops and steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,8 +27,11 @@ from benchmarks.gauntlet import report, runner
 from benchmarks.gauntlet.loops import LOOPS, NEEDED
 from benchmarks.gauntlet.scenarios import BY_NAME, SCENARIOS, STEPS, Scenario
 from benchmarks.results_file import write_results
+from harness.core.files import read_json
 
 CLEAN = "fp32"
+WHOLE = ["--json", "benchmarks/results/gauntlet.json", "--picture", "docs/images/gauntlet.png"]
+"""The arguments that make the whole record, which may also be made in parts."""
 CHOICES = [*(loop for loop in LOOPS if loop != CLEAN), report.OURS]
 
 
@@ -74,6 +79,16 @@ def clean_loss(scenario: Scenario, steps: int, work: Path) -> float:
     return result.loss
 
 
+def merged(
+    rows: list[dict[str, Any]], earlier: dict[str, Any], loops: list[str], steps: int
+) -> list[dict[str, Any]]:
+    """`rows`, and those of an earlier record that are not made anew, in the order of the scenarios."""
+    if earlier["loops"] != loops or earlier["steps"] != steps:
+        return rows
+    by_name = {row["scenario"]: row for row in [*earlier["rows"], *rows]}
+    return [by_name[name] for name in BY_NAME if name in by_name]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,13 +121,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(package)
         loops.append(loop)
 
-    with tempfile.TemporaryDirectory(prefix="gauntlet-") as folder:
-        rows = study(scenarios, loops, given.steps, given.jobs, Path(folder))
+    # Not a TemporaryDirectory: a child that ends through atexit would remove it.
+    work = Path(tempfile.mkdtemp(prefix="gauntlet-"))
+    try:
+        rows = study(scenarios, loops, given.steps, given.jobs, work)
+    finally:
+        shutil.rmtree(work)
     versions = {loop: version(NEEDED[loop].partition("_")[0]) for loop in loops if loop in NEEDED}
+    if given.json and given.json.exists():
+        rows = merged(rows, read_json(given.json)["results"], loops, given.steps)
     record = {"steps": given.steps, "loops": loops, "versions": versions, "rows": rows}
     print("", report.table(record), report.answers(record), report.counts(record), sep="\n\n")
     if given.json:
-        write_results(given.json, "benchmarks.gauntlet", arguments, 1, record)
+        write_results(given.json, "benchmarks.gauntlet", WHOLE, 1, record)
     if given.picture:
         report.draw(record, given.picture)
     return 0

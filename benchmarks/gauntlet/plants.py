@@ -183,7 +183,7 @@ def large_init(factor: float, on: bool = True) -> GPT:
 
 def faint_gradient(layer: str, factor: float, on: bool = True) -> GPT:
     """The gradient that enters `layer` from above is `factor` times as large. The gradients of its weight and of its
-    input are divided by `factor` again.
+    input are divided by `factor` again. 1 / factor has to be finite in fp16.
     """
     model = healthy()
     if on:

@@ -54,6 +54,8 @@ def false_alarms(row: Row) -> int:
     count = 0
     for event in row["runs"].get(OURS, {}).get("events", ()):
         early = not row["at"] or event["step"] < row["at"] - 1
+        # Its step is that of the state that a restart begins with, which is older than the kill.
+        early = early and not event["code"].startswith("checkpoint.")
         elsewhere = (
             row["place"]
             and event["code"] == "precision.demote"
@@ -134,6 +136,16 @@ def counts(record: Mapping[str, Any]) -> str:
         f"| steps lost, of {record['steps'] * len(record['rows']):,} | {' | '.join(lost)} |"
     )
     return "\n".join(lines)
+
+
+def near(record: Mapping[str, Any]) -> str:
+    """A sentence: in how many scenarios each loop ends near the clean run."""
+    rows = record["rows"]
+    found: list[str] = []
+    for loop in record["loops"]:
+        count = sum(kind(row["runs"][loop], row["clean"]) == "near" for row in rows)
+        found.append(f"{loop} {count}")
+    return f"Of {len(rows)} scenarios these end within {CLOSE:.0%} of the clean run: {', '.join(found)}."
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:

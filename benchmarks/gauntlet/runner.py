@@ -46,7 +46,6 @@ class Result:
     lost: steps computed, or planned and not done, whose update is not in the weights that are left.
     events: what ours reported.
     cause: whose fault the first bad step is, by `harness replay`.
-    seconds: processor time.
     """
 
     status: str
@@ -55,7 +54,6 @@ class Result:
     lost: int = 0
     events: list[Event] = field(default_factory=list[Event])
     cause: str = ""
-    seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,25 +63,22 @@ def run(loop: str, scenario: Scenario, on: bool, steps: int, folder: Path) -> Re
     """Runs it in `folder`, which is made."""
     folder.mkdir(parents=True)
     action = _action(loop, scenario, on, steps)
-    code, seconds = 0, 0.0
+    code = 0
     for _ in range(STARTS):
-        code, used = fork(action, folder)
-        seconds += used
+        code = fork(action, folder)
         if code != -signal.SIGKILL:
             break
         if scenario.cuts:
             _cut(folder, loop)
-    result = _read(loop, code, folder, steps)
-    result.seconds = round(seconds, 1)
-    return result
+    return _read(loop, code, folder, steps)
 
 
-def fork(action: Callable[[], object], folder: Path) -> tuple[int, float]:
-    """A child does `action` in `folder`. Its exit code, negative for the signal that ended it, and processor time."""
+def fork(action: Callable[[], object], folder: Path) -> int:
+    """The exit code of a child that does `action` in `folder`; negative for the signal that ended it."""
     child = os.fork()
     if child:
-        _, status, used = os.wait4(child, 0)
-        return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
 
     # The child never returns. What it prints goes to a file.
     code = 1
@@ -165,7 +160,7 @@ def measure(result: Result, loop: str, scenario: Scenario, folder: Path) -> None
     if loop == OURS:
         weights = ours.weights(folder / "runs" / ours.RUN)
     answer = folder / "loss.json"
-    code, _ = fork(lambda: answer.write_text(json.dumps(held_out(scenario, weights))), folder)
+    code = fork(lambda: answer.write_text(json.dumps(held_out(scenario, weights))), folder)
     if code:
         raise SystemExit(
             f"{scenario.name}, {loop}: the loss was not measured: see {folder}/log.txt"
@@ -184,9 +179,8 @@ def ask_replay(result: Result, folder: Path) -> None:
     if not step:
         return
     replay = import_module("harness.tools.replay").replay
-    _, used = fork(lambda: replay(run_folder, step, anomaly=False), folder)
+    fork(lambda: replay(run_folder, step, anomaly=False), folder)
     result.cause = ours.cause(run_folder, step)
-    result.seconds = round(result.seconds + used, 1)
 
 
 def _cut(folder: Path, loop: str) -> None:

@@ -140,13 +140,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         model=partial(plants.offset, "blocks.0.mlp.gate_up", 64.0),
     ),
     Scenario(
-        "infinite amax", "precision", "one input of mlp.down is infinite in step 61", AT, "skip the update",
+        "infinite amax", "precision", "one input of mlp.down is infinite in step 61", AT, "drop it, or skip the update",
         codes=("nonfinite.skip", "fp8.scrubbed"), model=partial(plants.infinite_once, "blocks.0.mlp.down", AT),
     ),
     Scenario(
-        "fp16 underflow", "precision", "the gradient into attn.out is 2^-16 times as large; 16-bit loops run in fp16",
+        "fp16 underflow", "precision", "the gradient into attn.out is 2^-14 times as large; 16-bit loops run in fp16",
         1, "a loss scale that keeps it", half="fp16",
-        model=partial(plants.faint_gradient, "blocks.0.attn.out", 2.0**-16),
+        model=partial(plants.faint_gradient, "blocks.0.attn.out", 2.0**-14),
     ),
     Scenario(
         "fp16 overflow", "precision",
@@ -155,7 +155,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "logits without z-loss", "model", "all logits of a row drift together, doubling every 8 steps", 1,
-        "name the logits", codes=("loss.rise", "loss.plateau", "loss.spike"),
+        "name the logits", codes=("loss.rise", "loss.plateau", "loss.spike"), place="logits",
         model=partial(plants.drifting_logits, 8),
     ),
     Scenario(

@@ -31,6 +31,11 @@ def test_the_page_has_the_tables_of_the_record(record: dict[str, Any]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for table in (report.counts(record), report.table(record), report.answers(record)):
         assert table in text
+    assert report.near(record) in text
+    names = [report.named(row) for row in record["rows"]]
+    alarms = sum(report.false_alarms(row) for row in record["rows"])
+    to_name = len(names) - names.count("-")
+    assert f"Ours names {names.count('yes')} of {to_name} faults. It raises {alarms} false" in text
     for library, version in record["versions"].items():
         assert f"{library} {version}" in text
     assert read_json(RECORD)["command"] in text
