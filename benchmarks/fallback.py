@@ -96,13 +96,13 @@ KINDS = {
 """Recipe, and whether the fault is on."""
 
 
-def prepare(work: Path) -> None:
-    """Write the files that the runs need into `work`: the text (10 files in text/) and the recipe of the plain runs."""
-    (work / "text").mkdir(parents=True, exist_ok=True)
+def made_up(files: int) -> list[bytes]:
+    """So many texts of 20,480 letters, the same at every call; the module's docstring says how letters follow."""
     rng = np.random.default_rng(0)
     favourites = rng.dirichlet([0.15] * LETTERS, size=TOPICS)
     successor = rng.permutation(LETTERS)
-    for number in range(10):
+    texts: list[bytes] = []
+    for _ in range(files):
         text = bytearray()
         letter = 0
         for _ in range(320):
@@ -110,6 +110,14 @@ def prepare(work: Path) -> None:
             for follows, favourite in zip(rng.random(SPAN) < FOLLOW, drawn, strict=True):
                 letter = int(successor[letter] if follows else favourite)
                 text.append(ord("a") + letter)
+        texts.append(bytes(text))
+    return texts
+
+
+def prepare(work: Path) -> None:
+    """Write the files that the runs need into `work`: the text (10 files in text/) and the recipe of the plain runs."""
+    (work / "text").mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(made_up(10)):
         (work / "text" / f"{number}.txt").write_bytes(text)
     recipe = yaml.safe_load(find("recipes", "fp8_hybrid").read_text())
     recipe |= {"name": "plain_fp8", "fallback": {"enabled": False}}

@@ -10,7 +10,7 @@ is a buffer: it is saved, resumed and rolled back with the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def growing(layer: str, per_window: float, on: bool = True, **sizes: Any) -> GPT
 
     layer: a Linear by its name in the GPT. sizes: those of `harness.models.gpt.build`.
     """
-    model = _counting(sizes)
+    model = counting(sizes)
 
     def value() -> Tensor:
         return torch.exp2((model.get_buffer("window").float() * per_window).clamp(max=60.0))
@@ -42,7 +42,7 @@ def growing(layer: str, per_window: float, on: bool = True, **sizes: Any) -> GPT
 
 def hot(layer: str, channels: int, value: float, on: bool = True, **sizes: Any) -> GPT:
     """The first `channels` input channels of `layer` are `value` from the first window on; their weights stay zero."""
-    model = _counting(sizes)
+    model = counting(sizes)
     _replace_channels(_linear(model, layer), channels, (lambda: value) if on else None)
     return model
 
@@ -54,7 +54,7 @@ def storm(layer: str, factor: float, on: bool = True, **sizes: Any) -> GPT:
     bf16 or fp32. In FP8 a scale of ordinary gradients clips the storm. While the amax history remembers the storm,
     ordinary gradients are flushed to zero.
     """
-    model = _counting(sizes)
+    model = counting(sizes)
     linear = _linear(model, layer)
     low, high = GAPS
     gaps = torch.randint(low, high, (_TABLE // low,), generator=torch.Generator().manual_seed(0))
@@ -69,14 +69,14 @@ def storm(layer: str, factor: float, on: bool = True, **sizes: Any) -> GPT:
 
     if on:
         linear.register_forward_pre_hook(
-            lambda _, given: (_ScaleGradient.apply(given[0], 1 / current()),)
+            lambda _, given: (ScaleGradient.apply(given[0], 1 / current()),)
         )
-        linear.register_forward_hook(lambda _, __, output: _ScaleGradient.apply(output, current()))
+        linear.register_forward_hook(lambda _, __, output: ScaleGradient.apply(output, current()))
         linear.weight.register_hook(lambda gradient: gradient / current())
     return model
 
 
-def _counting(sizes: dict[str, Any]) -> GPT:
+def counting(sizes: Mapping[str, Any]) -> GPT:
     """A GPT whose buffer `window` (int64 0-d) is 1 in the first training forward."""
     model = build(**sizes)
     model.register_buffer("window", torch.zeros((), dtype=torch.int64))
@@ -120,7 +120,7 @@ def _replace_channels(
     linear.register_forward_pre_hook(replace)
 
 
-class _ScaleGradient(torch.autograd.Function):
+class ScaleGradient(torch.autograd.Function):
     """The identity; its gradient is multiplied by `factor`, float32 0-d."""
 
     @staticmethod
