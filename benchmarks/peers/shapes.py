@@ -79,8 +79,11 @@ class Shape:
 
 
 def _shipped(name: str, config: str, batch: int, tokens: int, **more: Any) -> Shape:
-    """The model of a shipped config. more: arguments of the model that replace the config's."""
-    args = {**load_config(config).model.args, **more}
+    """The model of a shipped config. more: arguments of the model that replace the config's.
+
+    The loss is never computed in chunks: torch.utils.checkpoint, which does that, fails around a head of TE's.
+    """
+    args = {**load_config(config).model.args, "loss_chunk": 0, **more}
     return Shape(name, GPT, args, batch, tokens, {"vocab": args["vocab"]})
 
 
@@ -117,10 +120,8 @@ SHAPES = {
         _vit("tiny_vit", 8, _TINY_VIT, small=True),
         _shipped("llama3_8b_8layers", "llama3_8b_8layers", 1, 4096),
         _shipped("llama3_8b_8layers_16k", "llama3_8b_8layers", 1, 16384),
-        _shipped(
-            "llama3_8b_8layers_128k", "llama3_8b_8layers", 1, 4096, vocab=128256, loss_chunk=2048
-        ),
-        _shipped("gpt_1b", "gpt_1b", 4, 4096),
+        _shipped("llama3_8b_8layers_128k", "llama3_8b_8layers", 1, 4096, vocab=128256),
+        _shipped("gpt_1b", "gpt_1b", 2, 4096),
         _shipped("gpt_125m", "gpt_125m", 16, 1024),
         Shape("hf_llama_1b", LLAMA, LLAMA_1B, 1, 4096, {"vocab": 128256}),
         _vit("vit_base", 64, _BASE_VIT),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch import nn
 
 from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
 from harness.core.config import RunConfig
@@ -21,8 +22,9 @@ from harness.tracking.console import Console
 class Shipped:
     """A run that trains when it is its turn. As in `harness train`, a step is judged while the next one runs."""
 
-    def __init__(self, run: Run, rung: str) -> None:
+    def __init__(self, run: Run, model: nn.Module, rung: str) -> None:
         self.data = run.data
+        self.model = model
         self.contender = Contender(run, rung)
 
     def losses(self, count: int) -> list[float]:
@@ -50,7 +52,7 @@ def start(config: RunConfig, device: torch.device, stack: ExitStack, folder: Pat
         config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store
     )
     stack.callback(run.stop.uninstall)
-    return Shipped(run, plan.resolved)
+    return Shipped(run, model, plan.resolved)
 
 
 def config_lines(config: RunConfig) -> int:

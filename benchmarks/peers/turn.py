@@ -77,6 +77,7 @@ def take_turn(loop: Loop, shape: Shape, steps: int, timed: int, folder: Path) ->
 
     losses: of the first `steps` steps. seconds: of a step, the mean over `timed` steps after these.
     samples: a hash of what was trained on in the first `steps` steps. tokens: of a step.
+    parameters: the number of trained ones, each counted once.
     peak_bytes: on a GPU of tensors, on a CPU of the process. flops: of the model in a step; None of `harness train`.
     lines: lines of user code; of `harness train` the lines of its config.
 
@@ -90,6 +91,7 @@ def take_turn(loop: Loop, shape: Shape, steps: int, timed: int, folder: Path) ->
         if loop.setup is None:
             racer = run = shipped.start(config, device, stack, folder)
             samples = hashed(batches_of(run.data, steps))
+            model = run.model
             lines = shipped.config_lines(config)
         else:
             model, task, data = prepare(config, device, folder)
@@ -97,9 +99,10 @@ def take_turn(loop: Loop, shape: Shape, steps: int, timed: int, folder: Path) ->
             samples = hashed(batches[:steps])
             flops = flops_of(shape, model, task, batches[0])
             lines = code_lines(loop.setup)
-            racer = Stepping(
-                loop.setup(Job(model, task.loss, shape.adamw, device)), batches, device
-            )
+            step = loop.setup(Job(model, task.loss, shape.adamw, device))
+            racer = Stepping(step, batches, device)
+        # A setup may have replaced layers, and untied weights that were one.
+        parameters = trained_parameters(model)
         losses = racer.losses(steps)
         seconds = racer.seconds(timed) / timed
     return {
@@ -107,6 +110,7 @@ def take_turn(loop: Loop, shape: Shape, steps: int, timed: int, folder: Path) ->
         "seconds": seconds,
         "samples": samples,
         "tokens": shape.batch * shape.tokens,
+        "parameters": parameters,
         "peak_bytes": peak_bytes(device),
         "flops": flops,
         "lines": lines,
@@ -132,6 +136,11 @@ def flops_of(shape: Shape, model: nn.Module, task: Task, batch: Batch) -> float:
             model = build_gpt(**as_gpt(shape.args))
         task = Task(model, shape.name)
     return training_flops(model, task, batch)
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Number of trained parameters; those of a tied weight count once."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 def batches_of(data: Batches, count: int) -> list[Batch]:
