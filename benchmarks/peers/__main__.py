@@ -141,17 +141,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[name] = measure(options.loops, name, options.steps, options.timed, options.rounds)
         print(f"\n{name}: {shape.batch} x {shape.tokens} tokens a step, {options.steps} steps\n")
         print(table(results[name]), flush=True)
-    if options.json:
-        record = {
-            "card": card,
-            "versions": versions(),
-            "formula": FORMULA,
-            "steps": options.steps,
-            "timed": options.timed,
-            "rounds": options.rounds,
-            "shapes": results,
-        }
-        write_results(options.json, "benchmarks.peers", arguments, threads, record)
+        # After each shape: what a rented card has measured is not lost if a later one is stopped.
+        if options.json:
+            record = {
+                "card": card,
+                "versions": versions(),
+                "formula": FORMULA,
+                "steps": options.steps,
+                "timed": options.timed,
+                "rounds": options.rounds,
+                "shapes": results,
+            }
+            write_results(options.json, "benchmarks.peers", arguments, threads, record)
     return int(any("error" in row for rows in results.values() for row in rows.values()))
 
 
