@@ -1,0 +1,1 @@
+"""Trains one model in the loops of several libraries, in turns: docs/studies/peers.md."""

@@ -1,0 +1,63 @@
+"""The loop of `harness train`, as shipped: guard, journal, snapshots in memory, the recipe fp8_hybrid."""
+
+from __future__ import annotations
+
+import io
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
+from harness.core.config import RunConfig
+from harness.core.state import RunLedger
+from harness.measure.contender import Contender
+from harness.precision.recipe import load_recipe
+from harness.run import Run
+from harness.tracking.console import Console
+
+
+class Shipped:
+    """A run that trains when it is its turn. As in `harness train`, a step is judged while the next one runs."""
+
+    def __init__(self, run: Run, model: nn.Module, rung: str) -> None:
+        self.data = run.data
+        self.model = model
+        self.contender = Contender(run, rung)
+
+    def losses(self, count: int) -> list[float]:
+        found: list[float] = []
+        for _ in range(count):
+            self.contender.steps(1)
+            assert self.contender.last is not None
+            found.append(self.contender.last.loss)
+        return found
+
+    def seconds(self, count: int) -> float:
+        """As of every racer. Raises RuntimeError if the last update was skipped, or if FP8 computed nothing."""
+        taken = self.contender.steps(count)
+        self.contender.told()
+        return taken
+
+
+def start(config: RunConfig, device: torch.device, stack: ExitStack, folder: Path) -> Shipped:
+    """A run, built as `harness train` builds one; `stack` closes it. folder: empty, becomes its run folder."""
+    recipe = load_recipe(config.recipe)
+    worker = join_worker(config, "python")
+    with torch.device(device):
+        plan, model = build_plan(config, recipe, worker)
+    data = build_data(config, folder, worker)
+    screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, worker)
+    telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
+    run = build_run(
+        config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store
+    )
+    stack.callback(run.stop.uninstall)
+    return Shipped(run, model, plan.resolved)
+
+
+def config_lines(config: RunConfig) -> int:
+    """Lines of the YAML file that a user writes: the keys that differ from the defaults."""
+    return len(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)).splitlines())
