@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.blocks import blocks_of
-from harness.core.collectives import max_over_ranks
+from harness.core.collectives import max_over_ranks, world_size
 from harness.core.errors import ConfigError, Problem, clipped
 from harness.core.processes import find_compiler
 from harness.precision.backends.registry import BACKENDS
@@ -57,15 +57,19 @@ def choose_compiling(
             raise ConfigError(problems)
         return Compiling(True)
 
+    # Every rank takes part, also one that has found a reason: a library may be missing on one machine alone.
+    failed = "" if problems else try_compile(device)
+    cannot = bool(problems or failed)
+    if world_size() > 1:
+        cannot = bool(max_over_ranks(torch.tensor(float(cannot), device=device)).item())
+    if not cannot:
+        return Compiling(True, "blocks are compiled (engine.compile=auto)")
+    eager = "blocks run eager (engine.compile=auto)"
     if problems:
         reasons = [f"{each.what}: {each.why}" if each.why else each.what for each in problems]
-        return Compiling(False, f"blocks run eager (engine.compile=auto): {'; '.join(reasons)}")
-    failed = try_compile(device)
-    some_failed = max_over_ranks(torch.tensor(float(bool(failed)), device=device)).item()
-    if some_failed:
-        failed = failed or "it failed on another rank, whose log says why"
-        return Compiling(False, "blocks run eager: torch.compile does not work here", failed)
-    return Compiling(True, "blocks are compiled (engine.compile=auto)")
+        return Compiling(False, f"{eager}: {'; '.join(reasons)}")
+    failed = failed or "it failed on another rank, whose log says why"
+    return Compiling(False, f"{eager}: torch.compile does not work here", failed)
 
 
 @cache
