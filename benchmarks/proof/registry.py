@@ -167,6 +167,13 @@ ROWS: tuple[Row, ...] = (
         "benchmarks.proof.training:syncs",
     ),
     Row(
+        "as_shipped",
+        "Step time, fp8_hybrid over bf16, each as it is without further keys (engine.compile=auto)",
+        ("fp8", "trainer"),
+        70,
+        "benchmarks.proof.training:as_shipped",
+    ),
+    Row(
         "native",
         "Step time, native FP8 over bf16, eager",
         ("fp8", "trainer"),

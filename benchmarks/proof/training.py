@@ -237,20 +237,17 @@ def compared(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[
     }
 
 
-def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer:
-    """Compare the FP8 backend's step with that of bf16 (fp16 on cards without bf16), both eager or both compiled.
+def race(task: Task, fp8: Recipe, compile: str) -> Answer:
+    """Compare the step of an FP8 recipe with that of bf16 (fp16 on cards without bf16).
 
-    fuse: whether the FP8 backend fuses norms and MLPs.
+    compile: `engine.compile` of both.
     """
-    over = {"engine": {"compile": "blocks" if compiled else "none"}}
+    over = {"engine": {"compile": compile}}
 
     def measure(stack: ExitStack, size: Size) -> Answer:
         contenders: dict[str, Contender] = {}
         facts: dict[str, dict[str, Any]] = {}
-        for name, recipe in (
-            ("fp8", recipe_of(backend, fuse=fuse)),
-            ("16 bit", recipe_of("16 bit")),
-        ):
+        for name, recipe in (("fp8", fp8), ("16 bit", recipe_of("16 bit"))):
             others = allocated(task.device)
             contenders[name] = start(stack, task, name, size, recipe, over)
             # Include a step that samples statistics, because it takes the most memory.
@@ -258,8 +255,8 @@ def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer
             if facts[name]["peak"] is not None:
                 facts[name]["peak"] -= others
         figures: dict[str, Any] = {
-            "backend": backend,
-            "compiled": compiled,
+            "backend": contenders["fp8"].rung.partition(":")[0],
+            "compiled": contenders["16 bit"].run.watch is not None,
             "fused": contenders["fp8"].fused,
             "size": size.name,
             "model": {**size.args, "context": size.context, "parameters": size.parameters},
@@ -283,38 +280,43 @@ def race(task: Task, backend: str, compiled: bool, fuse: bool = False) -> Answer
         left = [layer for row in facts.values() for layer in row["left_fp8"]]
         wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
         wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
-        wrong += ["nothing was fused"] if fuse and not contenders["fp8"].fused else []
+        wrong += ["nothing was fused"] if fp8.layers.fuse and not contenders["fp8"].fused else []
         return Answer(summary, figures, "; ".join(wrong))
 
     return at_the_largest(task, sizes(task, 2.4), measure)
 
 
+def as_shipped(task: Task) -> Answer:
+    """`--recipe fp8_hybrid` beside `--recipe bf16`, each with what it takes here without further keys."""
+    return race(task, load_recipe("fp8_hybrid"), "auto")
+
+
 def native(task: Task) -> Answer:
-    return race(task, "native", compiled=False)
+    return race(task, recipe_of("native"), "none")
 
 
 def te(task: Task) -> Answer:
-    return race(task, "transformer_engine", compiled=False)
+    return race(task, recipe_of("transformer_engine"), "none")
 
 
 def te_fused(task: Task) -> Answer:
-    return race(task, "transformer_engine", compiled=False, fuse=True)
+    return race(task, recipe_of("transformer_engine", fuse=True), "none")
 
 
 def torchao(task: Task) -> Answer:
-    return race(task, "torchao", compiled=False)
+    return race(task, recipe_of("torchao"), "none")
 
 
 def native_compiled(task: Task) -> Answer:
-    return race(task, "native", compiled=True)
+    return race(task, recipe_of("native"), "blocks")
 
 
 def te_compiled(task: Task) -> Answer:
-    return race(task, "transformer_engine", compiled=True)
+    return race(task, recipe_of("transformer_engine"), "blocks")
 
 
 def torchao_compiled(task: Task) -> Answer:
-    return race(task, "torchao", compiled=True)
+    return race(task, recipe_of("torchao"), "blocks")
 
 
 def watching(task: Task) -> Answer:
