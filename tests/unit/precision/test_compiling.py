@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo
 import torch._inductor.config
 from torch import Tensor, nn
 
@@ -154,11 +155,9 @@ def test_a_machine_that_cannot_compile_is_found_by_trying() -> None:
 
 
 @WITHOUT_COMPILER
-def test_a_block_that_does_not_compile_runs_eager_if_it_may(
-    watch: EagerWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Set for the whole process by what is tested; this brings it back.
-    monkeypatch.setattr("torch._dynamo.config.suppress_errors", False)
+# What is tested sets it for the whole process; this brings it back.
+@torch._dynamo.config.patch(suppress_errors=False)
+def test_a_block_that_does_not_compile_runs_eager_if_it_may(watch: EagerWatch) -> None:
     block, x = Doubling(), torch.ones(1, 2)
     model = nn.Sequential(nn.ModuleList([block]))
     expected = 2 * block.linear(x)
