@@ -36,7 +36,7 @@ RESUME_DECIDED_BY = {
     "train.max_minutes": "the first rank whose time is over stops all after the same step",
     "train.profile_steps": "all alike, by the step",
     "train.profile_ranks": "each rank by its own number",
-    "checkpoint.": "all alike, by the step; rank 0 where the disk demands it",
+    "checkpoint.": "all alike, by the step; where the disk fails, rank 0 decides",
     "engine.timeout_seconds": "the first rank that has waited so long fails the run",
     "engine.compile": "all together: auto compiles if every rank can",
     "guard.hunt": "all alike, by the step",
