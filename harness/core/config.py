@@ -36,7 +36,7 @@ RESUME_DECIDED_BY = {
     "train.max_minutes": "the first rank whose time is over stops all after the same step",
     "train.profile_steps": "all alike, by the step",
     "train.profile_ranks": "each rank by its own number",
-    "checkpoint.": "all alike, by the step; rank 0 where the disk demands it",
+    "checkpoint.": "all alike, by the step; where the disk fails, rank 0 decides",
     "engine.timeout_seconds": "the first rank that has waited so long fails the run",
     "engine.compile": "all together: auto compiles if every rank can",
     "guard.hunt": "all alike, by the step",
@@ -426,7 +426,7 @@ class GuardConfig(Strict):
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
-        description="a loss over its first median for 200 updates: roll back, then halt; or log",
+        description="a loss over its first median for 200 updates: act rolls back, then halts; report logs",
     )
     rollback_lr_factor: float = Field(
         default=1.0,
@@ -535,7 +535,7 @@ class FallbackConfig(Strict):
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="factor on the next stay, if a layer leaves again sooner than that",
+        description="factor on the next stay, unless the layer was back in FP8 for as long as that",
     )
     warmup_steps: int = Field(
         default=2,
