@@ -269,7 +269,7 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     if not len(scale) or (scale == 1.0).all():
         return False
 
-    # Overflows are told from updates that were skipped for limits or bad data: they leave a norm that is not finite.
+    # An overflow leaves a norm that is not finite. An update that was skipped for limits or bad data does not.
     applied = history.points("train/step_applied")
     norm = history.points("train/grad_norm")
     skipped = np.isin(steps, applied.steps[applied.figures == 0])
