@@ -38,8 +38,11 @@ CHOICES = [*(loop for loop in LOOPS if loop != CLEAN), report.OURS]
 def study(
     scenarios: Sequence[Scenario], loops: Sequence[str], steps: int, jobs: int, work: Path
 ) -> list[dict[str, Any]]:
-    """A row for each scenario. Prints each run on the way. jobs: scenarios at a time."""
-    # The clean run is the same for all scenarios whose healthy model has the same weights.
+    """Run all loops on all scenarios. Returns a row for each scenario, and prints each run when it ends.
+
+    jobs: scenarios that run at a time. work: the folder for the runs.
+    """
+    # One clean run serves all scenarios whose healthy model has the same weights.
     clean: dict[str, float] = {}
     for scenario in scenarios:
         key = clean_name(scenario)
@@ -51,28 +54,30 @@ def study(
         runs: dict[str, Any] = {}
         for loop in loops:
             folder = work / scenario.name / loop
-            result = runner.run(loop, scenario, True, steps, folder)
+            result = runner.run(loop, scenario, on=True, steps=steps, folder=folder)
             runner.measure(result, loop, scenario, folder)
+            # Only ours has a command that names the cause of a bad step.
             if loop == report.OURS:
                 runner.ask_replay(result, folder)
             runs[loop] = result.as_json()
-            said = report.cell(runs[loop], expected)
-            print(f"{scenario.name:<32}{loop:<12}{said:<20}{result.why[:80]}", flush=True)
+            outcome = report.cell(runs[loop], expected)
+            print(f"{scenario.name:<32}{loop:<12}{outcome:<20}{result.why[:80]}", flush=True)
         return {**scenario.as_json(), "clean": expected, "runs": runs}
 
-    # Threads, which wait for the processes of their scenarios.
+    # Threads are enough: each only waits for the processes of its scenario.
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(row, scenarios))
 
 
 def clean_name(scenario: Scenario) -> str:
+    """The clean run that a scenario is compared with: one of its own, or the common one."""
     return scenario.name if scenario.own_clean else CLEAN
 
 
 def clean_loss(scenario: Scenario, steps: int, work: Path) -> float:
-    """The loss of the healthy model after as many steps in fp32."""
+    """The loss of the healthy model after `steps` steps in fp32. Ends the program if that run fails."""
     place = work / scenario.name / CLEAN
-    result = runner.run(CLEAN, scenario, False, steps, place)
+    result = runner.run(CLEAN, scenario, on=False, steps=steps, folder=place)
     runner.measure(result, CLEAN, scenario, place)
     if result.loss is None:
         raise SystemExit(f"{scenario.name}: the clean run failed: {result.why}; see {place}")
@@ -82,7 +87,10 @@ def clean_loss(scenario: Scenario, steps: int, work: Path) -> float:
 def merged(
     rows: list[dict[str, Any]], earlier: dict[str, Any], loops: list[str], steps: int
 ) -> list[dict[str, Any]]:
-    """`rows`, and those of an earlier record that are not made anew, in the order of the scenarios."""
+    """`rows` with those of an earlier record for the other scenarios, in the order of the scenarios.
+
+    An earlier record with other loops or steps cannot be compared, and none of its rows is kept.
+    """
     if earlier["loops"] != loops or earlier["steps"] != steps:
         return rows
     by_name = {row["scenario"]: row for row in [*earlier["rows"], *rows]}
@@ -101,16 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--picture", type=Path, help="draw the picture here")
     given = parser.parse_args(arguments)
+
     if given.list:
         for scenario in SCENARIOS:
             print(f"{scenario.name:<32}{scenario.family:<11}{scenario.planted}")
         return 0
+
+    # A run must be long enough for every fault to happen in it.
     scenarios = [BY_NAME[name] for name in given.only or BY_NAME]
     latest = max(scenario.at for scenario in scenarios)
     if given.steps <= latest:
         parser.error(f"--steps {given.steps}: one of the scenarios begins in step {latest}")
 
-    # A library is imported here, so that no child has to.
+    # Leave out loops whose library is missing. The others are imported here, once: every run is a fork of this process.
     loops: list[str] = []
     for loop in given.loops:
         package = NEEDED.get(loop)
@@ -121,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(package)
         loops.append(loop)
 
-    # Not a TemporaryDirectory: a child that ends through atexit would remove it.
+    # Not a TemporaryDirectory: a forked child that runs its exit handlers would remove the folder of all.
     work = Path(tempfile.mkdtemp(prefix="gauntlet-"))
     try:
         rows = study(scenarios, loops, given.steps, given.jobs, work)

@@ -1,4 +1,4 @@
-"""The loops that are not ours, as people write them. Each clips at 1.0, saves every 20 steps and resumes from that.
+"""The other loops, as people write them. Each clips at 1.0, saves every 20 steps and resumes from its last save.
 
 fp32          torch alone: the clean run that losses are compared with
 bare bf16     torch alone, under autocast. In the scenarios of fp16 autocast is to float16, without a loss scale
@@ -43,7 +43,11 @@ NEEDED = {"accelerate": "accelerate", "Lightning": "lightning_fabric"}
 
 
 class Loop(ABC):
-    """One loop in the folder of its run. state: the file or folder that it saves to."""
+    """One loop, which runs in the folder of its run.
+
+    state: the file or folder to which it saves.
+    half: "bf16" or "fp16", the type to which autocast casts.
+    """
 
     state = Path("state.pt")
 
@@ -55,13 +59,13 @@ class Loop(ABC):
 
     @abstractmethod
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One update; the loss, 0-d."""
+        """Make one update. Returns the loss, 0-d."""
 
     def save(self, step: int) -> None:
         torch.save(self.everything(step), self.state)
 
     def load(self) -> int:
-        """Goes on from the last save; the step that it was made after."""
+        """Load the last save. Returns the number of the last step in it."""
         found = torch.load(self.state, weights_only=False)
         self.model.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])
@@ -107,6 +111,7 @@ class BareFp8(Bare):
     def __init__(self, model: nn.Module, optimizer: Optimizer, max_norm: float, half: str) -> None:
         super().__init__(model, optimizer, max_norm, half)
         self.backend = backend_on(model, "native", "fp8")
+        # The flag by which a gate would skip an update. There is no gate here: it stays 0, and the scales always roll.
         self.always = torch.zeros(())
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -115,6 +120,7 @@ class BareFp8(Bare):
             loss = self.model(inputs, targets)
         with self.backend.backward_context():
             loss.backward()
+        # One process: there are no other ranks to reduce over.
         self.backend.end_window(self.backend.amax(), self.always, lambda values: values)
         return self.finish(loss)
 
@@ -192,7 +198,11 @@ LOOPS: dict[str, type[Loop]] = {
 
 
 def train(name: str, scenario: Scenario, on: bool, steps: int) -> None:
-    """Trains in the current folder: a row for each step in steps.jsonl, the weights at the end in weights.pt."""
+    """Train in the current folder, or go on from the last save in it.
+
+    Writes a row for each step into steps.jsonl, and the weights at the end into weights.pt.
+    on: whether the scenario's fault is in it; without it this is the clean run.
+    """
     settings = config(scenario, on, steps)
     torch.set_num_threads(settings.train.threads)
     seed_everything(settings.train.seed)
@@ -201,7 +211,10 @@ def train(name: str, scenario: Scenario, on: bool, steps: int) -> None:
     rate = Schedule.of(settings.train)
     loop = LOOPS[name](model, optimizer, settings.train.max_grad_norm, scenario.half)
     done = loop.load() if loop.state.exists() else 0
-    log = _tracker(scenario.at if scenario.tracker and on else steps + 1)
+
+    # Without this fault the tracker's server is there until after the last step.
+    tracker_fails = scenario.tracker and on
+    send_loss = _tracker(scenario.at if tracker_fails else steps + 1)
 
     with Path(STEPS_FILE).open("a", buffering=1) as stream:
         for step, batch in enumerate(_batches(scenario, on, done, steps), start=done + 1):
@@ -211,21 +224,21 @@ def train(name: str, scenario: Scenario, on: bool, steps: int) -> None:
             stream.write(json.dumps({"step": step, "loss": loss}) + "\n")
             if step % EVERY == 0:
                 loop.save(step)
-                log(loss, step)
+                send_loss(loss, step)
     torch.save({name: value.clone() for name, value in model.state_dict().items()}, WEIGHTS)
 
 
 def _batches(scenario: Scenario, on: bool, done: int, steps: int) -> Iterator[dict[str, Tensor]]:
-    """The windows from `done` on, through torch's DataLoader."""
+    """The batches after step `done`, one for each window, through torch's DataLoader."""
     text: Any = data(scenario.name, on)[0]
     windows = [samples.window(index) for index in range(done, steps)]
     return iter(DataLoader(text, batch_sampler=windows))
 
 
 def _tracker(gone: int) -> Callable[[float, int], None]:
-    """What sends a loss to MLflow, as the trackers of these libraries do: within the step, and an error is raised.
+    """A function that sends a loss to MLflow as the trackers of these libraries do: within the step, raising errors.
 
-    gone: the step from which on there is no server. Until then nothing is sent, as if a server took it.
+    gone: the first step without a server. Before it nothing is sent, which stands for a server that answers.
     """
 
     def send(loss: float, step: int) -> None:
@@ -237,7 +250,12 @@ def _tracker(gone: int) -> Callable[[float, int], None]:
 
 
 def useful_steps(steps: list[dict[str, Any]], done: bool) -> int:
-    """Updates in the weights that are left: up to the first loss that is not finite, or to the last save."""
+    """How many updates the weights at the end contain.
+
+    Updates after the first NaN or infinite loss do not count: they train a model that is lost. In a run that failed
+    (`done` is false) those after the last save do not count.
+    """
+    # A step that ran again after a restart counts as it ran last.
     attempt: dict[int, float] = {row["step"]: row["loss"] for row in steps}
     last = max(attempt, default=0)
     if not done:

@@ -19,16 +19,21 @@ from torch import Tensor
 from benchmarks.fallback import made_up
 from harness.data.order import sample_numbers
 
+# CONTEXT: bytes in a sample. TRAIN, VALIDATION: numbers of samples.
 SEED, BATCH, CONTEXT = 0, 4, 32
 TRAIN, VALIDATION = 1200, 128
 Sample = dict[str, Tensor]
 Change = Callable[[int, Sample], Sample]
-"""A function of a sample's number and the sample."""
+"""(number of a sample, sample) -> the sample with a fault."""
 
 
 @dataclass
 class Text:
-    """Samples of CONTEXT bytes. changes: by the sample's number."""
+    """Samples of CONTEXT bytes, and for each byte the next one as its target.
+
+    rows: int64 [samples, CONTEXT + 1].
+    changes: number of a sample -> its fault, made whenever the sample is read.
+    """
 
     rows: Tensor
     changes: dict[int, Change] = field(default_factory=dict[int, Change])
@@ -57,9 +62,13 @@ def window(index: int) -> list[int]:
 
 
 def one_of(index: int) -> int:
-    """A sample of window `index` that no check reads before its window comes."""
-    looked_at = np.linspace(0, TRAIN - 1, 8).astype(int).tolist()
-    return next(number for number in window(index) if number not in looked_at)
+    """A sample of window `index` that is not read before its window comes.
+
+    `harness train` reads eight evenly spread samples before it trains (harness/data/dataset.py). A fault in one of
+    these would be found there, and not in training.
+    """
+    read_at_start = np.linspace(0, TRAIN - 1, 8).astype(int).tolist()
+    return next(number for number in window(index) if number not in read_at_start)
 
 
 def in_windows(windows: Sequence[int], change: Change) -> dict[int, Change]:
@@ -112,7 +121,8 @@ def rare_byte(number: int, sample: Sample) -> Sample:
 
 
 def kill(number: int, sample: Sample) -> Sample:
-    """Kills the process that reads it, in the first process of the run's folder that does so."""
+    """Kills the process that reads the sample, the first time that it is read."""
+    # The run is started again in the same folder. The file says that it was killed before.
     mark = Path.cwd() / f"killed-{number}"
     if not mark.exists():
         mark.touch()

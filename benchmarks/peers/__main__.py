@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def turn_of(loop: str, shape: str, steps: int, timed: int) -> Turn | str:
-    """What a turn in a process of its own gave, or the last line that it said before it failed."""
+    """Run a turn in a process of its own. Returns its result, or why it failed: the last line of its stderr."""
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         out = Path(folder) / "turn.json"
         command = [sys.executable, "-m", "benchmarks.peers.turn", loop, shape]
@@ -70,27 +70,38 @@ def turn_of(loop: str, shape: str, steps: int, timed: int) -> Turn | str:
 def measure(
     loops: Sequence[str], shape: str, steps: int, timed: int, rounds: int
 ) -> dict[str, Any]:
-    """Figures of one shape, by loop; of a loop that cannot run here, why."""
-    absent = {name: lacks for name in loops if (lacks := LOOPS[name].lacks())}
-    turns: dict[str, list[Turn | str]] = {name: [] for name in loops if name not in absent}
+    """Measure all loops on one shape. Returns the figures of each loop, or why it cannot run here."""
+    absent: dict[str, str] = {}
+    turns: dict[str, list[Turn | str]] = {}
+    for name in loops:
+        reason = LOOPS[name].lacks()
+        if reason:
+            absent[name] = reason
+        else:
+            turns[name] = []
+
+    # Another loop begins each round: the first one may find the machine colder than the others do.
     order = list(turns)
     for number in range(rounds):
         first = number % len(order)
         for name in order[first:] + order[:first]:
             print(f"  {shape}, round {number + 1}: {name}", file=sys.stderr, flush=True)
             turns[name].append(turn_of(name, shape, steps, timed))
+
+    # In the order of `loops`.
     found = figures(turns)
     return {name: found.get(name) or {"absent": absent[name]} for name in loops}
 
 
 def listed() -> str:
-    """What `--list` prints."""
+    """The text of `--list`."""
     lines = ["loops:"]
     for loop in LOOPS.values():
         lines.append(f"  {loop.name} ({loop.precision}): {loop.what}")
         lines.append(f"    {loop.guide}")
-        if lacks := loop.lacks():
-            lines.append(f"    not here: {lacks}")
+        reason = loop.lacks()
+        if reason:
+            lines.append(f"    not here: {reason}")
     lines.append("shapes:")
     for shape in SHAPES.values():
         tokens = f"{shape.batch} x {shape.tokens} tokens a step"
@@ -121,7 +132,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.shapes is None:
         on_cpu = not torch.cuda.is_available()
         options.shapes = [shape.name for shape in SHAPES.values() if shape.small == on_cpu]
-    # All others are compared with it.
+    # Plain PyTorch always runs, as all others are compared with it.
     options.loops = [PLAIN, *(name for name in options.loops if name != PLAIN)]
     return options
 
@@ -131,17 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(listed())
         return 0
+
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     threads = torch.get_num_threads()
     print(f"{platform.machine()}, {threads} thread(s), {card}; {versions()}")
     print(FORMULA)
+
     results: dict[str, dict[str, Any]] = {}
     for name in options.shapes:
         shape = SHAPES[name]
         results[name] = measure(options.loops, name, options.steps, options.timed, options.rounds)
         print(f"\n{name}: {shape.batch} x {shape.tokens} tokens a step, {options.steps} steps\n")
         print(table(results[name]), flush=True)
-        # After each shape: what a rented card has measured is not lost if a later one is stopped.
+        # Write after each shape, so that the figures of a rented card survive if a later shape is stopped.
         if options.json:
             record = {
                 "card": card,
@@ -153,7 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "shapes": results,
             }
             write_results(options.json, "benchmarks.peers", arguments, threads, record)
-    return int(any("error" in row for rows in results.values() for row in rows.values()))
+
+    failed = False
+    for rows in results.values():
+        failed = failed or any("error" in row for row in rows.values())
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from harness.core.config import RunConfig, load_config
 GPT = "harness.models.gpt:build"
 VIT = "harness.models.vision:vit"
 LLAMA = "hf:"
-# Windows of samples: so few that a model learns them by heart, and a loop that does not train is seen.
+# Steps until the samples repeat: so few that a model learns them by heart, and the loss of a loop that does not train
+# stands out.
 WINDOWS = 4
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
@@ -47,13 +48,14 @@ TINY_LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model and what it is trained on in a step.
+    """A model, and the samples of a step.
 
+    target: GPT, VIT or LLAMA.
+    args: arguments of the model's constructor; for a Hugging Face Llama, its config.json.
     batch: samples in a step, all in one forward.
-    tokens: tokens of a sample; of an image, its patches.
-    args: of the model's constructor; of a Hugging Face Llama, its config.json.
+    tokens: tokens of a sample; for an image, its patches.
     data: arguments of `texts` or of `images`.
-    small: whether a CPU trains it in seconds. Then it learns fast, too.
+    small: whether a CPU trains it in seconds. Such a model takes a higher learning rate.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Shape:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """Arguments of every loop's AdamW. A large model without a warm-up takes a low learning rate."""
+        """Arguments of every loop's AdamW. There is no warm-up, so a large model needs a low learning rate."""
         lr = 1e-3 if self.small else 1e-4
         return {"lr": lr, "betas": BETAS, "weight_decay": 0.0, "fused": True}
 
@@ -88,6 +90,7 @@ def _shipped(name: str, config: str, batch: int, tokens: int, **more: Any) -> Sh
 
 
 def _vit(name: str, batch: int, args: Mapping[str, int], small: bool = False) -> Shape:
+    """The shipped ViT on images of `args["size"]` pixels a side."""
     tokens = (args["size"] // args["patch"]) ** 2
     data = {key: args[key] for key in ("channels", "size", "classes")}
     return Shape(name, VIT, args, batch, tokens, data, small)
@@ -130,9 +133,9 @@ SHAPES = {
 
 
 class Held:
-    """Samples in memory: pairs of arrays. Each sample is unlike the others, so a loss says which were trained on.
+    """A data set in memory: pairs of arrays. The samples differ, so the loss shows which of them a loop trains on.
 
-    validation: the same samples. Nothing is held out, as nothing is validated here.
+    validation: the same samples. A data set must have some, but nothing is validated here.
     """
 
     def __init__(self, inputs: npt.NDArray[Any], targets: npt.NDArray[np.int64]) -> None:
@@ -150,17 +153,24 @@ class Held:
 
 
 def texts(samples: int, tokens: int, vocab: int) -> Held:
-    """Token ids and the ids that follow them. A few ids, of each sample's own, make up most of it."""
+    """Token ids and the ids that follow them. In each sample a few ids are frequent, others than in other samples."""
     random = np.random.default_rng(0)
     rows = np.empty((samples, tokens + 1), np.int64)
     for row in rows:
-        rank = vocab ** random.random(tokens + 1) ** 2 - 1
-        row[:] = random.permutation(vocab)[rank.astype(np.int64)]
+        # Ranks from 0 to vocab - 1. An evenly spread exponent makes low ranks frequent, and its square even more so.
+        exponent = random.random(tokens + 1) ** 2
+        ranks = (vocab**exponent - 1).astype(np.int64)
+        # Which id has which rank is chosen anew for each sample.
+        ids_by_rank = random.permutation(vocab)
+        row[:] = ids_by_rank[ranks]
     return Held(rows[:, :-1].copy(), rows[:, 1:].copy())
 
 
 def images(samples: int, channels: int, size: int, classes: int) -> Held:
-    """Noise with a brightness of each image's own, and a class."""
+    """Images of noise, each with a brightness and a class of its own.
+
+    The images are float32 [samples, channels, size, size].
+    """
     random = np.random.default_rng(0)
     noise = random.standard_normal((samples, channels, size, size))
     pixels = noise + random.standard_normal((samples, 1, 1, 1))
@@ -181,9 +191,9 @@ def as_gpt(llama: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_config(shape: Shape, recipe: str, folder: Path) -> RunConfig:
-    """The config of `harness train`: what shape and optimizer ask for, and else the defaults.
+    """The config of `harness train` for this shape and its optimizer; all other keys keep their defaults.
 
-    folder: where the config.json of a Hugging Face model goes.
+    folder: gets the config.json of a Hugging Face model.
     """
     target, args = shape.target, dict(shape.args)
     if target == LLAMA:
@@ -217,6 +227,7 @@ def run_config(shape: Shape, recipe: str, folder: Path) -> RunConfig:
 
 
 def _llama_folder(shape: Shape, folder: Path) -> Path:
+    """A folder with the config.json of a Llama without weights."""
     made = folder / "llama"
     made.mkdir(exist_ok=True)
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}

@@ -36,17 +36,17 @@ UNDISTURBED = "soak-1"
 """The run that all others are compared with."""
 TRACKER = "sqlite:///mlflow.db"
 """Relative to the working folder of the runs, which is the drill's."""
-# Variables of a launcher, and of the tracker that is configured.
+# The drill may run under a launcher, and with a tracker configured. Its runs start without either.
 _LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CROSS_RANK")
 _LEFT_OUT_BEGIN = ("MLFLOW_", "TORCHELASTIC_", "MASTER_")
 _HF = "hf:"
 
 
 def users_config(config: RunConfig, here: Path) -> RunConfig:
-    """`config` for a run that is started in another working folder than `here`, and that saves nowhere else.
+    """`config` for a run that starts in another working folder than `here` and saves in its own folder alone.
 
-    Paths become absolute: those of known keys, and texts in model.args and data.args that have a slash and name
-    something that is there.
+    Relative paths become absolute. In model.args and data.args a text counts as a path if it has a slash and names an
+    existing file or folder.
     """
     data = config.data.model_dump()
     for key in ("path", "cache", "tokenizer"):
@@ -54,9 +54,13 @@ def users_config(config: RunConfig, here: Path) -> RunConfig:
     for source in data["mixture"]:
         source["path"] = _absolute(source["path"], here)
     data["args"] = _absolute_texts(data["args"], here)
+
+    # hf: is followed by a folder.
     target = config.model.target
     if target.startswith(_HF):
         target = _HF + str(_absolute(target.removeprefix(_HF), here))
+
+    # Without a fallback folder for emergency saves, which lies outside of the drill's.
     over = {
         "recipe": _recipe(config.recipe, here),
         "data": data,
@@ -68,7 +72,10 @@ def users_config(config: RunConfig, here: Path) -> RunConfig:
 
 
 def short_config(config: RunConfig, steps: int) -> RunConfig:
-    """`config` for the drill's runs: `steps` steps, a save after each quarter of them, no tracker and no report."""
+    """`config` for the drill's runs: `steps` steps, a save after each quarter of them, no tracker and no report.
+
+    Validation is off as well, and so is the time limit: only an exercise may end a run early.
+    """
     over = {
         "train": {"steps": steps, "eval_every": 0, "max_minutes": 0.0},
         "checkpoint": {"every": max(1, steps // 4)},
@@ -85,6 +92,7 @@ def _absolute(text: str | None, here: Path) -> str | None:
 
 
 def _absolute_texts(args: Mapping[str, Any], here: Path) -> dict[str, Any]:
+    """`args` with absolute paths. Only what exists is taken for a path: a text with a slash may be anything."""
     found: dict[str, Any] = {}
     for name, value in args.items():
         is_path = isinstance(value, str) and "/" in value and os.path.exists(here / home(value))
@@ -93,7 +101,7 @@ def _absolute_texts(args: Mapping[str, Any], here: Path) -> dict[str, Any]:
 
 
 def _recipe(name: str, here: Path) -> str:
-    """A recipe that is no shipped one is a path."""
+    """The recipe's name if it is a shipped one; else its absolute path."""
     if (resource_dir("recipes") / f"{name}.yaml").is_file():
         return name
     return str(here / home(name))
@@ -103,20 +111,22 @@ def _recipe(name: str, here: Path) -> str:
 class Bench:
     """A drill's folder, and the runs in it.
 
-    folder: absolute.
+    folder: the drill's, absolute.
     config: of the drill's runs.
     delivers: whether the user's config sends its journal to MLflow.
-    patience: seconds that any one event is waited for.
+    patience: longest wait for any one event, seconds.
     """
 
     folder: Path
     config: RunConfig
     delivers: bool
     patience: float
+    # Where the drill was started: modules of the user's own are imported from there.
     _here: Path = field(default_factory=Path.cwd)
+    # Every started process has it in its environment and passes it on, so that all of them can be found and ended.
     _mark: str = ""
+    # The undisturbed run, once it was trained; or why it failed. Later exercises fail with that reason at once.
     _undisturbed: RunHistory | None = None
-    # Why there is none: a run that failed is not tried again by every exercise.
     _trouble: str = ""
 
     @classmethod
@@ -132,6 +142,8 @@ class Bench:
         if not is_empty:
             fix = "name a new or empty --folder: a drill damages what it works on"
             raise ConfigError(Problem("is not empty", str(folder), fix=fix))
+
+        # The mark is unique: another drill on this machine must not end these runs.
         users = users_config(config, Path.cwd())
         short = short_config(users, steps)
         for name, each in ((USERS, users), (SHORT, short)):
@@ -157,7 +169,10 @@ class Bench:
         variables: Mapping[str, str] | None = None,
         apart: bool = False,
     ) -> Child:
-        """Start `python *words` in the drill's folder. log: name of its log. variables: of its environment."""
+        """Start `python *words` in the drill's folder.
+
+        log: name of its log. variables: added to its environment. apart: as of `Child`.
+        """
         line = [sys.executable, *words]
         environment = {**self._environment(), **(variables or {})}
         return Child(line, self.folder, environment, self.folder / "logs" / f"{log}.log", apart)
@@ -169,17 +184,17 @@ class Bench:
         program: Sequence[str] = ("-m", "harness.cli"),
         variables: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start `harness train` of the run `name`, or go on with it. program: what calls it, as words for Python."""
+        """Start or resume the run `name` by `harness train`. program: Python's arguments that name the program."""
         words = [*program, "train", "--config", SHORT, "--name", name, *overrides]
         return self.start(name, *words, variables=variables)
 
     def to_its_end(self, name: str, *overrides: str) -> tuple[Ran, RunHistory]:
-        """Start the run or go on with it, and wait for its end."""
+        """Start or resume the run, and wait for its end. Raises Missed as `ran` does, or after `patience`."""
         code = self.train(name, *overrides).finish(self.patience)
         return self.ran(name, code)
 
     def ran(self, name: str, code: int) -> tuple[Ran, RunHistory]:
-        """What the folder says of a run whose last process ended with `code`. Raises Missed if it has no journal."""
+        """The run as its folder records it. code: exit code of its last process. Raises Missed without a journal."""
         if not (self.run(name) / JOURNAL).is_file():
             raise Missed(f"{name} ended with {code} and has no journal, see logs/{name}.log")
         history = RunHistory.read(self.run(name))
@@ -194,6 +209,7 @@ class Bench:
             raise Missed(self._trouble)
         if self._undisturbed is None:
             wanted = f"tracking.mlflow={str(self.delivers).lower()}"
+            # Set before the run starts, so that it stands if the run raises. It is cleared after a good end.
             self._trouble = f"the undisturbed run failed, see logs/{UNDISTURBED}.log"
             ran, history = self.to_its_end(UNDISTURBED, wanted)
             check = ended_well(ran, self.steps)
@@ -210,11 +226,11 @@ class Bench:
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
     def kept(self) -> AbstractContextManager[None]:
-        """Context in which every process that was started here ends with this one, even if that is killed."""
+        """Context in which every process that was started here ends with this one, even after SIGKILL."""
         return kept(self._mark)
 
     def has_processes(self) -> bool:
-        """Whether any process that was started here, or that such a process started, still lives."""
+        """Whether a process that was started here, or a descendant of one, still lives."""
         return bool(marked(self._mark))
 
     def sweep(self) -> None:
@@ -222,13 +238,16 @@ class Bench:
         end_marked(self._mark)
 
     def _environment(self) -> dict[str, str]:
-        """This process's, without a launcher's variables and without the configured tracker."""
+        """This process's environment, with the drill's tracker and without a launcher's variables.
+
+        A child would take RANK and WORLD_SIZE of the drill's launcher for its own and wait for other ranks.
+        """
         found: dict[str, str] = {}
         for name, value in with_this_package().items():
             if name in (*_LEFT_OUT, EXIT_CODE_FILE) or name.startswith(_LEFT_OUT_BEGIN):
                 continue
             found[name] = value
-        # A user's own code is searched in the folder where the drill was started.
+        # The runs start in the drill's folder, but the user's modules are where the drill was started.
         found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], str(self._here)])
         return found | {"MLFLOW_TRACKING_URI": TRACKER, MARK: self._mark}
 
@@ -251,5 +270,5 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def is_saving(run: Path) -> bool:
-    """Whether a checkpoint is being written: it has its temporary name."""
+    """Whether a checkpoint is being written: until its commit it has a temporary name."""
     return any((run / "checkpoints").glob(".tmp-step-*"))

@@ -2,8 +2,9 @@
 
     python -m harness.drill.nan_weight STEP EVIDENCE train --config ...
 
-After optimizer step STEP all values of the first weight with a gradient become NaN, as if memory had failed. EVIDENCE
-is the file that is then written. It is a program of its own: no option of `harness train` leads here.
+After optimizer step STEP all values of the first weight with a gradient become NaN, as if memory had failed. Then the
+file EVIDENCE is written, by which the drill knows that the fault happened. This is a program of its own, so that no
+option of `harness train` can damage a weight.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from harness.core.files import write_json
 
 
 class Damage:
-    """A hook that torch calls after every step of any optimizer; it damages a weight after step `step` of one.
+    """A hook that torch calls after every step of any optimizer. It damages a weight once, after an optimizer's `step`.
 
-    Each optimizer is counted by itself: one may be made of several, and a copy of it may have been tried before.
+    Each optimizer has a count of its own. A run may step several optimizers in one training step, or try a copy of one
+    before it trains, and a common count would reach `step` too early.
     """
 
     def __init__(self, step: int, evidence: Path) -> None:
         self.step = step
         self.evidence = evidence
         self._done = False
+        # Weak keys: the hook must not keep an optimizer and its state alive.
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -36,6 +39,7 @@ class Damage:
             return
         import torch
 
+        # A weight without a gradient is frozen, and may not be used at all: NaN in it would not show.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""The record of a drill: drill.json for programs, and drill.html to file: one page that needs no network."""
+"""The record of a drill: drill.json for programs, and drill.html for people, one page that needs no network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ code, td { font-variant-numeric: tabular-nums; } pre { white-space: pre-wrap; } 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One exercise, done. about: in a few words; seconds: how long it took."""
+    """One exercise that was done.
+
+    about: the exercise in a few words.
+    account: its verdict, with what was expected and seen.
+    seconds: how long it took.
+    """
 
     name: str
     about: str
@@ -42,7 +47,7 @@ class Result:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """What drill.json has of it."""
+        """The exercise's entry in drill.json."""
         return {
             "name": self.name,
             "about": self.about,
@@ -61,8 +66,8 @@ class Drill:
     """A whole drill.
 
     config_name: as it was given.
-    results: of the exercises, in order.
-    facts: where, when and of what, by name.
+    results: of the exercises, in the order in which they were done.
+    facts: by name, as of `facts_of`.
     """
 
     config_name: str
@@ -71,7 +76,7 @@ class Drill:
 
     @property
     def exit_code(self) -> ExitCode:
-        """1 if an exercise failed or was not shown, else 0."""
+        """FAILED (1) if an exercise failed or its fault was not shown, else DONE (0)."""
         good = (Verdict.PASSED, Verdict.NOT_APPLICABLE)
         if all(result.account.verdict in good for result in self.results):
             return ExitCode.DONE
@@ -84,7 +89,7 @@ class Drill:
         return ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
 
     def as_json(self) -> dict[str, Any]:
-        """What drill.json has, and --json prints."""
+        """The content of drill.json, which --json prints as well."""
         return {
             "exit_code": int(self.exit_code),
             "summary": self.summary,
@@ -95,7 +100,10 @@ class Drill:
 
 
 def facts_of(bench: Bench, began: float, overrides: Sequence[str]) -> dict[str, str]:
-    """Where, when and of what. began: seconds since 1970; overrides: of the command line."""
+    """When and where the drill was done, with which config, on which machine and versions.
+
+    began: seconds since 1970. overrides: of the command line; secrets in them are left out.
+    """
     found = {
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began)),
         "took": clock(time.time() - began),
@@ -108,9 +116,10 @@ def facts_of(bench: Bench, began: float, overrides: Sequence[str]) -> dict[str, 
         "harness": harness_version(),
     }
 
-    # What the runs say of themselves: versions, commit, card, and in what they computed.
+    # Versions, commit, card and precision, as recorded by the first run that has a journal.
     tags: Mapping[str, str] = {}
-    for run in sorted(bench.run("any").parent.glob("*")):
+    folder_of_runs = bench.run("any").parent
+    for run in sorted(folder_of_runs.glob("*")):
         if (run / JOURNAL).is_file() and not tags:
             tags = RunHistory.read(run).run["tags"]
     for name in sorted(tags):
@@ -173,7 +182,11 @@ def _section(result: Result) -> list[str]:
 
 
 def _why(account: Account) -> str:
-    """One line: what did not hold, or why there is nothing to judge; of a passed exercise, its fault."""
+    """One line for the table of verdicts.
+
+    Of a failed exercise it is the first check that does not hold; of one that was not judged, the reason; of one that
+    passed, the fault.
+    """
     wrong = [check for check in account.checks if not check.holds]
     if account.verdict is Verdict.FAILED:
         return f"expected: {wrong[0].expected}; seen: {wrong[0].seen}"
@@ -181,12 +194,11 @@ def _why(account: Account) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """HTML of a table; every cell is escaped. headings: none for rows of label and text."""
+    """HTML of a table; every cell is escaped. headings: empty for a table of labels and texts."""
     lines: list[str] = []
     for row in rows:
         cells = "".join(f"<td>{escape(shown(str(cell)))}</td>" for cell in row)
         lines.append(f"<tr>{cells}</tr>")
-    # Two columns of label and text need no headings.
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     if head:
         head = f"<tr>{head}</tr>"

@@ -1,4 +1,4 @@
-"""One run on several cards: what each would run it in, whether it fits, and what all of it takes in hours and money."""
+"""Estimates one run on several cards: its precision on each, whether it fits, and its cost in hours and money."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from harness.precision.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class CardEstimate:
-    """What is predicted for one offer.
+    """The prediction for one offer.
 
     offer: the card, and its price.
     made: the prediction; None where the run cannot be trained on this card.
-    ways: what would make the run fit, if it does not.
-    problems: why it cannot be trained on this card.
+    ways: changes that would make the run fit, if it does not.
+    problems: why the run cannot be trained on this card.
     """
 
     offer: Offer
@@ -37,10 +37,10 @@ class CardEstimate:
         return None if price is None else hours * ranks * price
 
     def as_dict(self, with_plan: bool) -> dict[str, Any]:
-        """The card's entry in `cards` of `--json`: what `Prediction.as_dict` has, under the card's short name.
+        """The card's entry in `cards` of `--json`: that of `Prediction.as_dict`, with price, hours and cost.
 
-        with_plan: also what plan.json would hold.
-        Of a card that cannot train the run it has no figures; `entries` adds them as null.
+        with_plan: also the content of plan.json.
+        For a card that cannot train the run there are no figures; `entries` adds them as null.
         """
         named: dict[str, Any] = {"card": self.offer.name, "device": self.offer.card.name}
         price = {"price_per_hour": self.offer.price}
@@ -87,15 +87,19 @@ class CardEstimate:
 def entries(found: Sequence[CardEstimate], with_plan: bool) -> list[dict[str, Any]]:
     """`cards` of `--json`: an entry for each card, all with the same keys.
 
-    found: of `compare`: at least one card can train the run.
+    found: as `compare` returns it, so at least one card can train the run.
     """
     cards = [each.as_dict(with_plan) for each in found]
-    keys = {key: None for card in cards for key in card}
-    return [{**keys, **card} for card in cards]
+
+    # A card that cannot train the run lacks the figures of the others: it gets their keys with null.
+    nulls: dict[str, None] = {}
+    for card in cards:
+        nulls |= dict.fromkeys(card)
+    return [{**nulls, **card} for card in cards]
 
 
 def tokens_per_second(made: Prediction, timing: Timing) -> int | None:
-    """Tokens a second over all ranks, for steps of that time; None for data whose samples have no tokens."""
+    """Tokens a second over all ranks, for steps of this timing; None for data whose samples have no tokens."""
     return round(made.tokens / timing.mean) if made.counted == "tokens" else None
 
 
@@ -109,8 +113,8 @@ def compare(
     """An estimate for each offer, in their order. A card that cannot train the run has its reasons instead.
 
     ranks: processes that share the global batch, each on a card of its own.
-    say: called with what is traced next.
-    Raises the first card's error, with the problems of all, if no card can train the run.
+    say: called with a line before each trace.
+    If no card can train the run, raises an error of the first card's type with the problems of all.
     """
     traces = Traces()
     found: list[CardEstimate] = []
@@ -126,7 +130,7 @@ def compare(
         ways = ways_to_fit(config, recipe, made, traces, partial(_said_of, offer.name, say))
         found.append(CardEstimate(offer, made, ways))
 
-    # A problem of the model or the config is the same on every card.
+    # A problem of the model or the config is the same on every card, and is listed once.
     if len(errors) == len(offers):
         problems = dict.fromkeys(problem for error in errors for problem in error.problems)
         raise type(errors[0])(list(problems)) from errors[0]
@@ -134,4 +138,5 @@ def compare(
 
 
 def _said_of(name: str, say: Callable[[str], None], text: str) -> None:
+    """Print `text` with the card's name before it."""
     say(f"{name}: {text}")

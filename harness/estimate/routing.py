@@ -1,4 +1,4 @@
-"""Which tokens go to which expert on fake tensors: every expert gets the same number.
+"""Spreads tokens evenly over the experts of a model that runs on fake tensors.
 
 The router of a mixture of experts chooses experts by computed values. Fake tensors have no values, so they do not know
 how many rows reach an expert. Two rules solve this:
@@ -45,7 +45,7 @@ _MOST = 2**26
 class Routing:
     """The values of integer and boolean fakes, where they follow from evenly spread choices.
 
-    asked: whether a shape depended on such values, so that the model routes rows to what computes them.
+    asked: whether a shape depended on such values; then the model routes tokens to experts.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,13 @@ class Routing:
         return self._values.get(tensor)
 
     def call(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """func(*args, **kwargs) on fakes. If the result's shape depends on values, the known values give the shape.
+        """func(*args, **kwargs) on fakes. Where the result's shape depends on values, the known values decide it.
 
         The dispatch mode of estimate/recorder.py calls this for every operation.
         name: of the operation, without its overload, such as `sort`.
         Raises as fake tensors do where the values are not known.
         """
+        # A mask selects an unknown number of rows; row numbers have a known one.
         if name in _INDEXING:
             args = [args[0], self._without_masks(args[1]), *args[2:]]
 
@@ -130,9 +131,9 @@ class Routing:
     def _computed(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The result of `func` for the real values of its tensors; it also writes to those that it changes.
+        """The result of `func` for the known values of its tensors. An in-place `func` changes these values.
 
-        None unless all values are known, and where a CPU cannot compute it (such as a histogram of integers).
+        None if a value is not known, or if a CPU cannot compute `func`, such as a histogram of integers.
         """
         tensors = _tensors(args, kwargs)
         if not tensors and name not in _MADE:

@@ -70,7 +70,7 @@ from harness.telemetry import Telemetry
 from harness.tracking.console import Console
 from harness.tracking.journal import Journal
 
-# CUDA has a fused kernel for each of these. A CPU-only build decomposes them into many operations.
+# CUDA has a fused kernel for each of these operations. A CPU-only build decomposes them into many others.
 _ONLY_ON_CUDA = ("_fused_rms_norm", "silu_backward", "mish_backward")
 # What FlashAttention-2 takes (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_CAPABILITY = (8, 0)
@@ -265,10 +265,12 @@ def _never(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a kernel was called on a fake CUDA device, which computes nothing")
 
 
-# Three micro-batches stand for any number. The first one also quantises the weights, and the last one is followed by
-# the update. All between are alike, so the second one is traced and then counted as often as needed.
+# At most three micro-batches of a step are traced. The first one also quantises the weights, and the update follows the
+# last one. All between are alike, so the second one is traced and counted as often as needed.
 _MICRO_BATCHES = 3
+# Number of that second micro-batch, counted from 1.
 _BETWEEN = 2
+# Names of the traced steps.
 FIRST, USUAL, SAMPLED = "first", "usual", "sampled"
 
 
@@ -277,12 +279,12 @@ class Trace:
     """What the traced steps did.
 
     rung: the rung of the recipe that was traced.
-    plan: what `harness train` plans on the card; the rung of another backend where `rung` stands in for it.
+    plan: the plan of `harness train` on the card. Where `rung` is a stand-in, it has the rung that `rung` stands for.
     steps: the operations of each step by the step's name, for all micro-batches.
     static: bytes that live between steps.
     lasting: bytes that an update needs whatever the micro-batch is: weights, optimizer state, gradients.
-    peak: the most bytes that were live at any time.
-    peak_kinds: bytes by kind at that time.
+    peak: the most bytes that were live at one time.
+    peak_kinds: the bytes at that time, by kind.
     waits: places where the host waits for the device, in all three traced steps.
     transfers: copies between host and device, in all three traced steps.
     collectives: exchanges with other ranks in a usual step, for all micro-batches.
@@ -331,8 +333,8 @@ def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
 class FakeRun:
     """A run on fake tensors. Its steps tell `recorder` which phase they are in.
 
-    plan: of what runs here.
-    intended: the plan that it stands for, with the backend of the real card.
+    plan: the plan of what runs here.
+    intended: the plan for the real card. It differs from `plan` where a backend is replaced by its stand-in.
     """
 
     run: Run
@@ -375,7 +377,7 @@ def trace(
     engine = engine_of(config)
     with on_card(config, recipe, card, rung, traced, engine, ranks, intended) as made:
         recorder, run = made.recorder, made.run
-        # Before the first step only the state is live that stays from step to step.
+        # Before the first step only the state is live that is kept from step to step.
         static = recorder.live
         made.step(1, FIRST)
         made.step(_step(run, sampled=False), USUAL)
@@ -466,7 +468,7 @@ def built(
     """
     worker = Worker(read_launch(), engine, device, facts, ProcessGroup(device))
 
-    # Saves and rollbacks copy the state to host memory, which takes nothing on the card.
+    # Background saves and snapshots copy the state to host memory. They take no memory of the card, so they are off.
     checkpoint = config.checkpoint.model_copy(update={"background": False})
     guard = config.guard.model_copy(update={"snapshot_every": 0})
     config = config.model_copy(update={"checkpoint": checkpoint, "guard": guard})
@@ -477,10 +479,12 @@ def built(
         model = build_model(config.model)
     _bring(model, device)
 
-    plan = meant = make_plan(recipe, facts, rung, (), model)
+    plan = make_plan(recipe, facts, rung, (), model)
+    real_plan = plan
     if intended is not None:
-        its_recipe, its_rung = intended
-        meant = make_plan(its_recipe, facts, its_rung, (), model)
+        real_recipe, real_rung = intended
+        real_plan = make_plan(real_recipe, facts, real_rung, (), model)
+
     data = _Tokens(config, batches, recorder)
     with (
         tempfile.TemporaryDirectory(prefix="estimate-") as folder,
@@ -505,11 +509,14 @@ def built(
         phased = dataclasses.replace(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
-        yield FakeRun(phased, plan, model, recorder, meant)
+        yield FakeRun(phased, plan, model, recorder, real_plan)
 
 
 def _bring(model: nn.Module, device: torch.device) -> None:
-    """Move to `device` what the model made elsewhere, such as from NumPy arrays. Tied weights stay tied."""
+    """Move parameters and buffers to `device` that the model made elsewhere, such as from NumPy arrays.
+
+    Tied weights stay tied: each tensor is moved once.
+    """
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -527,10 +534,11 @@ def _bring(model: nn.Module, device: torch.device) -> None:
 def _step(run: Run, sampled: bool) -> int:
     """The number of a step that samples FP8 statistics, or of one that does not.
 
-    Steps on which the guard measures extra facts are avoided where another one is found.
+    The guard measures extra facts in some steps. A step without them is chosen if there is one among the candidates.
     """
-    # One step in `measured` measures, and one in each block of `every` is sampled. Candidates from several of these
-    # periods nearly always include one that does not measure. Else, as where every step measures, the first one serves.
+    # The guard measures in one of `measured` steps. FP8 statistics are sampled in one step of each block of `every`.
+    # The candidates cover several such periods, so nearly always one of them does not measure. If none is found, as
+    # where the guard measures in every step, the first candidate is taken.
     seed, every = run.config.train.seed, run.stats_every
     measured = run.config.guard.measure_every
     if sampled:
@@ -544,7 +552,7 @@ def _step(run: Run, sampled: bool) -> int:
 
 
 def _operations(recorder: Recorder, step: str, batches: int) -> list[Op]:
-    """Operations of a step with `batches` micro-batches. Those that were not traced are copies of the second one."""
+    """Operations of a step with `batches` micro-batches; copies of the second one stand for those not traced."""
     ops = [op for op in recorder.ops if op.step == step]
     if batches <= _MICRO_BATCHES:
         return ops
@@ -556,7 +564,7 @@ def _operations(recorder: Recorder, step: str, batches: int) -> list[Op]:
 
 
 def _whole(collectives: Sequence[Collective], step: str, batches: int) -> list[Collective]:
-    """As `_operations`, of collectives."""
+    """Collectives of a step with `batches` micro-batches, as `_operations`."""
     found = [each for each in collectives if each.step == step]
     between = [each for each in found if each.micro == _BETWEEN]
     return found + between * max(batches - _MICRO_BATCHES, 0)
@@ -577,7 +585,7 @@ class _Tokens:
         self.tokens_per_sample = config.data.context
         self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
         if config.data.target is not None:
-            # As if there were a rank for each micro-batch: rank 0 then has exactly one to read.
+            # With as many ranks as micro-batches, rank 0 has exactly one to read.
             ranks = train.global_batch // train.micro_batch
             with recorder.paused(), unset_fake_temporarily():
                 data = DatasetBatches(

@@ -20,9 +20,9 @@ class Contender:
     """A run that trains when it is its turn. As in the trainer's loop, a step is judged while the next one runs.
 
     rung: its precision, `backend:precision`.
-    fused: number of pairs of a norm and its Linear, and of MLPs, that are computed as one.
-    pending: steps that are not judged yet.
-    last: the facts of the last step that is judged.
+    fused: number of fused blocks: a norm with its Linear, or a whole MLP.
+    pending: steps that the guard has not judged yet.
+    last: the facts of the newest step that was judged.
     demoted: layers that left FP8.
     skipped: updates that were skipped.
     nonfinite: steps whose loss was NaN or infinite.
@@ -38,12 +38,17 @@ class Contender:
     nonfinite: int = 0
 
     def steps(self, count: int, before: Callable[[], None] = lambda: None) -> float:
-        """Seconds of `count` steps, including the wait for the last one. before: called first; its time counts."""
+        """Train `count` steps. Returns their seconds, including the wait for the last one.
+
+        before: called first; its time counts.
+        """
         wait(self.run.engine.device)
         began = time.perf_counter()
         before()
         for _ in range(count):
             self.pending.append(next_step(self.run))
+            # One step stays pending while the device computes it. Before a snapshot all are judged, so that no bad step
+            # gets into it.
             due = self.run.guard.snapshot_due()
             while len(self.pending) > (0 if due else 1):
                 self._judge()
@@ -67,7 +72,10 @@ class Contender:
         self.demoted |= set(facts.demoted)
 
     def told(self) -> dict[str, Any]:
-        """How the last step was trained: rung, loss, layers that left FP8. Raises RuntimeError if it was not."""
+        """How the last step was trained: rung, loss, layers that left FP8.
+
+        Raises RuntimeError if its update was skipped, or if its FP8 tensors were all zero: its time would say nothing.
+        """
         facts = self.last
         assert facts is not None
         if not facts.applied:

@@ -1,14 +1,15 @@
 """Products of matrices whose exact result is known, in every precision: what a sound unit must give bit for bit.
 
-All entries are integers. No sum of any of an output's terms exceeds what the precision holds exactly, so the order in
-which a kernel adds them, and where it rounds, cannot matter: the result is the same on every device. It is computed
-here by integer additions on the host, without any product of matrices.
+All entries are integers. Each output is a sum of terms, and every partial sum of them is an integer that the precision
+holds exactly. So no addition rounds, the order in which a kernel adds does not matter, and the result is the same on
+every device. It is computed here by integer additions on the host, without any product of matrices.
 
 Three kinds of operands look for different faults:
 
-digits  every bit of the significand: the left side has integers of all bits, each output is one of them times 1 to 8
+digits  every bit of the significand: the left side has integers of all bits, and each output is one of them times 1, 2,
+        4 or 8
 wide    the adders: 16 terms for each output, of several bits each
-many    long sums: as many terms of -1 and 1 as the precision can count
+many    long sums: terms of -1 and 1, as many as the precision can count
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch import Tensor
 class Exact(NamedTuple):
     """What a precision holds exactly.
 
-    bits: of the significand of the left operand, with the hidden one: integers up to 2^bits are exact.
+    bits: of the left operand's significand, the hidden bit included: integers up to 2^bits are exact.
     right_bits: the same of the right operand.
-    total: integers up to this are exact in the result, and in whatever a kernel adds up in.
+    total: integers up to this are exact in the result, and in the accumulator of a kernel.
     """
 
     bits: int
@@ -34,7 +35,7 @@ class Exact(NamedTuple):
     total: int
 
 
-# FP8 products are bfloat16. Hopper's FP8 units add up in about 14 bits, which is more than bfloat16 has.
+# FP8 products are returned as bfloat16, whose 8 bits set `total`. Hopper's FP8 units accumulate in about 14 bits.
 PRECISIONS: dict[str, Exact] = {
     "fp32": Exact(24, 24, 2**24),
     "tf32": Exact(11, 11, 2**24),
@@ -44,7 +45,9 @@ PRECISIONS: dict[str, Exact] = {
     "fp8_e5m2": Exact(3, 4, 2**8),
 }
 KINDS = ("digits", "wide", "many")
+# Terms of each output of kind "wide".
 _WIDE_TERMS = 16
+# The factors of kind "digits" are 2^0 to 2^3.
 _POWERS = 4
 Shape = tuple[int, int, int]
 """(m, k, n) of a product [m, k] x [k, n]."""
@@ -65,7 +68,7 @@ class KnownProduct:
 
     @property
     def text(self) -> str:
-        """Which product it is, for people."""
+        """Precision, shapes and kind, for people."""
         (m, k), n = self.left.shape, self.right.shape[1]
         return f"{self.precision}, [{m}, {k}] x [{k}, {n}], {self.kind}"
 
@@ -78,18 +81,21 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
     if kind == "digits":
         return _digits(precision, exact, shape, generator)
 
-    # Each row of the left side has some entries that are not 0, so many that their terms cannot add up to too much.
+    # Each row of the left side has `terms` entries that are not 0, so each output is a sum of as many terms.
     terms = min(k, _WIDE_TERMS if kind == "wide" else exact.total)
+    # A term is at most largest^2, so terms * largest^2 must not exceed `total`.
     largest = min(math.isqrt(exact.total // terms), 2**exact.bits, 2**exact.right_bits)
     if kind == "many":
         largest = 1
     values = _signed(torch.randint(1, largest + 1, (m, terms), generator=generator), generator)
     right = _signed(torch.randint(1, largest + 1, (k, n), generator=generator), generator)
 
-    # Their places: evenly spaced from a random start, and so all different.
+    # Columns of those entries: evenly spaced from a random start, so that no two in a row are the same.
     starts = torch.randint(0, k, (m, 1), generator=generator)
     places = (starts + torch.arange(terms) * (k // terms)) % k
     left = torch.zeros(m, k, dtype=torch.int64).scatter_(1, places, values)
+
+    # The exact product, one term of every output at a time.
     product = torch.zeros(m, n, dtype=torch.int64)
     for term in range(terms):
         product += values[:, term, None] * right[places[:, term]]
@@ -97,7 +103,7 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
 
 
 def _digits(precision: str, exact: Exact, shape: Shape, generator: torch.Generator) -> KnownProduct:
-    """Left: integers of all bits. Right: one power of two in each column, so that nothing is added."""
+    """Left: integers of all bits. Right: one signed power of two in each column, so each output is a single term."""
     m, k, n = shape
     left = _signed(torch.randint(0, 2**exact.bits, (m, k), generator=generator), generator)
     powers = 2 ** torch.randint(0, _POWERS, (n,), generator=generator)

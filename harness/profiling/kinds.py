@@ -1,11 +1,11 @@
 """What an operation or a kernel is for, from its name: the rows of a profile's table. Pure and torch-free.
 
-On a CPU the operations themselves are timed, and on a GPU the kernels that they launch. A kernel counts as the
-operation that launched it. Only kernels without one, such as those of NCCL, and those whose operation says nothing,
-such as compiled blocks, are told by their own names. `harness estimate` sorts its operations by the same function.
+On a CPU the operations themselves are timed, and on a GPU the kernels that they launch. A kernel is of the kind of the
+operation that launched it. Its own name decides only where there is no operation, as for NCCL, or where the operation's
+name says nothing, as for compiled blocks. `harness estimate` sorts its operations by `kind_of_op` too.
 
-Names of operations are those of ATen, with `aten::` before them. Names of kernels are those of cuBLAS, CUTLASS, cuDNN,
-FlashAttention, NCCL, Transformer Engine and PyTorch's own templates.
+Operations have ATen's names, such as `aten::mm`. Kernels have the names of cuBLAS, CUTLASS, cuDNN, FlashAttention,
+NCCL, Transformer Engine and PyTorch's own templates.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ KINDS: Final = (
 """Every kind, in the order of the table.
 
 other operations: what fits nowhere else.
-host waits: the host waits for a value of the device, and the device has nothing to do; on a CPU, reads of a value.
-between steps: judging, validation and saves that fall between the steps profiled.
-gaps: nothing runs, as Python and the launches take their time.
+host waits: the host waits for a value from the device, and the device is idle; on a CPU, reads of a value.
+between steps: judging, validation and saves between the profiled steps.
+gaps: nothing runs, because Python and the launches take time.
 """
 
 
 def gemms(precision: str) -> str:
-    """The kind of GEMMs in "fp8", "bf16", ...; of a precision that is not known, `GEMMs other types`."""
+    """The kind of GEMMs in a precision, such as "bf16"; `GEMMs other types` for one without a row of its own."""
     kind = f"GEMMs {precision}"
     return kind if kind in KINDS else "GEMMs other types"
 
@@ -59,10 +59,12 @@ _ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention
 _COMMUNICATION = re.compile(r"^(c10d|_c10d_functional|nccl|gloo|mpi|fsdp)::?|record_param_comms")
 _CONVOLUTION = re.compile(r"conv(olution|\dd|_transpose)")
 _QUANTIZE = re.compile(r"quantize|cast")
-# The native backend's autograd functions, which cast operands to FP8. The GEMMs in them are GEMMs all the same.
+# The native backend's autograd functions. Their own time is the cast of operands to FP8; the GEMMs that they call are
+# operations of their own.
 _FP8_FUNCTIONS = frozenset({"_Matmul", "_MatmulBackward"})
+# Operations that read a value of a tensor, for which the host waits.
 _VALUES = frozenset({"item", "_local_scalar_dense", "is_nonzero"})
-# Synchronising calls of the CUDA runtime. An asynchronous copy is none, though it may wait for pageable memory.
+# Synchronising calls of the CUDA runtime. cudaMemcpyAsync is not among them, although it may wait for pageable memory.
 _WAITING = frozenset(
     {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 )
@@ -81,13 +83,14 @@ def precision_of(types: Sequence[str]) -> str:
 def kind_of_op(
     name: str, types: Sequence[str] = (), precision: str = "", retypes: bool = True
 ) -> str:
-    """The kind of one operation; empty if its name does not say. It then is of the kind of the operation around it.
+    """The kind of one operation; empty if its name does not say. The caller then takes the operation around it.
 
     name: with or without its namespace, such as "aten::mm", or the name of an annotation.
-    types: of its inputs.
-    precision: of a GEMM, where that is known better than by `types`.
-    retypes: of a conversion, whether it changes the type.
+    types: of its inputs, as torch's profiler names them.
+    precision: of a GEMM; replaces the one that follows from `types`. Empty: `types` decide.
+    retypes: whether a conversion (`_to_copy`) changes the type; one that does not is a mere copy.
     """
+    # These are recognised by their namespace or annotation, all others by the name without it.
     if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
         return OPTIMIZER
     if _COMMUNICATION.search(name):
@@ -111,7 +114,7 @@ def kind_of_op(
         return WAITS
     if short == "_to_copy":
         return CASTS if retypes else ""
-    # A copy into a tensor of another type, such as of a gradient into a bucket.
+    # A copy into a tensor of another floating type is a cast, such as of a gradient into DDP's bucket.
     floats = [each for each in types[:2] if each in _TYPES or each.startswith("c10::Float8")]
     if short == "copy_" and len(floats) == 2 and floats[0] != floats[1]:
         return CASTS
@@ -127,7 +130,7 @@ def is_wait(call: str) -> bool:
     return call in _WAITING
 
 
-# Kernels, in the order in which they are asked: what is in more than one of them belongs to the first.
+# Patterns of kernels' names. The first one that matches decides: a fused attention kernel may have "gemm" in its name.
 _KERNELS = (
     (re.compile(r"nccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter"), COMMUNICATION),
     (re.compile(r"flash|fmha|attention|sdpa|softmax_warp_.*mask"), ATTENTION),
@@ -137,6 +140,7 @@ _KERNELS = (
 )
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|hgmma|cublas|gemv|splitk")
 _CAST = re.compile(r"cast|quantize|(bfloat16|float16|float8|half)\w*_copy|convert_|_to_copy")
+# Parts of a GEMM kernel's name that say its precision; the first match decides. "bf16" is before "f16", which is in it.
 _TEXTS = (
     (re.compile(r"e4m3|e5m2|fp8|float8|nvjet_q"), "fp8"),
     (re.compile(r"bf16|bfloat16|nvjet_t"), "bf16"),

@@ -1,10 +1,10 @@
 """Profiles some steps of a loop, ours or the user's own, with torch's profiler.
 
-The loop says when a step begins and ends (`StepProfiler.begins`, `ends`). The profiler runs from the beginning of the
-first step to the end of the last one, and not before or after. It only watches: the steps compute the same bits.
+The loop says when a step begins and ends (`StepProfiler.begins`, `ends`). torch's profiler runs from the beginning of
+the first step to the end of the last one. It only watches: the steps compute the same bits.
 
-When it ends, the trace is written and read back into a table. That takes about as long as some steps, in which training
-waits. A profile that cannot be made never fails the run: `Profiled` says why.
+After the last step the trace is written and read back into a table. Training waits for that, about as long as for some
+steps. A profile that cannot be made never fails the run: `Profiled` says why.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FOLDER = "profile"
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What became of a profile.
+    """The outcome of a profile.
 
-    text: for people.
-    files: written, relative to the run's folder; empty if it could not be made.
+    text: the outcome for people.
+    files: the written files, relative to the run's folder; empty if the profile could not be made.
     """
 
     text: str
@@ -43,7 +43,7 @@ class StepProfiler:
     folder: of the run.
     rank: of this process; other ranks than 0 have files of their own.
     device: where the model trains.
-    most: bytes of JSON in the trace.
+    most: most bytes of JSON in the trace.
     """
 
     def __init__(
@@ -63,12 +63,13 @@ class StepProfiler:
         self._most = most
         self._profiler: profile | None = None
         self._mark: record_function | None = None
-        # The steps seen so far, the first one included that a resume began with.
+        # The profiled steps so far, without a gap. A resume may begin them after `first`.
         self._steps: list[int] = []
+        # Whether the profile was made or given up: there is one for each start.
         self._over = False
 
     def missed(self, next_step: int) -> bool:
-        """Whether a start that goes on at `next_step` is too late, and no earlier start has profiled these steps."""
+        """Whether a resume at `next_step` comes after these steps, and no earlier start has profiled any of them."""
         if next_step <= self.last or self._over:
             return False
         for path in (self._folder / FOLDER).glob("steps-*.table.json"):
@@ -78,9 +79,9 @@ class StepProfiler:
         return True
 
     def begins(self, step: int) -> Profiled | None:
-        """A step is about to begin. Returns what became of the profile, if it ends here.
+        """Call before a step begins. Returns the outcome if the profile ends here, else None.
 
-        A step that does not follow the last one, as after a rollback, ends it: the steps so far are one profile.
+        A step that does not follow the last one, as after a rollback, ends the profile with the steps so far.
         """
         if self._over:
             return None
@@ -101,12 +102,13 @@ class StepProfiler:
         return None
 
     def ends(self, step: int) -> Profiled | None:
-        """A step has ended. Returns what became of the profile after its last step."""
+        """Call after a step has ended. Returns the outcome if the profile ends here, else None."""
         self._end_mark()
         if self._profiler is None:
             return None
         if step != self._steps[-1]:
-            # A loop of the user's own need not record every step: what ran since is not this one step.
+            # A user's own loop may record only every n-th step. Then several steps ran since `begins`, and their time
+            # must not be shown as that of one step.
             profiler, self._profiler, self._over = self._profiler, None, True
             profiler.stop()
             what = f"step {step} was recorded after step {self._steps[-1] - 1}"
@@ -114,17 +116,20 @@ class StepProfiler:
         return self.close() if step == self.last else None
 
     def close(self) -> Profiled | None:
-        """End a profile that has begun, at the end of the run at the latest; None if there is none."""
+        """End a profile that has begun, and write it. None if none has begun, or no step of it has ended.
+
+        The loop calls it at the end of the run, whatever ended it.
+        """
         profiler, self._profiler = self._profiler, None
         if self._mark is not None:
-            # It never ended: the loop was over, or it failed in the middle of a step.
+            # The last step never ended: the loop was over, or the step raised. It does not count.
             self._end_mark()
             self._steps.pop()
         if profiler is None:
             return None
         self._over = True
         try:
-            # What the device still computes belongs to these steps.
+            # The device may still compute kernels of these steps.
             self._wait()
             profiler.stop()
             return self._written(profiler) if self._steps else None
@@ -135,8 +140,9 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # Shapes come with the types of operands, which say in which precision a GEMM runs.
+        # With shapes the profiler also records the types of operands, which say in which precision a GEMM runs.
         profiler = profile(activities=activities, record_shapes=True)
+        # Kernels of earlier steps must have ended: they are none of this profile.
         self._wait()
         profiler.start()
         return profiler
@@ -151,6 +157,7 @@ class StepProfiler:
             self._mark = None
 
     def _names(self) -> str:
+        """The profile with its steps, as the subject of a sentence."""
         return f"the profile of {named_steps(self._steps)}"
 
     def _written(self, profiler: profile) -> Profiled:
@@ -161,7 +168,7 @@ class StepProfiler:
         if self._rank:
             name += f"-rank-{self._rank}"
 
-        # torch writes its JSON whole, whatever its size: it is read from there, and deleted.
+        # torch can only write its JSON whole, whatever its size. The bounded trace is made of that temporary file.
         raw = folder / f".{name}.json"
         trace = folder / f"{name}.json.gz"
         try:
@@ -169,6 +176,7 @@ class StepProfiler:
             events, cut = write_trace(raw, trace, self._most)
         finally:
             raw.unlink(missing_ok=True)
+
         events.keep(self._steps)
         found = table(events)
         files = [trace]

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 FaultKind = Literal["unfit data", "not finite", "left its precision", "rollback", "halt"]
 
 _FIRST_STEPS = 3
-"""Steps that are left out of the median time: kernels are chosen and memory is taken in them."""
+"""Steps left out of the median time: in them kernels are chosen and memory is allocated, so they take longer."""
 
 
 TAIL = 10
-"""A branch is judged by the last one in so many of its steps."""
+"""A branch is judged by the last 1 / TAIL of its steps."""
 
 
 def tail_of(losses: Sequence[float]) -> Sequence[float]:
-    """The losses of those steps, one at least; empty if there are none."""
+    """The last 1 / TAIL of the losses, at least one; empty if there are none."""
     return losses[-max(1, len(losses) // TAIL) :]
 
 
@@ -36,9 +36,9 @@ def tail_of(losses: Sequence[float]) -> Sequence[float]:
 class Fault:
     """The first thing that went wrong in a branch.
 
-    step: at which. why: in words.
-    windows: places in the data order that are at fault by what the guard found; empty if it named none.
-    ends: the guard would not have gone on from there, so the branch ends.
+    step: where it went wrong. why: in words.
+    windows: numbers of the windows that the guard holds responsible; empty if it named none.
+    ends: whether the branch ends here, as the guard would have rolled back or halted.
     """
 
     kind: FaultKind
@@ -53,18 +53,19 @@ class Branch:
     """The figures of one branch.
 
     name: for people. precision: fp32, bf16, fp16 or fp8. resolved: `backend:precision`.
-    begin: the step that it started after.
+    begin: number of the step before its first one.
     losses: one for each step.
-    skipped: updates that were not applied.
-    fault: the first; None if nothing went wrong.
-    seconds: median time of a step; NaN if there were too few.
-    peak: GiB of memory, at most; NaN if it is not known.
-    difference: the first figure that is not the journal's; None if there is none, or nothing to compare with.
-    predicted: FP8 layers (padded names) that the fallback would move to BF16 -> the step at which it found them.
-    slots: of FP8 layers, the worst first.
+    skipped: number of updates that were not applied.
+    fault: the first one; None if nothing went wrong.
+    seconds: median time of a step; NaN if there were too few steps.
+    peak: most memory in use, GiB; NaN if it is not known.
+    difference: the first figure in which the branch differs from the run's journal; None if there is none, or if the
+        branch does not repeat the run.
+    predicted: FP8 layers (padded names) that the fallback would move to BF16 -> the step in which it decided that.
+    slots: those of FP8 layers, the worst first.
     record: the figures behind `slots`, step by step; None without FP8.
-    fell_back_to: the precision that the whole branch was downgraded to; empty: none.
-    unhealthy: codes of verdicts by which a step does not count as healthy.
+    fell_back_to: the precision to which the whole branch was downgraded; empty: none.
+    unhealthy: codes of the verdicts for which steps did not count as healthy.
     scalings: what other scalings would lose on the sampled tensors; None if that was not measured.
     """
 
@@ -87,12 +88,21 @@ class Branch:
 
     @property
     def last_step(self) -> int:
-        """The last step that it did."""
+        """Number of the last step that was run."""
         return self.begin + len(self.losses)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able."""
-        fault = self.fault
+        """The branch's entry in `harness rehearse --json`."""
+        fault: dict[str, Any] | None = None
+        if self.fault is not None:
+            fault = {
+                "kind": self.fault.kind,
+                "step": self.fault.step,
+                "why": self.fault.why,
+                "windows": list(self.fault.windows),
+            }
+
+        # JSON has no NaN: null stands for what was not measured.
         return {
             "name": self.name,
             "precision": self.precision,
@@ -100,14 +110,7 @@ class Branch:
             "steps": len(self.losses),
             "losses": [jsonable(loss) for loss in self.losses],
             "skipped": self.skipped,
-            "fault": None
-            if fault is None
-            else {
-                "kind": fault.kind,
-                "step": fault.step,
-                "why": fault.why,
-                "windows": list(fault.windows),
-            },
+            "fault": fault,
             "seconds_per_step": None if math.isnan(self.seconds) else self.seconds,
             "peak_memory_gib": None if math.isnan(self.peak) else self.peak,
             "unhealthy": list(self.unhealthy),
@@ -117,10 +120,10 @@ class Branch:
 
 @dataclass
 class Record:
-    """Collects the figures of a branch, one judged step after the other.
+    """Collects the figures of a branch, one judged step after the other; the fields are those of `Branch`.
 
-    observer: judges FP8 statistics where the recipe's own fallback is off; None where the run's monitor does.
-    slots: None for a branch without FP8.
+    slots: figures of FP8 tensors; None for a branch without FP8.
+    observer: a fallback that only judges, where the recipe's own one is off; None where the run's own monitor judges.
     """
 
     slots: SlotRecord | None = None
@@ -132,8 +135,9 @@ class Record:
     skipped: int = 0
     fault: Fault | None = None
     fell_back_to: str = ""
-    # Windows whose updates were not applied, since the last one that was.
-    _row: list[int] = field(default_factory=list[int])
+    # Windows of the skipped updates in a row, up to the present step. If the guard ends the run without naming windows,
+    # these are at fault.
+    _skipped_in_a_row: list[int] = field(default_factory=list[int])
 
     def take(self, judged: Judgement) -> None:
         """Add one step."""
@@ -142,12 +146,12 @@ class Record:
         self.seconds.append(facts.seconds)
         self.fell_back_to = facts.fell_back_to
         if facts.applied:
-            self._row.clear()
+            self._skipped_in_a_row.clear()
         else:
             self.skipped += 1
-            self._row.append(facts.window)
+            self._skipped_in_a_row.append(facts.window)
 
-        # Layers that are out of FP8 when the branch begins count: the fallback has moved them before.
+        # Layers that should leave FP8. Those that are out of it already count too: the fallback moved them earlier.
         leaving = list(facts.demoted)
         verdicts = list(judged.verdicts)
         if self.observer is not None:
@@ -157,7 +161,7 @@ class Record:
                 self.unhealthy[verdict.code] = None
             if isinstance(verdict.proposal, Switch):
                 leaving += verdict.proposal.demote
-            # Layers that should leave, but are over fallback.max_demoted_share.
+            # These verdicts name layers that should leave, but would exceed fallback.max_demoted_share.
             if verdict.code in ("precision.budget", "precision.lowered"):
                 leaving += verdict.evidence.get("layers", ())
         for layer in leaving:
@@ -165,25 +169,28 @@ class Record:
         if self.slots is not None and facts.applied:
             self.slots.take(facts.slots)
 
-        fault = find_fault(judged, self._row)
-        # What ends the branch says more than a skipped update before it.
+        # The first fault is kept. One that ends the branch replaces it: it says more than a skipped update before it.
+        fault = find_fault(judged, self._skipped_in_a_row)
         if fault is not None and (self.fault is None or fault.ends):
             self.fault = fault
 
     @property
     def ended(self) -> bool:
-        """Whether the guard would not have gone on."""
+        """Whether the guard would have rolled back or halted, so that the branch ends."""
         return self.fault is not None and self.fault.ends
 
     @property
     def step_seconds(self) -> float:
-        """Median time of a step; NaN if only the first ones were done."""
+        """Median time of a step without the first _FIRST_STEPS; NaN if no others were done."""
         usual = self.seconds[_FIRST_STEPS:]
         return median(usual) if usual else math.nan
 
 
 def find_fault(judged: Judgement, row: Sequence[int]) -> Fault | None:
-    """What is wrong with one step; None if nothing is. row: windows of the skipped updates up to this step."""
+    """What is wrong with one step; None if nothing is.
+
+    row: windows of the skipped updates in a row, up to this step.
+    """
     facts, action = judged.facts, judged.action
     if facts.bad_data:
         return Fault(
@@ -199,7 +206,7 @@ def find_fault(judged: Judgement, row: Sequence[int]) -> Fault | None:
             return Fault("left its precision", facts.step, action.reason, tuple(row))
         case _:
             pass
-    # An overflow while a loss scaler looks for its range has a code of its own, and is no fault.
+    # A loss scaler that searches for its range overflows on purpose. That has a code of its own, and is no fault.
     if any(verdict.code == "nonfinite.skip" for verdict in judged.verdicts):
         what = _not_finite(facts)
         return Fault("not finite", facts.step, what, tuple(row))
@@ -207,10 +214,12 @@ def find_fault(judged: Judgement, row: Sequence[int]) -> Fault | None:
 
 
 def _ends(judged: Judgement) -> bool:
+    """Whether the guard's action on this step ends a branch."""
     return isinstance(judged.action, Rollback | Halt)
 
 
 def _text_of(judged: Judgement, prefix: str) -> str:
+    """The text of the first verdict whose code begins with `prefix`."""
     for verdict in judged.verdicts:
         if verdict.code.startswith(prefix) and verdict.text:
             return verdict.text

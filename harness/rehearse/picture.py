@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 FILE = "rehearsal.png"
 
 _COLOURS = {"fp32": "#222222", "bf16": "#2c7fb8", "fp16": "#7b3294", "fp8": "#d95f0e"}
-# Of several branches in one precision: the first is solid.
+# Branches of one precision share its colour and differ in their line; the first one is solid.
 _STYLES = ("-", ":", "--", "-.")
+# Role -> marker.
 _ROLES = {"input": "o", "weight": "s", "grad_output": "^"}
+# Most layers that are drawn, and most characters of a layer's name.
 _LAYERS = 40
 _LONGEST = 40
 
@@ -34,10 +36,12 @@ def draw(
 ) -> Path:
     """Draw into `path`, a PNG file; returns it. Raises OSError.
 
-    fp8: the branch whose slots are drawn; None: only losses. policy: its limits.
+    branches: the first one is the float32 reference.
+    fp8: the branch whose slots are drawn; None: only losses are drawn. policy: the limits of its slots.
     """
     from matplotlib.figure import Figure
 
+    # Panels from top to bottom: losses, gaps, and SQNR if there is any.
     has_slots = fp8 is not None and bool(fp8.slots)
     heights = [3.0, 2.0, 2.4] if has_slots else [3.0, 2.0]
     figure = Figure(figsize=(9.0, 1.0 + 1.2 * sum(heights)), dpi=120, layout="constrained")
@@ -50,7 +54,7 @@ def draw(
 
 
 def _styles(branches: Sequence[Branch]) -> list[tuple[Branch, str, str]]:
-    """Every branch with its colour and line."""
+    """(branch, colour, line) of every branch."""
     seen: dict[str, int] = {}
     found: list[tuple[Branch, str, str]] = []
     for branch in branches:
@@ -67,6 +71,7 @@ def _draw_losses(axes: Axes, branches: Sequence[Branch]) -> None:
         _draw_line(axes, branch, values, colour, style)
         if branch.fault is not None:
             axes.axvline(branch.fault.step, color=colour, linestyle=style, linewidth=0.8)
+            # The cross stands at the bottom, as the loss of that step may have no place on the axis.
             across = axes.get_xaxis_transform()
             axes.plot([branch.fault.step], [0.03], "X", color=colour, transform=across)
     axes.set_ylabel("training loss")
@@ -76,10 +81,11 @@ def _draw_losses(axes: Axes, branches: Sequence[Branch]) -> None:
 
 
 def _draw_gaps(axes: Axes, branches: Sequence[Branch]) -> None:
-    """Each branch's loss less that of the first branch, float32, at the steps that both did."""
+    """Each branch's loss minus that of the first branch, float32, over the steps that both have."""
     reference = np.array(branches[0].losses, dtype=np.float64)
     for branch, colour, style in _styles(branches)[1:]:
         values = np.array(branch.losses, dtype=np.float64)[: len(reference)]
+        # inf - inf is NaN, and is not drawn.
         with np.errstate(invalid="ignore", over="ignore"):
             _draw_line(axes, branch, values - reference[: len(values)], colour, style)
     axes.axhline(0.0, color=INK, linewidth=0.8)
@@ -91,6 +97,7 @@ def _draw_gaps(axes: Axes, branches: Sequence[Branch]) -> None:
 def _draw_line(
     axes: Axes, branch: Branch, values: npt.NDArray[np.float64], colour: str, style: str
 ) -> None:
+    """A line through `values`, one for each step of the branch, without NaN and values of BEYOND and more."""
     steps = np.arange(branch.begin + 1, branch.begin + 1 + len(values))
     with np.errstate(invalid="ignore"):
         drawn = np.abs(values) < BEYOND
@@ -99,22 +106,29 @@ def _draw_line(
 
 
 def _draw_sqnr(axes: Axes, fp8: Branch, policy: FallbackConfig) -> None:
-    """Lowest SQNR of each tensor, layers in the model's order, the worst ones if there are many."""
+    """A marker for the lowest SQNR of each tensor, by layer; layers that would leave FP8 are shaded.
+
+    The layers are in the model's order. If there are more than _LAYERS, only the worst ones are drawn.
+    """
+    # Slots come with the worst first. Names have padded numbers, so their order is the model's.
     worst = list(dict.fromkeys(row.layer for row in fp8.slots))[:_LAYERS]
     layers = sorted(worst)
     places = {layer: place for place, layer in enumerate(layers)}
+
     for role, marker in _ROLES.items():
         rows = [row for row in fp8.slots if row.role == role and row.layer in places]
         x = [places[row.layer] for row in rows]
         y = [row.sqnr_db for row in rows]
         axes.plot(x, y, marker, color=_COLOURS["fp8"], fillstyle="none", label=role)
     axes.axhline(policy.sqnr_db, color=INK, linestyle="--", linewidth=0.9, label="limit")
+
     for layer in fp8.predicted:
         if layer in places:
             axes.axvspan(places[layer] - 0.5, places[layer] + 0.5, color="#fdd0a2", linewidth=0)
-    axes.set_xticks(
-        range(len(layers)), [label(each[-_LONGEST:]) for each in layers], rotation=90, fontsize=6
-    )
+
+    # The end of a name says which layer it is.
+    names = [label(layer[-_LONGEST:]) for layer in layers]
+    axes.set_xticks(range(len(layers)), names, rotation=90, fontsize=6)
     axes.set_ylabel("lowest SQNR, dB")
     axes.set_title("FP8 tensors; shaded: layers that would leave FP8", loc="left", fontsize=10)
     axes.grid(color=GRID, linewidth=0.6)

@@ -41,8 +41,9 @@ from harness.replay.investigate import Rerun
 
 PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
 DEFAULT_FP8 = "fp8_hybrid"
-"""What is rehearsed as FP8 for a run whose own recipe has no FP8."""
+"""The recipe of the FP8 branch for a run whose own recipe has no FP8."""
 
+# Between two lines of progress.
 _PROGRESS_SECONDS = 5.0
 
 Build = Callable[[RunConfig, Recipe, RunLedger], Rerun]
@@ -51,9 +52,12 @@ Say = Callable[[str], None]
 
 
 def recipes_for(own: Recipe, fp8: Recipe | None) -> dict[PrecisionName, Recipe]:
-    """The recipe of each precision, with the rungs of that precision alone: none is replaced by a lower one unseen.
+    """The recipe of each precision.
 
-    own: the run's. What it says of layers, of the loss scale and of float32 products holds in every precision.
+    Each has the rungs of its precision alone. So a branch that cannot run is an error, and not a branch in a lower
+    precision under the wrong name.
+
+    own: the run's. Its layers, loss scale, fallback and float32 products hold in bf16 and fp16 as well.
     fp8: as for `whole_fp8`.
     """
     taken = {"layers": own.layers, "loss_scale": own.loss_scale, "fallback": own.fallback}
@@ -85,12 +89,12 @@ def only(recipe: Recipe, precision: PrecisionName) -> Recipe:
 class Rehearsed:
     """Everything that a rehearsal found.
 
-    branches: with their verdict's evidence.
+    branches: the evidence for the verdict.
     left_out: precision -> why it was not rehearsed.
     recommended: the recipe to write; None without an FP8 branch.
-    trial: the branch that tried it; None if it is the recipe that was rehearsed.
+    trial: the branch that tried this recipe; None if it equals the rehearsed one, or could not be tried.
     fp8: the FP8 branch; None without one.
-    notes: what holds for all figures.
+    notes: caveats for the reader.
     """
 
     begin: Beginning
@@ -107,10 +111,10 @@ class Rehearsal:
 
     begin: where they begin.
     own: precisions that the run would compute in, the best first. The verdict is about the first that can run.
-    repeated: the precision whose branch does the run's own steps again, with its own recipe; empty: none does.
-    recipes: of each precision that is rehearsed, in their order.
-    fp8: the whole recipe of the FP8 branch, with all of its rungs.
-    build: makes a run.
+    repeated: the precision whose branch repeats the run's own steps with the run's own recipe; empty: none does.
+    recipes: one for each precision that is rehearsed, in this order.
+    fp8: the recipe of the FP8 branch with all of its rungs; the recommended recipe is made from it.
+    build: makes the run of a branch.
     say: prints progress.
     """
 
@@ -141,6 +145,7 @@ class Rehearsal:
 
     def _run(self) -> Rehearsed:
         begin = self.begin
+        # The gap between these two is what rounding alone does; the verdict compares all other gaps with it.
         reference = self._branch("fp32", "fp32", self.recipes["fp32"])
         control = self._branch("fp32, one ulp apart", "fp32", self.recipes["fp32"], nudged=True)
 
@@ -152,25 +157,28 @@ class Rehearsal:
             try:
                 others.append(self._branch(precision, precision, recipe))
             except HarnessError as error:
-                # Such as a card without it, or a model without a layer for FP8.
+                # The card may lack the precision, or the model a layer for FP8.
                 problem = error.problems[0]
                 left_out[precision] = (
                     f"{problem.what}: {problem.why}" if problem.why else problem.what
                 )
                 self.say(f"{precision}: left out: {left_out[precision]}")
 
+        # Experiments that tell a learning rate, data and model apart where float32 itself goes bad.
         lower_rate = without = None
         if is_doubtful(reference):
             lower_rate = self._at_lower_rate()
         if reference.fault is not None:
             without = self._without_windows(reference.fault.windows)
+
+        # The verdict is about `subject`. If its branch has another recipe than the run, a good end says nothing about
+        # whether the run's incident can be reproduced: then the verdict does not get the incident.
         ran = [branch.precision for branch in (reference, *others)]
         subject = next((precision for precision in self.own if precision in ran), "")
-        # Another recipe that is well does not say that the run cannot be reproduced.
         incident = begin.incident if subject == self.repeated else None
         branches = Branches(reference, control, others, subject, lower_rate, without, incident)
 
-        # What FP8 would need, and whether that helps.
+        # The recipe that FP8 would need, and a branch that tries it if it is not the rehearsed one.
         fp8 = next((branch for branch in others if branch.precision == "fp8"), None)
         if fp8 is None or fp8.record is None:
             return Rehearsed(begin, branches, left_out)
@@ -182,7 +190,7 @@ class Rehearsal:
             try:
                 trial = self._branch("fp8, recipe written", "fp8", recipe)
             except HarnessError as error:
-                # No layer is left for FP8 in it, or the checkpoint has FP8 state of layers that it excludes.
+                # The recipe may leave no layer in FP8, or exclude layers whose FP8 state is in the checkpoint.
                 notes.append(f"the recipe written was not tried: {error.problems[0].what}")
         return Rehearsed(begin, branches, left_out, recommended, trial, fp8, notes)
 
@@ -210,17 +218,21 @@ class Rehearsal:
         """Run one branch. Raises HarnessError if it cannot be built here.
 
         nudged: begin with every weight one unit in the last place larger.
-        config: instead of the run's. skipped: windows to leave out.
+        config: replaces the run's. skipped: windows to leave out.
         """
         begin = self.begin
+        # The branch gets a ledger of its own: it must not count its windows and rollbacks for the next branch.
         ledger = copy.deepcopy(begin.ledger)
         if skipped:
             ledger.inherit(sorted({*ledger.skipped_windows, *skipped}))
+
         restart_peak()
         rerun = self.build(config or begin.config, recipe, ledger)
         on_gpu = rerun.run.engine.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(rerun.run.engine.device)
+
+        # Only an unchanged branch can be compared with the run's journal, figure by figure.
         repeats = precision == self.repeated and not (nudged or config or skipped)
         try:
             if begin.store is not None:
@@ -234,6 +246,7 @@ class Rehearsal:
             peak = _peak(rerun, on_gpu)
         finally:
             rerun.close()
+
         if precision == "fp8":
             self._names = {pad_numbers(each): each for each, _ in rerun.model.named_modules()}
         branch = Branch(
@@ -254,32 +267,36 @@ class Rehearsal:
             unhealthy=tuple(record.unhealthy),
             scalings=None if watch is None else watch.report(),
         )
-        # The next branch must not share this machine's memory with this one.
+        # Free the run now, so that the next branch has the memory to itself.
         del rerun
         gc.collect()
         return branch
 
     def _record(self, rerun: Rerun, precision: PrecisionName, recipe: Recipe) -> Record:
-        """An empty record; of an FP8 branch with its slots."""
+        """An empty record; that of an FP8 branch also collects its slots."""
         if precision != "fp8":
             return Record()
         slots = rerun.run.precision.slot_names
         layers = list(dict.fromkeys(slot.rpartition(".")[0] for slot in slots))
         observer = None
         if not recipe.fallback.enabled and layers:
-            # The recipe's own fallback is off, so it says nothing: this one only looks.
+            # The recipe's own fallback is off and predicts no demotions. This one predicts them and moves no layer.
             policy = recipe.fallback.model_copy(update={"enabled": True})
             observer = FallbackController(policy, layers)
         return Record(SlotRecord(recipe.fallback), observer)
 
     def _steps(self, name: str, rerun: Rerun, record: Record, repeats: bool) -> Difference | None:
-        """Do the steps. Returns the first figure that is not the journal's. repeats: the branch repeats the run."""
+        """Run the steps of one branch, to the last one or to the fault that ends it.
+
+        repeats: whether the branch repeats the run. Then the first figure is returned that differs from its journal.
+        """
         begin = self.begin
         difference: Difference | None = None
         reported = time.monotonic()
         self.say(f"{name}: {begin.steps} steps from {begin.text} ({rerun.resolved})")
         for done in range(1, begin.steps + 1):
-            # SQNR and underflow are sampled seldom. One more sample, at the end, is too few to demote a layer.
+            # Most steps do not sample SQNR and underflow, and a short branch may never do so. So the last step always
+            # does. One sample more is too few to demote a layer.
             if done == begin.steps:
                 last = begin.step + done
                 rerun.run.state.dense_sampling = SamplingSpan(last, last + 1)
@@ -297,14 +314,17 @@ class Rehearsal:
 
 
 def _scalings(rerun: Rerun) -> Counterfactual | None:
-    """What measures other scalings on the sampled tensors of a branch; None where its layers cannot be watched."""
+    """Measures other scalings on the sampled tensors of a branch; None where its layers cannot be watched."""
     if rerun.resolved != "native:fp8":
         return None
     return Counterfactual(rerun.model)
 
 
 def _peak(rerun: Rerun, on_gpu: bool) -> float:
-    """GiB at most: of torch's allocations on a GPU, else of this process while the branch ran. NaN: not known."""
+    """Most memory that the branch took, GiB; NaN if it is not known.
+
+    On a GPU it is that of torch's allocations; on a CPU that of this process.
+    """
     if on_gpu:
         return torch.cuda.max_memory_allocated(rerun.run.engine.device) / 2**30
     return peak_resident() / 2**30 or math.nan
@@ -312,7 +332,10 @@ def _peak(rerun: Rerun, on_gpu: bool) -> float:
 
 @torch.no_grad()
 def nudge(model: torch.nn.Module) -> None:
-    """Make every trained weight one unit in the last place larger. A weight of zero stays: its next number is 1e-45."""
+    """Make every trained weight one unit in the last place larger.
+
+    A weight of zero stays: the next number is 1e-45, which is no rounding error of anything.
+    """
     for parameter in model.parameters():
         if not (parameter.requires_grad and parameter.is_floating_point()):
             continue

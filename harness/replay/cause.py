@@ -1,13 +1,14 @@
-"""Whose fault a bad step or a bad run is: the one judge behind `harness replay` and `harness rehearse`.
+"""Names the cause of a bad step or a bad run, for `harness replay` and `harness rehearse` alike.
 
 It decides by elimination, in this order:
 
 1. *data*: samples were found unfit before the model saw them.
-2. *sound*: nothing was bad in the run, and nothing is bad here.
-3. *not reproducible*: bad in the run but well here, or the re-run is not the run. Nothing that it shows can be trusted
-   further.
+2. *sound*: nothing was bad in the run, and nothing is bad in the re-run.
+3. *not reproducible*: bad in the run but well in the re-run, or the re-run is known to differ from the run. Then it
+   proves nothing about the run, and the steps below do not apply.
 4. *precision*: well in float32, so only low precision is bad.
-5. Bad in float32 too, so no precision would have helped. Two experiments divide what remains, where they were made:
+5. Bad in float32 too, so no precision would have helped. Two more experiments in float32, where they were made, tell
+   the remaining causes apart:
    - well at a lower learning rate, on the same windows: *learning rate*
    - well at the same rate, without the windows at fault: *data*
    - bad in both: *model*
@@ -34,12 +35,12 @@ Cause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen of a step or a run. None: that experiment was not made.
+    """What was seen of a step or a run. None stands for an experiment that was not made.
 
     unfit: samples were found unfit before the model saw them.
-    was_bad: the run itself was bad there.
-    is_bad: it is bad here, in its own precision.
-    unlike: the re-run is known not to be the run, though the set-up is the same.
+    was_bad: the run itself was bad.
+    is_bad: the re-run, in the run's own precision, is bad.
+    unlike: the re-run differs from the run although it has the same set-up.
     bad_in_float32: it is bad in float32.
     bad_at_lower_rate: it is bad in float32 at a lower learning rate.
     bad_without_windows: it is bad in float32 without the windows at fault.
@@ -65,12 +66,12 @@ def judge(evidence: Evidence) -> Cause:
     if not evidence.bad_in_float32:
         return "precision"
 
-    # Where both experiments end well, the smaller step is the cure that needs no data to be left out.
+    # If both experiments end well, the learning rate is named: to lower it costs no data.
     if evidence.bad_at_lower_rate is False:
         return "learning rate"
     if evidence.bad_without_windows is False:
         return "data"
-    # One experiment alone cannot tell the model from what the other would have found.
+    # The model is the cause only if both experiments were made and both end badly.
     if evidence.bad_at_lower_rate and evidence.bad_without_windows:
         return "model"
     return "model or data"

@@ -5,8 +5,8 @@ that is not. A module's children return before it does, so the innermost module 
 computes itself.
 
 *Backward.* The origin is the first operation of autograd that was given finite gradients and returned one that is not.
-The module named is the one whose forward recorded that operation. Hooks on tensors would not do: they see the sum over
-all uses of a tensor, so they cannot tell two layers with one input apart, and they miss what is modified in place.
+The module named is the one whose forward recorded that operation. Hooks on tensors are not enough. They see the sum
+over all uses of a tensor, so they cannot tell two layers with one input apart, and they miss in-place changes.
 
 *Which module an operation belongs to.* Autograd numbers operations in the order in which forward records them. Those
 recorded between a module's entry and its exit, and not inside of one of its children, are its own (`GraphWatch.claim`).
@@ -56,7 +56,7 @@ _PASSED = {f"{name}Backward{number}" for name in _IN_BETWEEN for number in (0, 1
 
 _TORCH = str(Path(torch.__file__).parent)
 _REPLAY = str(Path(__file__).parent)
-# Functions that return uninitialised memory, or a constant of the program's: not finite by intent.
+# Parts of the names of functions whose result may hold NaN or inf by intent: uninitialised memory, or a constant.
 _ALLOCATE = ("empty", "full")
 # The worst result of `badness`.
 _WORST = 2
@@ -75,7 +75,7 @@ class Spoiled:
     tensor: the gradient.
     parameters: those whose gradient it is.
     where: the line of forward, if it was recorded.
-    replaces: whether it replaces an earlier report, which was only the place where a bad gradient arrived.
+    replaces: whether it replaces an earlier report that named only where a bad gradient arrived, not its cause.
     """
 
     module: str
@@ -100,7 +100,7 @@ class GraphWatch:
         self._counter = torch.zeros((), requires_grad=True)
         # The graph returns the same Python object for an operation only as long as somebody holds it.
         self._hooked: set[Any] = set()
-        # Operations that were reached from a module's outputs and are older than its call: a parent will claim them.
+        # Operations reached from a module's outputs that were recorded before its call. A parent will claim them.
         self._unclaimed: list[Any] = []
         self._handles: list[Any] = []
         # Whether a bad gradient was reported at the place where it arrived, without a cause.
@@ -193,7 +193,8 @@ class GraphWatch:
             return
         self._caused = True
 
-        # Which gradient to show: that of an activation, which goes on through the model, before that of a parameter.
+        # Which gradient to show. That of an activation comes first: it spoils every layer before this one. That of a
+        # parameter spoils one weight.
         parameters = [self._parameter_behind(node, place) for place in bad]
         if "" in parameters:
             what = "gradient of its input"
@@ -305,7 +306,7 @@ def recorded(node: Any) -> str:
 
 
 def _innermost(frames: Iterable[str]) -> str:
-    """The innermost frame that is neither torch's nor of harness.replay, as `file:line, in function: source`."""
+    """The innermost frame outside of torch and harness.replay, as `file:line, in function: source`."""
     found = ""
     for frame in frames:
         match = _FRAME.search(frame)
@@ -404,7 +405,7 @@ def watch(
 ) -> Iterator[Origin]:
     """Watch every forward and backward of `model` inside of the block.
 
-    known: `Origin.usual` of a step that was well; values that were not finite there are so by intent.
+    known: `Origin.usual` of a step that went well. Where it had NaN or inf, as in a mask, they are intended.
     lines: also find the line of the program behind a finding in backward. Slow. For one in forward, see `locate`.
     """
     watcher = _Watcher(model, None if known is None else frozenset(known))
@@ -522,7 +523,7 @@ class _Watcher:
             self._calls.clear()
             self._received = ""
         self._calls[module] = self._calls.get(module, 0) + 1
-        clean = not self._new(module, "input", (args, kwargs))
+        clean = not self._unknown_bad(module, "input", (args, kwargs))
         if not clean and not self._received:
             self._received = self._names[module]
         self._stack.append(_Call(module, self._graph.next_number(), clean, self._calls[module]))
@@ -535,7 +536,7 @@ class _Watcher:
             return
         call = self._stack.pop()
 
-        spoiled = self._new(module, "output", output)
+        spoiled = self._unknown_bad(module, "output", output)
         if call.clean and spoiled and self._now.forward is None:
             self._now.forward = self._forward_finding(module, call, *spoiled[0])
         self._now.lost = self._now.lost or (module is self._model and bool(spoiled))
@@ -546,8 +547,11 @@ class _Watcher:
         if module is self._model:
             self._graph.arrives_from_loss(found)
 
-    def _new(self, module: nn.Module, place: str, value: Any) -> list[tuple[str, Tensor]]:
-        """Tensors in `value` with a NaN or Inf that is not known of this place. Notes all places that have one."""
+    def _unknown_bad(self, module: nn.Module, place: str, value: Any) -> list[tuple[str, Tensor]]:
+        """Tensors in `value` with a NaN or Inf that a well step does not have in this place, each with its path.
+
+        All places with a NaN or Inf are added to `Origin.usual`, for the next step that is watched.
+        """
         new: list[tuple[str, Tensor]] = []
         for path, tensor in tensors(value, place):
             nan, inf = count_bad(tensor)
@@ -571,7 +575,8 @@ class _Watcher:
             if name is not None and any(count_bad(parameter)):
                 bad_parameters.append(name)
 
-        # In a module with children the value may have been made between two of them. `into` is the first that got it.
+        # A module with children may have made the value itself, between two of them. `into` then says where: it is the
+        # first module that received the value.
         has_children = next(module.children(), None) is not None
         into = self._received if has_children else ""
         doubtful = not self._compared and badness(tensor) < _WORST
@@ -628,7 +633,7 @@ class _Watcher:
         )
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """Note the size of a parameter's gradient, as far as it is accumulated."""
+        """Record the size of a parameter's gradient as accumulated so far."""
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return

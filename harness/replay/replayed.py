@@ -1,4 +1,4 @@
-"""One run of a comparison, run again from a checkpoint or from its start, one step after the other."""
+"""Runs one of two compared runs again, step by step, from a checkpoint or from its start."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from harness.tracking.history import RunHistory
 
 
 class Replayed:
-    """A run that is run again.
+    """A run, and its re-run in this process.
 
     letter: A or B, for texts.
-    history: of the run's folder; branches: its attempts and checkpoints.
-    last: the last step that may be run again; it chooses the branch among a run's attempts.
+    history: the run's journal; branches: its attempts and checkpoints.
+    last: the last step that may be run again. Where a rollback made several attempts, the one that ran this step is
+        re-run.
     config: the run's present one, for one process.
     build: makes the run in its initial state.
-    difference: the first recorded figure of a step run again that is not the run's own, its A the run's.
+    difference: the first figure in which the re-run's journal differs from the run's; None if there is none. Its `a` is
+        the run's value, its `b` the re-run's.
     """
 
     def __init__(
@@ -41,13 +43,13 @@ class Replayed:
         self.difference: Split | None = None
         self._config = config
         self._build = build
-        # What is run again, and the setting that it was built with.
+        # The re-run, and the config and number of ranks with which it was built.
         self._rerun: Rerun | None = None
         self._setting: tuple[RunConfig, int] | None = None
 
     @property
     def name(self) -> str:
-        """For texts: A, and the folder's name."""
+        """The letter and the folder's name, for texts: `A (my-run)`."""
         return f"{self.letter} ({self.branches.folder.name})"
 
     @property
@@ -57,13 +59,13 @@ class Replayed:
 
     @property
     def rerun(self) -> Rerun:
-        """What is run again, after `start` or `resume`."""
+        """The re-run. Only after `start` or `resume`."""
         assert self._rerun is not None
         return self._rerun
 
     @property
     def steps_done(self) -> int:
-        """The last step of the present state."""
+        """Number of the last step that the present state contains."""
         return self.rerun.run.state.step
 
     @property
@@ -72,7 +74,7 @@ class Replayed:
         return self.rerun.compiled
 
     def saved_steps(self, last: int) -> set[int]:
-        """Steps up to `last` that a checkpoint holds the state after; it is not verified."""
+        """Steps up to `last` after which there is a checkpoint. The checkpoints are not verified."""
         return {step for step, _ in self.branches.checkpoints(self.last) if step <= last}
 
     def saved(self, step: int, wanted: Place | None = None) -> StepTensors:
@@ -82,7 +84,7 @@ class Replayed:
         return found
 
     def _stores(self, step: int) -> list[Store]:
-        """The stores with a checkpoint of `step`. Raises CheckpointError if there is none, or none any more."""
+        """The stores with a checkpoint of `step`. Raises CheckpointError if there is none, or no longer."""
         found = [store for each, store in self.branches.checkpoints(self.last) if each == step]
         if not found:
             where = str(self.branches.folder)
@@ -91,6 +93,7 @@ class Replayed:
         return found
 
     def _read(self, step: int) -> tuple[Tensors, Meta]:
+        """The checkpoint of `step` from the first store whose copy verifies. Raises CheckpointError if none does."""
         problems: list[Problem] = []
         for store in self._stores(step):
             try:
@@ -104,6 +107,8 @@ class Replayed:
         self._new(base + 1)
         if not base:
             return
+
+        # Several stores may have the checkpoint: the run's own, and the bundles of its bad steps.
         problems: list[Problem] = []
         for store in self._stores(base):
             try:
@@ -114,18 +119,22 @@ class Replayed:
         raise CheckpointError(problems)
 
     def resume(self, kept: Kept) -> None:
-        """Go to a state that `keep` gave."""
+        """Go to a state that `replay.kept.keep` has copied."""
         self._new(int(kept.meta["step"]) + 1)
         self.rerun.resume(kept)
 
     def close(self) -> None:
-        """Release what is run again, and compare the figures of its steps with those of the run."""
+        """Release the re-run, and compare the figures of its steps with those of the run (`difference`)."""
         if self._rerun is None:
             return
-        # The re-run has a journal and a file of FP8 figures as the run itself, in a folder of its own.
+
+        # The re-run has written a journal and a file of FP8 figures, as the run has, into a folder of its own.
         folder = self._rerun.run.folder
         self._rerun.close()
         self._rerun = None
+
+        # A step may have run several times. If the re-run follows the last attempt, its steps are those that count in
+        # the end; else they are compared with what ran first.
         is_last_attempt = self.branches.attempt_of(self.last) == self.branches.ledger.attempt
         rerun = RunHistory.read(folder)
         compared = compare_rerun(self.history, rerun, counted=is_last_attempt)
@@ -135,7 +144,7 @@ class Replayed:
                 self.difference = first
 
     def state(self, wanted: Place | None = None) -> StepTensors:
-        """The present state, as the next step begins with it."""
+        """The present state, with which the next step begins."""
         found = StepTensors(wanted)
         found.add_state(*self.rerun.run.state.state_dict(), after_update=False)
         return found
@@ -149,7 +158,7 @@ class Replayed:
         return found
 
     def observed(self, kept: Kept, wanted: Place | None = None) -> StepTensors:
-        """The step after `kept`, with hooks on every module. The state is `kept` again afterwards."""
+        """Run the step after `kept` with hooks on every module, then restore `kept`."""
         self._follow_changes()
         found = StepTensors(wanted)
         self.rerun.noted(found, every=True)
@@ -157,7 +166,7 @@ class Replayed:
         return found
 
     def _new(self, step: int) -> None:
-        """Build the run as it was set up in `step`, in its initial state."""
+        """Build the run with the set-up that it had in `step`, in its initial state."""
         self.close()
         config, ranks = self._setting_of(step)
         ledger = self.branches.ledger_of(self.last)
@@ -165,11 +174,12 @@ class Replayed:
         self._setting = (config, ranks)
 
     def _setting_of(self, step: int) -> tuple[RunConfig, int]:
+        """Config and number of ranks with which `step` ran."""
         ranks, _ = self.branches.ranks_of(step)
         return self.branches.config_of(step, self._config), ranks
 
     def _follow_changes(self) -> None:
-        """A resume may have changed the config before the next step: build the run anew, as that resume did."""
+        """Build the re-run anew if a resume of the run changed config or ranks before the next step."""
         step = self.steps_done + 1
         if self._setting_of(step) == self._setting:
             return

@@ -1,8 +1,8 @@
-"""Long series as few points, without losing an extreme: minimum and maximum of each group of neighbouring steps.
+"""Reduces long series to few points without losing an extreme: the minimum and maximum of each group of steps.
 
 A page cannot hold 10,000 steps of hundreds of slots, and a screen cannot show them. A mean or every n-th point would
 lose a spike of a single step, which is what people look for. So steps are divided into groups, and each group keeps its
-smallest and its largest value. Values that are not finite are kept apart: they have no place on an axis, and a page
+smallest and its largest value. NaN and infinite values have no place on an axis, so they are kept apart, and the page
 marks their steps.
 
 Many series of one length are packed: a value becomes 16 bits on a logarithmic scale from the smallest to the largest
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 NONE, ZERO, FIRST, LAST = 0, 1, 2, 65535
-"""Codes of a packed value: there is none; 0 or less; the smallest and the largest of its series."""
+"""Codes of a packed value: NONE: no value; ZERO: 0 or less; FIRST and LAST: smallest and largest value over 0."""
 NOT_A_NUMBER, INFINITE = 1, 2
 """Bits of a group's mark: some value in it was NaN, some was infinite."""
 
@@ -35,7 +35,8 @@ def extremes(values: Floats, most: int) -> Ints:
     if len(finite) <= most:
         return finite
 
-    # Groups of equal length; the last is filled up with its own last value.
+    # Groups of equal length; the last one is filled up with its own last value. Each gives two points, and two are for
+    # the ends of the series.
     groups = max(1, (most - 2) // 2)
     each = -(-len(finite) // groups)
     padding = -len(finite) % each
@@ -78,7 +79,7 @@ class Bounds:
     """Smallest and largest value of each group, of many series at once.
 
     low, high: float64 [series, groups]; NaN where a group has no finite value.
-    marks: uint8 [series, groups], of NOT_A_NUMBER and INFINITE.
+    marks: uint8 [series, groups]; the bits NOT_A_NUMBER and INFINITE.
     """
 
     def __init__(self, series: int, groups: int) -> None:
@@ -87,8 +88,8 @@ class Bounds:
         self.marks = np.zeros((series, groups), np.uint8)
 
     def add(self, group: int, rows: Ints, values: npt.NDArray[np.floating]) -> None:
-        """Take steps of one group. values: [steps, len(rows)], of the series `rows`."""
-        # Most blocks are finite throughout, and are not copied.
+        """Add steps of one group. values: [steps, len(rows)], of the series `rows`."""
+        # fmin and fmax below ignore NaN, so infinite values are made NaN. Most blocks are finite and need no copy.
         if not np.isfinite(values).all():
             is_nan, is_infinite = np.isnan(values), np.isinf(values)
             marks = np.where(is_nan.any(axis=0), NOT_A_NUMBER, 0)
@@ -113,7 +114,7 @@ class Packed:
 
 
 def pack(values: Floats) -> Packed:
-    """Pack float64 [series, groups]; NaN: there is no value."""
+    """Pack float64 [series, groups]; NaN stands for no value."""
     positive = values > 0
     logs = np.full(values.shape, np.nan)
     np.log2(values, out=logs, where=positive)
@@ -124,6 +125,7 @@ def pack(values: Floats) -> Packed:
     empty = np.isnan(low)
     low[empty] = high[empty] = 0.0
 
+    # Codes per unit of the logarithm. A series of equal values has no span: all of them get FIRST.
     span = high - low
     steps = np.divide(LAST - FIRST, span, out=np.zeros_like(span), where=span > 0)
     codes = np.full(values.shape, NONE, np.uint16)
@@ -134,7 +136,7 @@ def pack(values: Floats) -> Packed:
 
 
 def unpack(packed: Packed) -> Floats:
-    """The values again, as the page reads them; NaN where there is none."""
+    """The values that `pack` packed, as the page reads them; NaN where there is none."""
     rows: list[Floats] = []
     for text, low, high in zip(packed.codes, packed.low, packed.high, strict=True):
         codes = np.frombuffer(base64.b64decode(text), "<u2").astype(np.float64)
@@ -151,5 +153,5 @@ def as_text(row: npt.NDArray[np.generic]) -> str:
 
 
 def rounded(values: Floats, digits: int = 7) -> list[float]:
-    """The values with so many significant digits."""
+    """The values, rounded to `digits` significant digits."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]

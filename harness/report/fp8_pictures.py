@@ -1,4 +1,4 @@
-"""Pictures of FP8 figures over a run: quantiles over layers by step, exponents against the formats, the loss scale."""
+"""Draws the FP8 figures of a run: quantiles over layers by step, exponents beside the formats, and the loss scale."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ FORMATS = {
     "E5M2": (-16.0, -14.0, math.log2(57344.0), "#2c7fb8"),
     "fp16": (-24.0, -14.0, math.log2(65504.0), "#b2182b"),
 }
+# Binary exponents that are counted.
 LOWEST, HIGHEST = -40, 24
 MAX_COLUMNS = 400
+# Quantiles over the layers of a role.
 RANKS = (0.0, 0.1, 0.5, 0.9, 1.0)
+# (figure, title of its axis, whether the axis is logarithmic)
 _FANS = (
     ("amax", "amax, unscaled", True),
     ("saturation", "saturation", True),
@@ -42,11 +45,12 @@ _FANS = (
 
 @dataclass
 class Gathered:
-    """What the pictures draw.
+    """The data of the pictures, over `n` columns of neighbouring steps.
 
     steps: float64 [n], the first step of each column.
-    fans: (role, figure) -> [quantiles, n].
-    exponents: (role, whether scaled) -> count of slots and steps by the amax's binary exponent, LOWEST to HIGHEST.
+    fans: (role, figure) -> [RANKS, n].
+    exponents: (role, whether amax is scaled) -> how often its binary exponent was LOWEST to HIGHEST, counted over all
+        slots and steps.
     """
 
     steps: Floats
@@ -55,7 +59,7 @@ class Gathered:
 
 
 def pictures(history: RunHistory, folder: Path) -> list[Path]:
-    """Draw `fp8_fan.png`, `fp8_exponents.png` and `loss_scale.png`, those that have data; returns their paths."""
+    """Draw those of `fp8_fan.png`, `fp8_exponents.png` and `loss_scale.png` that have data. Returns their paths."""
     made: list[Path] = []
     if history.slot_steps is not None:
         gathered = gather(history.slot_steps)
@@ -67,15 +71,16 @@ def pictures(history: RunHistory, folder: Path) -> list[Path]:
 
 
 def gather(found: SlotSteps) -> Gathered:
-    """Gather all steps in one pass.
+    """Gather the data of the pictures in one pass over all steps.
 
-    Neighbouring steps share a column. It has their smallest minimum, their largest maximum, and the median of each
-    quantile between.
+    A column joins `each` neighbouring steps: their smallest minimum, their largest maximum, and for each quantile
+    between these the median over the steps.
     """
     each = max(1, -(-len(found.steps) // MAX_COLUMNS))
     firsts = found.steps[::each]
 
-    # The steps of one column, and all columns. A run may have millions of steps: only these stay in memory.
+    # `wide` has the steps of the present column, `fans` all columns. A run may have millions of steps, so nothing else
+    # stays in memory.
     wide = np.full((len(ROLES), len(_FANS), len(RANKS), each), np.nan)
     fans = np.full((len(ROLES), len(_FANS), len(RANKS), len(firsts)), np.nan)
     exponents: dict[tuple[str, bool], Ints] = {}
@@ -83,6 +88,7 @@ def gather(found: SlotSteps) -> Gathered:
         for scaled in (False, True):
             exponents[role, scaled] = np.zeros(HIGHEST - LOWEST + 1, np.int64)
 
+    # Where the slots of each role are in a row of values. Looked up again only if the names change.
     places: list[Ints] = []
     looked_up: tuple[str, ...] | None = None
     column = 0
@@ -91,22 +97,22 @@ def gather(found: SlotSteps) -> Gathered:
             looked_up = names
             places = [_places_of(role, names) for role in ROLES]
 
-        # A step of the next column: join those of this one.
+        # The first step of the next column: join the steps of this one.
         place_of_step = int(np.searchsorted(found.steps, step))
         if place_of_step // each != column:
             _join(wide, fans, column)
             wide[:] = np.nan
             column = place_of_step // each
 
-        # A model may have no layer of a role: frozen ones have no gradients.
+        # A model may have no slot of a role: frozen layers have no gradients.
         for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
                 quantiles = _quantiles(values[FIGURES.index(figure), at])
                 wide[row, place, :, place_of_step % each] = quantiles
-            amax = values[0, at].astype(np.float64)
-            scale = values[1, at].astype(np.float64)
+            amax = values[FIGURES.index("amax"), at].astype(np.float64)
+            scale = values[FIGURES.index("scale"), at].astype(np.float64)
             exponents[role, False] += _count_exponents(amax)
             exponents[role, True] += _count_exponents(amax * scale)
     _join(wide, fans, column)
@@ -119,11 +125,12 @@ def gather(found: SlotSteps) -> Gathered:
 
 
 def _places_of(role: str, names: Sequence[str]) -> Ints:
+    """Indices of the slots of a role among `names`."""
     return np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
 
 
 def _count_exponents(magnitudes: Floats) -> Ints:
-    """How many magnitudes have each binary exponent, LOWEST to HIGHEST; the ends take what is beyond them."""
+    """How many magnitudes have each binary exponent, LOWEST to HIGHEST; what is beyond counts at the ends."""
     usable = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     exponents = np.clip(np.floor(np.log2(usable)), LOWEST, HIGHEST)
     bins = exponents.astype(np.int64) - LOWEST
@@ -131,17 +138,17 @@ def _count_exponents(magnitudes: Floats) -> Ints:
 
 
 def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
-    """The values of ranks RANKS among those that are finite; NaN if none is."""
+    """The quantiles RANKS of the finite values; NaN if none is finite."""
     finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
     if not finite.size:
         return np.full(len(RANKS), np.nan)
-    # The nearest rank, not an interpolated value: each point of the picture is a layer's own figure.
+    # Nearest rank without interpolation: each point of the picture is the figure of some layer.
     last = finite.size - 1
     return finite[[round(rank * last) for rank in RANKS]]
 
 
 def _join(wide: Floats, fans: Floats, column: int) -> None:
-    """Join the steps of a column into `fans`; stays NaN where no step had a value."""
+    """Join the steps of a column and write them into `fans`; NaN where no step had a value."""
     # wide is [roles, figures, ranks, steps]. The first rank is the minimum over the layers, the last the maximum.
     lowest, highest = wide[:, :, 0, :], wide[:, :, -1, :]
     measured = ~np.isnan(lowest).all(axis=-1)
@@ -163,7 +170,7 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
             measured = ~np.isnan(values[0])
             steps, values = gathered.steps[measured], values[:, measured]
             if logarithmic:
-                # 0 has no place on the axis, and would take the band with it.
+                # 0 has no place on a logarithmic axis, and would take the whole band off the picture.
                 values = np.where(values > 0, values, np.nan)
                 axes.set_yscale("log", base=2)
 
@@ -222,7 +229,7 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
                 label=role,
             )
 
-        # The ranges of the formats are drawn over the distribution.
+        # The bars of the formats are above the distribution.
         top = max(0.02, *(float(patch.get_data().values.max()) for patch in axes.patches))
         axes.set_ylim(0, 1.55 * top)
         _ranges(axes, top)
@@ -242,7 +249,7 @@ def _exponents(history: RunHistory, gathered: Gathered, path: Path) -> Path:
 
 
 def _ranges(axes: Axes, top: float) -> None:
-    """A bar for each format: thin over its subnormal values, thick over the normal ones, dotted at the largest."""
+    """A bar for each format: thin over its subnormal values, thick over its normal ones, dotted at its largest."""
     for place, (name, (least, normal, largest, colour)) in enumerate(FORMATS.items()):
         height = (1.14 + 0.13 * place) * top
         axes.plot([least, normal], [height, height], color=colour, linewidth=1.2)
@@ -262,7 +269,7 @@ def loss_scale(history: RunHistory, path: Path) -> bool:
     if not len(scale) or (scale == 1.0).all():
         return False
 
-    # An overflow leaves a gradient norm that is not finite. Limits and bad data skip updates too.
+    # An overflow leaves a norm that is not finite. An update that was skipped for limits or bad data does not.
     applied = history.points("train/step_applied")
     norm = history.points("train/grad_norm")
     skipped = np.isin(steps, applied.steps[applied.figures == 0])

@@ -1,8 +1,8 @@
-"""Which FP8 slots need a look first: one order of trouble for every report of slots. Torch-free, and pure.
+"""Sorts FP8 slots by trouble, the worst first, in the same way for every report. Torch-free, and pure.
 
-A slot is compared with the limits of the recipe's fallback (`core.config.FallbackConfig`), which say when a layer
-leaves FP8. Its score is how far its worst figure is beyond its limit, in factors of two; 6.02 dB are one factor. Under
-0, every figure is within its limit. The order is:
+A slot is compared with the limits of the recipe's fallback (`core.config.FallbackConfig`), beyond which a layer leaves
+FP8. Its score says how far its worst figure is beyond its limit, in factors of two; 6.02 dB are one factor. A score
+under 0 means that every figure is within its limit. The order is:
 
 1. slots with an amax that was not finite,
 2. slots of a layer that runs, or ran, in BF16,
@@ -26,7 +26,7 @@ DECIBELS = 20 * math.log10(2)
 
 @dataclass(frozen=True, slots=True)
 class SlotFigures:
-    """A slot's worst figures of some steps; NaN: not measured.
+    """A slot's worst figures over some steps; NaN stands for one that was not measured.
 
     name: `<layer>.<role>`.
     nonfinite: number of steps with an amax that was NaN or infinite.
@@ -93,11 +93,12 @@ def _judge(slot: SlotFigures, limits: FallbackConfig) -> Trouble:
 def _worst_figure(slot: SlotFigures, limits: FallbackConfig) -> tuple[float, str]:
     """(factors of two beyond its limit, the figure in words) of the figure that is furthest beyond."""
     role = slot.name.rpartition(".")[2]
+    # A file of another program may have other names: its slots are judged as inputs.
     if role not in ROLES:
-        role = ROLES[0]  # of a foreign file: judged like an input
+        role = ROLES[0]
 
-    worst, text = -math.inf, ""
     # Ratios and shares are bad over their limit.
+    worst, text = -math.inf, ""
     underflow = limits.underflow_grad_output if role == "grad_output" else limits.underflow
     over = (
         ("saturation", slot.saturation, getattr(limits, f"saturation_{role}")),
@@ -105,14 +106,14 @@ def _worst_figure(slot: SlotFigures, limits: FallbackConfig) -> tuple[float, str
         ("underflow", slot.underflow, underflow),
     )
     for name, value, limit in over:
-        # 0 is as far within the limit as can be, and NaN is no figure.
+        # 0 has no logarithm and is far within the limit. NaN was not measured.
         if not value > 0:
             continue
         beyond = math.log2(value / limit)
         if beyond > worst:
             worst, text = beyond, f"{name} {value:.3g} (limit {limit:g})"
 
-    # Decibels are bad under theirs.
+    # SQNR is bad under its limit. A comparison with NaN is false, so NaN is skipped here too.
     under = (
         ("sqnr_db", slot.sqnr_db, limits.sqnr_db),
         ("even_db", slot.even_db, getattr(limits, f"even_db_{role}")),

@@ -1,7 +1,10 @@
 """`harness compare`: what two runs differ in, how far they are apart, and where they part.
 
-A comparison answers three questions from the run folders alone: what were the runs given that differs, how large is the
-gap in loss, speed and memory, and at which step, in which tensor, do they first differ, with the likely cause.
+A comparison answers three questions from the run folders alone:
+
+1. In which inputs do the runs differ: config, recipe, plan, data, libraries, machine?
+2. How large are the gaps in loss, speed and memory?
+3. At which step and in which tensor do the runs first differ, and what is the likely cause?
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from harness.tracking.existing import LOSS
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, require_run
 
+# Limits of the text; --json has everything: names in a list, lines of differences, characters of a value.
 _MOST_NAMED = 8
 _MOST_KEYS = 60
 _LONGEST_VALUE = 60
@@ -75,13 +79,15 @@ def command(
 
 
 def find_runs(given: Sequence[str]) -> list[Path]:
-    """The folders that are meant, by path or by name in runs/. Raises ConfigError with everything that is wrong."""
+    """The run folders, each given by path or by its name in runs/. Raises ConfigError with everything that is wrong."""
     problems: list[Problem] = []
     if len(given) < 2:
         fix = f"name the run to compare it with: harness compare {given[0]} OTHER"
         raise ConfigError(Problem("one run is no comparison", "harness compare", fix=fix))
+
     found: dict[Path, str] = {}
     for text in given:
+        # A name without a slash is one in runs/, unless a run's folder of that name is here.
         path = Path(text)
         if "/" not in text and not (path / JOURNAL).is_file():
             path = RUNS / text
@@ -102,13 +108,13 @@ def find_runs(given: Sequence[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is said of two sides.
+    """The whole comparison of two sides, each of one run or of several seeds.
 
-    given: what the runs of `pair` were given differently.
-    pair: the two runs whose steps were compared, one of each side.
-    compared: their steps. causes: why they part; None if they do not.
-    gaps: of the losses. notes: what makes figures hard to compare.
-    replay: what running both again showed; None if they were not.
+    pair: one run of each side; only their steps are compared one by one.
+    given: the inputs in which the two runs of `pair` differ.
+    compared: their steps. causes: the likely causes of the first difference; None if there is none.
+    gaps: between the losses of the sides. notes: what makes figures hard to compare.
+    replay: the result of running both again; None if they were not.
     """
 
     a: Side
@@ -126,16 +132,19 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """What `harness compare --json` prints, without the picture."""
         first = self.compared.splits[0] if self.compared.splits else None
+        # Runs that agree have no evidence and no causes, but the same keys.
         causes = self.causes or Causes("")
         found = self._without_replay(first, causes)
         if self.replay is not None:
-            # To the bit, where both runs come back; else as it was recorded.
+            # A replay finds the first difference to the bit, if both runs can be reproduced. If not, the recorded one
+            # stands.
             recorded = found["first_divergence"]
             found["first_divergence"] = self.replay.first_divergence or recorded
             found |= {"recorded_divergence": recorded, "replay": self.replay.as_json()}
         return found
 
     def _without_replay(self, first: Split | None, causes: Causes) -> dict[str, Any]:
+        """The same from the run folders alone. first: the first difference; None if the runs agree."""
         return {
             "a": self.a.as_json(),
             "b": self.b.as_json(),
@@ -171,6 +180,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
     if problems:
         raise ConfigError(problems)
 
+    # Runs make two sides; of each side one run is taken to compare step by step.
     a, b = two_sides(runs)
     one, other = pair(a, b)
     compared = compare(one, other)
@@ -196,12 +206,13 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
 
 
 def _span(run: RunHistory) -> str:
+    """The steps of a run that have a loss."""
     steps = run.rows.executed(LOSS).steps
     return f"steps {steps[0]}-{steps[-1]}"
 
 
 def _draw(made: Comparison) -> Path:
-    """The picture's path. Raises ConfigError if it cannot be written."""
+    """Draw the picture into the working folder. Returns its path. Raises ConfigError if it cannot be written."""
     from harness.report.compare_picture import draw, picture_path
 
     first = made.compared.splits[0].step if made.compared.splits else None
@@ -230,16 +241,22 @@ def lines_of(made: Comparison) -> list[str]:
 
 
 def _given_lines(made: Comparison) -> list[str]:
-    """What differs, one line each; layers of the plan by how their precision differs."""
-    listed = [each for each in made.given if each.kind != PLAN or each.key in PRECISIONS]
-    if len(made.a.runs) > 1 or len(made.b.runs) > 1:
-        listed = [each for each in listed if each.kind != CONFIG or each.key not in SEEDS]
-    rows = [("differs", "A", "B")]
-    rows += [(_named(each), _value(each.a), _value(each.b)) for each in listed[:_MOST_KEYS]]
+    """A line for each input that differs. Layers of the plan that differ in the same way share a line."""
+    has_seeds = len(made.a.runs) > 1 or len(made.b.runs) > 1
+    listed: list[Difference] = []
+    # (precision in A, in B) -> the layers.
     layers: dict[tuple[Any, Any], list[str]] = {}
     for each in made.given:
         if each.kind == PLAN and each.key not in PRECISIONS:
             layers.setdefault((each.a, each.b), []).append(each.key)
+        elif has_seeds and each.kind == CONFIG and each.key in SEEDS:
+            # A side with several seeds differs in them by intent, and its heading names them.
+            continue
+        else:
+            listed.append(each)
+
+    rows = [("differs", "A", "B")]
+    rows += [(_named(each), _value(each.a), _value(each.b)) for each in listed[:_MOST_KEYS]]
     for (a, b), names in layers.items():
         rows.append((f"plan: {some(names, 3)}", _value(a), _value(b)))
     if len(rows) == 1:
@@ -251,6 +268,7 @@ def _given_lines(made: Comparison) -> list[str]:
 
 
 def _named(each: Difference) -> str:
+    """The key that differs; one that is not of the config has its kind before it."""
     return each.key if each.kind == CONFIG else f"{each.kind}: {each.key}"
 
 
@@ -259,7 +277,7 @@ def _value(value: Any) -> str:
 
 
 def _gap_lines(made: Comparison) -> list[str]:
-    """Loss, speed and memory of both sides."""
+    """Two tables, of the losses and of speed and memory, and the notes on them."""
     rows = [("", "A", "B", "B - A", "95% interval")]
     for gap in made.gaps:
         name = f"{_GAP_NAMES[gap.what]}, step {gap.last}"
@@ -270,6 +288,8 @@ def _gap_lines(made: Comparison) -> list[str]:
             interval = f"{gap.interval[0]:+.4f} to {gap.interval[1]:+.4f}"
         rows.append((name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
     lines = aligned(rows)
+
+    # Speed and memory are compared as ratios, and only where both sides have them.
     rows = [("", "A", "B", "B / A")]
     for name, ratio in (("speed, median", made.speed), ("peak memory", made.memory)):
         if ratio is not None:
@@ -284,7 +304,7 @@ _GAP_NAMES = {"last": "loss", "window": "mean loss", "validation": "validation l
 
 
 def _divergence_lines(made: Comparison) -> list[str]:
-    """Where the runs part, and why."""
+    """At which step and tensor the runs first differ, and the likely cause."""
     compared = made.compared
     names = [run.run_dir.name for run in made.pair]
     span = f"steps {compared.first}-{compared.last} of {names[0]} and {names[1]}"
@@ -293,6 +313,7 @@ def _divergence_lines(made: Comparison) -> list[str]:
         if not compared.slots and any(map(_quantises, made.pair)):
             lines.append(f"  {_NOT_EVERY_SLOT}: where not, only the journal's series were compared")
         return lines
+
     first = compared.splits[0]
     lines = [f"first divergence, of {span}: step {first.step}, {_split_text(first)}"]
     if compared.again:

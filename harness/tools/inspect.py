@@ -22,8 +22,8 @@ from harness.tracking.console import PLAIN_WIDTH
 from harness.tracking.journal import JOURNAL, require_run, runs_in
 
 PLAIN_SLOTS = 10
-"""Slots of a block where stdout is no terminal."""
-# Lines of a terminal around the slots: the blank one above, headings, "and N more", and the prompt.
+"""Slots that are printed at each change where stdout is no terminal."""
+# Lines of a terminal that are not slots: a blank one, the headings, "and N more", and the prompt.
 _AROUND = 4
 
 
@@ -62,7 +62,11 @@ def command(
 
 
 def _expected(folder: Path) -> Path:
-    """`folder`, in which a run may be about to begin. Raises ConfigError if there is none, or it has runs in it."""
+    """`folder`, resolved. With --follow it need not have a journal yet: a run may be about to begin in it.
+
+    Raises ConfigError if there is no such folder, or if it has runs in it and is none itself.
+    """
+    # `require_run` raises in the last two of these cases.
     if (folder / JOURNAL).exists() or not folder.is_dir() or runs_in(folder):
         return require_run(folder)
     return folder.resolve()
@@ -75,12 +79,16 @@ def _follow(folder: Path, every: float, slots: int | None, as_objects: bool) -> 
     bars = bars_of(console)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+
+    # On a terminal one view is redrawn in place. Elsewhere views, or JSON objects, follow each other.
     live: Live | None = None
     if console.is_terminal and not as_objects:
         live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
     with live or nullcontext():
         while True:
-            # The lock first: what its owner has written by then is there.
+            # Ask for the lock before reading. A run that no longer holds it has written all of its rows, so none is
+            # missed when the run counts as ended.
             locked = is_locked(folder)
             if run.look(locked):
                 if as_objects:
@@ -96,6 +104,6 @@ def _follow(folder: Path, every: float, slots: int | None, as_objects: bool) -> 
 
 
 def _fitting(run: Follower, console: Screen, slots: int | None, bars: str) -> RenderableType:
-    """As many slots as the terminal has lines for, or `slots` if these are fewer."""
+    """A view with as many slots as the terminal has lines for, at most `slots`."""
     room = max(1, console.size.height - len(header(run)) - _AROUND)
     return view(run, min(room, slots or room), bars)

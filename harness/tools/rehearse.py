@@ -71,7 +71,7 @@ def command(
     """The exit code is 0 whatever the verdict is. Raises HarnessError for what cannot be rehearsed."""
     from harness.rehearse.recommended import FILE, require_free
 
-    # Everything that is wrong with the input, before torch is loaded.
+    # Report everything that is wrong with the input before torch is loaded, which takes seconds.
     wanted = _precisions(precisions)
     request = _request(subject or [], config, recipe, from_step, before)
     if "fp8" in wanted:
@@ -80,7 +80,7 @@ def command(
 
 
 def _precisions(given: str) -> list[PrecisionName]:
-    """The precisions that are named, fp32 first. Raises ConfigError for a name that is none."""
+    """The named precisions in a fixed order, fp32 first. Raises ConfigError for names that are no precision."""
     known: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
     names = [name.strip() for name in given.split(",") if name.strip()]
     problems: list[Problem] = []
@@ -99,8 +99,8 @@ def _precisions(given: str) -> list[PrecisionName]:
 class _Request:
     """What to rehearse.
 
-    folder: of the run; None for a config. name: for people.
-    own: the run's recipe. fp8: the recipe to rehearse as FP8; None: the run's own, or the default.
+    folder: the run's; None for a config. name: for people.
+    own: the run's recipe. fp8: the recipe given by --recipe for the FP8 branch; None: the run's own, or the default.
     """
 
     folder: Path | None
@@ -120,6 +120,7 @@ def _request(
     """Read the run or the config. Raises ConfigError."""
     from harness.precision.recipe import load_recipe
 
+    # A config with overrides.
     if config is not None:
         for value, option in ((from_step, "--from-step"), (before, "--before")):
             if value is not None:
@@ -131,6 +132,7 @@ def _request(
         _require_fp8(fp8)
         return _Request(None, f"config {config}", run_config, own, fp8)
 
+    # A run's folder.
     if from_step is not None and before is not None:
         what, fix = "a rehearsal begins at one place", "give one of them"
         raise ConfigError(Problem(what, "--from-step and --before", fix=fix))
@@ -168,17 +170,21 @@ def _rehearse(
     from harness.rehearse.rehearsal import Rehearsal, recipes_for, whole_fp8
     from harness.rehearse.verdict import decide
 
-    # Progress goes beside the output, which a script may read.
+    # Progress goes to stderr: a script may read stdout.
     progress = partial(say, file=sys.stderr)
     worker = join_worker(request.config, "python")
     with tempfile.TemporaryDirectory(prefix="harness-rehearse-") as made:
         scratch = Path(made)
         data, request = _with_data(request, scratch, worker)
+
+        # Where the branches begin.
         if request.folder is None:
             begin = of_config(request.config, steps)
         else:
             begin = of_run(request.folder, request.config, steps, from_step, before)
         begin, notes = _watched(begin, worker)
+
+        # Two reasons why no branch can repeat the run figure by figure.
         foreign = _has_foreign_scale(begin)
         if foreign:
             notes.append(
@@ -190,12 +196,15 @@ def _rehearse(
                 f"a resume changed the run's recipe since, from {was} to {now}: "
                 f"the branches have {now}, and none repeats the run"
             )
+        repeated = "" if foreign or was != now else _repeated(request)
+
+        # The branches.
         recipes = recipes_for(request.own, request.fp8)
         build = partial(_build, request, data, scratch, worker, begin.ranks)
         rehearsal = Rehearsal(
             begin,
             own=_own_precisions(request, worker),
-            repeated="" if foreign or was != now else _repeated(request),
+            repeated=repeated,
             recipes={name: recipes[name] for name in wanted},
             fp8=whole_fp8(request.own, request.fp8),
             build=build,
@@ -209,9 +218,9 @@ def _rehearse(
 
 
 def _with_data(request: _Request, scratch: Path, worker: Worker) -> tuple[Path, _Request]:
-    """The folder whose `data` every branch reads, and the request with the vocabulary of these data.
+    """Make the data of all branches. Returns the folder that has them, and the request with their vocabulary.
 
-    A run's own copy is used, not what is at data.path today. For a config the data are prepared in `scratch`.
+    For a run they are its own copy, as data.path may have changed since. For a config they are prepared in `scratch`.
     """
     from harness.build import build_data
     from harness.run_folder import fit_vocab
@@ -229,8 +238,10 @@ def _with_data(request: _Request, scratch: Path, worker: Worker) -> tuple[Path, 
 
 
 def _watched(begin: Beginning, worker: Worker) -> tuple[Beginning, list[str]]:
-    """`begin` with all that a look needs, and a note on what that changes: the guard says what goes wrong, and hooks
-    see eager code only."""
+    """`begin` with the guard on and blocks that run eager, and a note on each of the two that this changes.
+
+    The guard finds what goes wrong, and hooks see eager code only.
+    """
     guard, engine = begin.config.guard, begin.config.engine
     update: dict[str, Any] = {}
     notes: list[str] = []
@@ -264,7 +275,7 @@ def _build(
 
 
 def _own_precisions(request: _Request, worker: Worker) -> list[str]:
-    """The precisions that the run computes in: what its plan says, or of a config what this machine can take."""
+    """The precisions that the run computes in: the one in its plan; for a config all that this machine can take."""
     from harness.precision.plan import judge
 
     if request.folder is not None:
@@ -275,16 +286,21 @@ def _own_precisions(request: _Request, worker: Worker) -> list[str]:
 
 
 def _repeated(request: _Request) -> str:
-    """The precision whose branch repeats the run; empty for a config, and if the run had another recipe there."""
+    """The precision whose branch repeats the run; empty if none does.
+
+    None does for a config, and for an FP8 run if --recipe gives the FP8 branch another recipe than the run's.
+    """
     if request.folder is None:
         return ""
     precision = _resolved(request.folder)
-    is_other = precision == "fp8" and request.fp8 is not None
-    return "" if is_other and request.fp8 != request.own else precision
+    has_another_recipe = request.fp8 is not None and request.fp8 != request.own
+    if precision == "fp8" and has_another_recipe:
+        return ""
+    return precision
 
 
 def _has_foreign_scale(begin: Beginning) -> bool:
-    """Whether the run computed in fp16 under an engine whose loss scale no other engine can go on from."""
+    """Whether the run computed in fp16 under DeepSpeed, whose loss scale no other engine can continue."""
     from harness.tools.replay import has_foreign_scale
 
     if begin.history is None:
@@ -292,18 +308,19 @@ def _has_foreign_scale(begin: Beginning) -> bool:
     try:
         return has_foreign_scale(begin.history, begin.incident or begin.step or 1)
     except ConfigError:
-        # The journal does not have the step, as of a run that was built and never trained.
+        # The journal does not have the step: the run may have been built and never trained.
         return False
 
 
 def _resolved(folder: Path) -> str:
+    """The precision that the run's plan resolved to; empty if it has no plan."""
     from harness.run_folder import read_plan
 
     return str(read_plan(folder).get("resolved", "")).partition(":")[2]
 
 
 def _notes(found: Rehearsed, worker: Worker) -> list[str]:
-    """What a reader of speed, memory and bits must know."""
+    """Caveats for a reader of speed, memory and losses."""
     notes: list[str] = []
     ran = {branch.precision for branch in (found.branches.reference, *found.branches.others)}
     if worker.device.type == "cpu":
@@ -332,7 +349,7 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
 
 
 def _replay_command(request: _Request, found: Rehearsed) -> str:
-    """The command that looks into the step that went bad; empty for a config, which has no steps."""
+    """The command that examines the step at which the run went bad; empty if there is no such step."""
     if request.folder is None or found.begin.incident is None:
         return ""
     return f"{tool('harness')} replay {short(request.folder)} --step {found.begin.incident}"
@@ -355,11 +372,13 @@ def _show(
     machine = _machine(worker)
     content: dict[str, Any] = text.as_json(found, verdict, request.name, machine)
     lines = text.lines(found, verdict, request.name, machine)
+
     if found.recommended is not None:
         path = out / recommended.FILE
         recommended.write(path, found.recommended, f"{request.name}, {found.begin.steps} steps")
         content["recipe"]["path"] = str(path)
         lines += ["", *text.recipe_lines(content["recipe"])]
+
     content["picture"] = None
     if picture:
         policy = whole_fp8(request.own, request.fp8).fallback

@@ -1,4 +1,6 @@
-"""Casts that undo autocast: work in float32 or float64 that the recipe did not ask for, and casts without effect."""
+"""Finds casts that work against autocast: products and activations in a type that the recipe did not ask for, and casts
+that the next layer undoes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 
 from harness.precision.lints.graph import HALF, PRODUCTS, VIEWS, Fault, Node
 
-# One tensor in, one out, as exact in 16 bits as a layer needs it.
+# Operations on single values that are exact enough in 16 bits: they are no reason for a cast to float32.
 _PLAIN = VIEWS | {
     "detach", "elu", "gelu", "hardswish", "leaky_relu", "native_dropout", "relu", "sigmoid", "silu", "tanh",
 }  # fmt: skip
@@ -17,7 +19,7 @@ _PLAIN = VIEWS | {
 class Casts:
     """The rule for a run whose autocast casts to `half`, one of float16 and bfloat16.
 
-    kept: names of modules that the recipe keeps in float32.
+    kept: names of modules that the recipe keeps in float32; float32 products in them are intended.
     """
 
     def __init__(self, half: torch.dtype, kept: Collection[str] = ()) -> None:
@@ -45,7 +47,7 @@ class Casts:
         return None
 
     def _wide_product(self, node: Node) -> Fault | None:
-        """A product with a weight in float32 although autocast is on."""
+        """A product with a weight in float32, although the run's autocast would make it `half`."""
         weights = matrices_of(node)
         if not weights or node.dtype in HALF:
             return None
@@ -58,7 +60,7 @@ class Casts:
 
 
 def _double(node: Node) -> Fault | None:
-    """The first tensor of float64 that was made of others."""
+    """The first float64 tensor in a chain: one that was made of tensors of other types."""
     before = [each for each in node.inputs if each.learns]
     if not before or any(each.dtype == torch.float64 for each in before):
         return None
@@ -68,10 +70,14 @@ def _double(node: Node) -> Fault | None:
 
 
 def useless(nodes: Sequence[Node]) -> list[Fault]:
-    """Casts to float32 of which everything is cast back for a product. Asked when the forward has ended."""
+    """Casts to float32 whose results are all cast back to 16 bits for products. Called after the forward.
+
+    nodes: of the whole forward.
+    """
+    # id of a node -> the nodes that were made of it.
     users: dict[int, list[Node]] = {}
     for node in nodes:
-        # Autograd detaches what it keeps for backward.
+        # Autograd detaches what it keeps for backward. That is no use by the model.
         if node.op == "detach":
             continue
         for each in node.inputs:
@@ -92,7 +98,7 @@ def useless(nodes: Sequence[Node]) -> list[Fault]:
 
 
 def _is_undone(node: Node, users: Mapping[int, list[Node]]) -> bool:
-    """Whether all that is made of `node` is cast to 16 bits for a product, and needs no float32 before that."""
+    """Whether every tensor made of `node` is cast to 16 bits for a product, with only _PLAIN operations before that."""
     made = [each for each in users.get(id(node), []) if each.dtype.is_floating_point]
     for each in made:
         if each.op == "_to_copy":
@@ -104,6 +110,7 @@ def _is_undone(node: Node, users: Mapping[int, list[Node]]) -> bool:
 
 
 def _feeds_products(node: Node, users: Mapping[int, list[Node]]) -> bool:
+    """Whether every tensor made of `node` is the result of a product, perhaps behind views."""
     made = users.get(id(node), [])
     for each in made:
         if each.op in VIEWS and _feeds_products(each, users):
@@ -118,7 +125,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def matrices_of(node: Node) -> list[Node]:
-    """The parameters of two dimensions and more that an operation takes, cast or in another shape."""
+    """The parameters of two and more dimensions among an operation's inputs, found behind casts and views."""
     found: list[Node] = []
     for each in node.inputs:
         source = each.behind()

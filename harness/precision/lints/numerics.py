@@ -1,8 +1,8 @@
-"""Unsafe numerics: operations that overflow, or give 0 / 0 or an infinite gradient, where a safe form exists.
+"""Finds unsafe numerics: operations that overflow, or give 0 / 0 or an infinite gradient, where a safe form exists.
 
-Each rule looks at one operation and at what its inputs were made of. It speaks only where the values are certain to
-reach the dangerous point for some input: the square of anything can be 0, the output of a Linear can be 1000. What is
-not known counts as safe.
+Each rule looks at one operation and at the operations that made its inputs. It reports a fault only where some input of
+the model brings the values to the dangerous point: any square can be 0, and the output of a Linear can be 1000. Values
+of which nothing is known count as safe.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _OVERFLOWS = "exp(x) is infinite for x > 88.7 in fp32 and bf16, and for x > 11 i
 
 
 class Range(Enum):
-    """What values a tensor may have."""
+    """The values that a tensor may have, as far as they are known. The texts are part of a fault's `why`."""
 
     UNKNOWN = "unknown"
     FROM_ZERO = "may be 0"
     ANY = "may be 0 or negative"
 
 
-# Outputs of these have no sign and no bound.
+# The outputs of these operations have either sign and no bound.
 _UNBOUNDED = PRODUCTS | {"native_layer_norm", "native_group_norm", "native_batch_norm", "embedding"}
-# These are 0 or more, and 0 for some input.
+# The outputs of these are 0 or more, and 0 for some input.
 _FROM_ZERO = frozenset(
     {"relu", "abs", "square", "linalg_vector_norm", "norm", "std", "var", "threshold"}
 )
-# The sum, mean or maximum of values that can all be 0 can be 0.
+# The outputs of these are 0 if all of their inputs are 0.
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "max", "sqrt", "cumsum", "native_dropout"})
-# A sum asks both of its parts: so many times twice as many.
+# How many operations `range_of` goes back. A sum has two parts, so the work may double with each operation.
 _DEPTH = 8
 _SCALED = frozenset({"mul", "div"})
 _LIMITS = frozenset({"clamp", "clamp_min"})
@@ -57,7 +57,7 @@ def second(node: Node) -> Any:
 
 
 def without_constants(node: Node, operations: frozenset[str]) -> Node:
-    """What `node` was made of by views, casts, and `operations` with a constant."""
+    """The node from which `node` was made by views, casts, and `operations` with a constant."""
     node = node.behind()
     while node.op in operations and isinstance(node.args[0], Node):
         other = second(node)
@@ -69,8 +69,9 @@ def without_constants(node: Node, operations: frozenset[str]) -> Node:
 
 
 def range_of(node: Node, depth: int = _DEPTH) -> Range:
-    """What values `node` may have, as far as its last `depth` operations say."""
+    """The values that `node` may have, judged by the last `depth` operations that made it."""
     node = node.behind()
+    # A fault that names a node already must not be followed by another one for what was made of it.
     if node.blamed or not depth:
         return Range.UNKNOWN
     if node.op in _UNBOUNDED:
@@ -98,14 +99,14 @@ def _range_of_product(node: Node, depth: int) -> Range:
     factor = number(other)
     if factor is not None:
         return range_of(first, depth) if factor > 0 else Range.UNKNOWN
-    # A tensor times itself.
+    # A tensor times itself is a square.
     if node.op == "mul" and isinstance(first, Node) and isinstance(other, Node):
         return Range.FROM_ZERO if first.behind() is other.behind() else Range.UNKNOWN
     return Range.UNKNOWN
 
 
 def _range_of_sum(node: Node, depth: int) -> Range:
-    # With a constant it is an epsilon, or no longer what it was.
+    # A constant that is added is an epsilon, which makes the sum safe; or it moves the values in a way not known here.
     first, other = node.args[0], second(node)
     if not isinstance(first, Node) or not isinstance(other, Node):
         return Range.UNKNOWN
@@ -121,7 +122,7 @@ def logarithm(node: Node) -> Fault | None:
     if node.op == "log1p":
         return _softplus(inside)
 
-    # An epsilon or a limit does not make these exact.
+    # These are inexact even with an epsilon or a limit inside the log, so look behind both.
     kernel = without_constants(inside, _SHIFTS)
     if kernel.op == "_softmax":
         why = "a probability below the dtype's smallest value is 0, and its log -inf; an epsilon makes it wrong instead"
@@ -154,7 +155,7 @@ def _logsumexp(exponential: Node) -> Fault | None:
 
 
 def _softplus(inside: Node) -> Fault | None:
-    """log(1 + exp(x)). inside: what 1 is added to."""
+    """log(1 + exp(x)). inside: the node to which 1 is added."""
     exponential = inside.behind()
     if exponential.op != "exp" or is_bounded(exponential.args[0]):
         return None
@@ -176,16 +177,16 @@ def _log_of_zero(inside: Node) -> Fault | None:
 
 
 def is_bounded(node: Node) -> bool:
-    """Whether exp of `node` stays finite, or nothing says that it may not."""
+    """Whether exp of `node` stays finite as far as is known."""
     node = without_constants(node, _SCALED)
-    # Scores with a bias or a mask are as large as the scores.
+    # Attention scores with a bias or a mask are as unbounded as the scores.
     parts = node.inputs if node.op in ("add", "masked_fill", "where") else [node]
     sources = [without_constants(part, _SCALED) for part in parts]
     return not any(source.op in _UNBOUNDED for source in sources)
 
 
 def softmax_by_hand(node: Node) -> Fault | None:
-    """exp(x) / exp(x).sum() without the maximum taken off."""
+    """exp(x) / exp(x).sum() without the subtraction of the maximum."""
     if node.op != "div" or not node.learns or len(node.inputs) < 2:
         return None
     above, below = node.inputs[0].behind(), without_constants(node.inputs[1], _SHIFTS)
@@ -200,7 +201,7 @@ def softmax_by_hand(node: Node) -> Fault | None:
 
 
 def square_root(node: Node) -> Fault | None:
-    """sqrt or rsqrt of what can be 0: the gradient is infinite there."""
+    """sqrt, rsqrt or a fractional power of values that can be 0: the gradient is infinite there."""
     power = number(second(node)) if node.op == "pow" else None
     fractional = power is not None and not power.is_integer()
     if not node.learns or not (node.op in ("sqrt", "rsqrt") or fractional):
@@ -220,7 +221,7 @@ def square_root(node: Node) -> Fault | None:
     )
 
 
-# Divisors of which a whole row of zeros makes 0.
+# Operations that make a divisor from a whole row; it is 0 if the row is.
 _MEASURES = frozenset(
     {"linalg_vector_norm", "norm", "std", "var", "sum", "mean", "amax", "max", "sqrt"}
 )
@@ -275,7 +276,11 @@ def epsilon(node: Node) -> Fault | None:
 
 
 def _norm_epsilon(node: Node) -> Fault | None:
-    """The kernel adds it in float32. Its reciprocal root multiplies gradients, which are fp16 again behind it."""
+    """A norm's epsilon of 0, or one that is too small under fp16.
+
+    The kernel adds the epsilon in float32, so fp16 need not hold it. But 1 / sqrt(eps) multiplies the gradient of a row
+    without variance, and that product is fp16 again.
+    """
     value = number(node.args[-1])
     if value is None or node.blamed:
         return None
@@ -319,7 +324,7 @@ def constant(node: Node) -> Fault | None:
 
 
 def exponentials(nodes: list[Node]) -> list[Fault]:
-    """exp of the raw output of a product; of those that no other rule named. Asked when the forward has ended."""
+    """exp of the raw output of a product, where no other rule has named that exp. Called after the forward."""
     found: list[Fault] = []
     for node in nodes:
         if node.op != "exp" or node.blamed or not node.learns:
@@ -332,4 +337,4 @@ def exponentials(nodes: list[Node]) -> list[Fault]:
 
 
 RULES = (logarithm, softmax_by_hand, square_root, division, epsilon, constant)
-"""The rules for single operations; `exponentials` looks at all of them at the end."""
+"""The rules for single operations. `exponentials` looks at all operations after the forward."""

@@ -1,4 +1,4 @@
-"""Sizes that Tensor Cores do not like, with the padded size; and weights that FP8 does not see."""
+"""Finds sizes for which Tensor Cores are slow, with the size to pad to, and weights that FP8 does not convert."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ MULTIPLE = 8
 """cuBLAS uses Tensor Cores best if all sizes are multiples of 16 bytes: 8 values of 16 bits (NVIDIA's deep learning
 performance guide)."""
 VOCABULARY = 64
-"""What a vocabulary is padded to: it is the largest size of a model, and tiles are at least 64 wide."""
+"""A vocabulary is padded to a multiple of this: it is a model's largest size, and GEMM tiles are at least 64 wide."""
 
 
 def padded(size: int, multiple: int) -> int:
-    """The next multiple at or above `size`."""
+    """`size`, rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
 class Sizes:
     """The rule for sizes of weights and of attention heads.
 
-    smallest: weights with fewer rows or columns are too small for their speed to matter.
+    smallest: weights with fewer rows or columns are skipped: their speed does not matter.
     """
 
     def __init__(self, smallest: int) -> None:
         self._smallest = smallest
+        # Rows of the embeddings seen so far. A later product with as many rows is taken for the head.
         self._vocabularies: set[int] = set()
+        # Names of weights that were looked at: each is reported once, however often it is used.
         self._seen: set[str] = set()
 
     def __call__(self, node: Node) -> Fault | None:
@@ -45,16 +47,21 @@ class Sizes:
         return None
 
     def _matrix(self, matrix: Node, convolution: bool) -> Fault | None:
-        # Of a convolution the first two sizes are channels; of a stack of matrices the last two count.
+        """The fault in the sizes of one weight."""
+        # The first two sizes of a convolution's weight are its channels. A stack of matrices has its matrices in the
+        # last two.
         rows, columns = matrix.shape[:2] if convolution else matrix.shape[-2:]
         if min(rows, columns) < self._smallest or matrix.weight in self._seen:
             return None
         self._seen.add(matrix.weight)
+
+        # A vocabulary comes first: it is fixed in another way than a width.
         if rows % MULTIPLE and rows in self._vocabularies:
             why = f"Tensor Cores want multiples of {MULTIPLE}, and the head is the largest product of the model"
             fix = f"build the model with a vocabulary of {padded(rows, VOCABULARY)}; no text has the ids that this adds"
             what = f"a vocabulary of {rows:,}"
             return Fault("model.vocabulary", what, why, fix)
+
         odd = [size for size in (rows, columns) if size % MULTIPLE]
         if not odd:
             return None
@@ -65,6 +72,7 @@ class Sizes:
 
 
 def _head(node: Node) -> Fault | None:
+    """The fault in the size of an attention head: the last size of the query."""
     size = node.inputs[0].shape[-1]
     if size % MULTIPLE == 0:
         return None
@@ -73,17 +81,19 @@ def _head(node: Node) -> Fault | None:
     return Fault("model.head_size", f"attention heads of {size} features", why, fix)
 
 
-# Convolutions have no FP8 kernel; the plan says so for each. Experts multiply stacks of matrices.
+# Convolutions have no FP8 kernel, which the plan reports for each. `_grouped_mm` multiplies the stacks of experts.
 _MATRIX_PRODUCTS = (PRODUCTS - {"convolution"}) | {"_grouped_mm"}
 
 
 class OutsideLinears:
-    """The rule for an FP8 rung: products with a weight that no Linear of the model owns.
+    """The rule for an FP8 rung: finds products with a weight that no Linear of the model owns.
 
     smallest: as of `Sizes`.
     """
 
     def __init__(self, model: nn.Module, smallest: int) -> None:
+        # Names of the weights outside of Linears. An embedding counts as a Linear: tied to the head, it is the head's
+        # weight.
         owned: set[int] = set()
         for module in model.modules():
             if is_linear(module) or isinstance(module, nn.Embedding):
