@@ -134,7 +134,9 @@ def test_ranks_read_their_rows_of_a_folder(tmp_path: Path) -> None:
         assert named in result["refused"]
         # Half of the file, and its header for each tensor.
         assert result["read"] < 0.6 * size
-        assert "cannot be built" in result["whole"], "the limit holds"
+        # By what was allocated before, the weights do not fit, or the file cannot be mapped.
+        out_of_memory = ("cannot be built", "Cannot allocate memory")
+        assert any(text in result["whole"] for text in out_of_memory), "the limit holds"
 
 
 def test_a_folder_that_one_rank_cannot_use_ends_all_of_them(tmp_path: Path) -> None:
