@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def save(outcomes: Sequence[Mapping[str, Any]], complete: bool) -> list[Path]:
             """Write all that there is so far; returns the paths."""
             piece = page.Piece(date, as_command(options), (time.monotonic() - began) / 60)
+            outcomes = with_kept(rows, kept_rows, outcomes)
             proof = page.record(
                 outcomes,
                 rehearsal=options.rehearse,
@@ -213,6 +214,19 @@ def ask(
         say("proof: interrupted")
         return outcomes, False
     return outcomes, True
+
+
+def with_kept(
+    rows: Sequence[Row],
+    kept_rows: Mapping[str, Mapping[str, Any]],
+    outcomes: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """The outcomes so far with the kept rows that are still to come, in the order of `rows`.
+
+    A record that is resumed is replaced. If this start is interrupted, what had passed must still be in it.
+    """
+    found = {**kept_rows, **{outcome["name"]: outcome for outcome in outcomes}}
+    return [found[row.name] for row in rows if row.name in found]
 
 
 def usable(machine: Mapping[str, Any], rehearsal: bool) -> bool:

@@ -108,6 +108,25 @@ def test_a_record_goes_on_with_the_rows_that_it_lacks(tmp_path: Path) -> None:
     assert record.read_bytes() == before
 
 
+def test_an_interrupted_resume_keeps_the_rows_that_had_passed(tmp_path: Path) -> None:
+    code, output = proof("--rehearse", "--only", "launch", "--out", str(tmp_path))
+    assert code == 0, output
+    record = tmp_path / "rehearsal_cpu.json"
+    launch = json.loads(record.read_text())["rows"][1]
+
+    process = start("--rehearse", "--out", str(tmp_path), "--resume", str(record))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("machine"):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=MINUTES)
+    assert process.returncode == 1, rest
+    found = json.loads(record.read_text())
+    assert not found["complete"]
+    assert launch in found["rows"]
+
+
 @pytest.mark.nightly
 def test_a_whole_rehearsal(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--minutes", "60", "--out", str(tmp_path))
