@@ -232,7 +232,7 @@ def build_plan(
         compiling = choose_compiling(config.engine.compile, rung, model, worker.device)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
-        about = [*notes, *filter(None, [compiling.note])]
+        about = [*notes, compiling.note] if compiling.note else notes
         plan = replace(
             plan,
             notes=(*plan.notes, *about),

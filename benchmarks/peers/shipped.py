@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,13 +9,11 @@ import torch
 import yaml
 from torch import nn
 
-from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
+from benchmarks.started import start_run
 from harness.core.config import RunConfig
-from harness.core.state import RunLedger
 from harness.measure.contender import Contender
 from harness.precision.recipe import load_recipe
 from harness.run import Run
-from harness.tracking.console import Console
 
 
 class Shipped:
@@ -44,18 +41,8 @@ class Shipped:
 
 def start(config: RunConfig, device: torch.device, stack: ExitStack, folder: Path) -> Shipped:
     """A run, built as `harness train` builds one; `stack` closes it. folder: empty, becomes its run folder."""
-    recipe = load_recipe(config.recipe)
-    worker = join_worker(config, "python")
-    with torch.device(device):
-        plan, model = build_plan(config, recipe, worker)
-    data = build_data(config, folder, worker)
-    screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, worker)
-    telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
-    run = build_run(
-        config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store
-    )
-    stack.callback(run.stop.uninstall)
-    return Shipped(run, model, plan.resolved)
+    started = start_run(stack, config, load_recipe(config.recipe), folder, device)
+    return Shipped(started.run, started.model, started.plan.resolved)
 
 
 def config_lines(config: RunConfig) -> int:

@@ -8,7 +8,6 @@ machine slows down both, and a ratio compares times of the same round.
 from __future__ import annotations
 
 import gc
-import io
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.proof.registry import Answer, NotHere, Task
-from harness.build import build_data, build_plan, build_run, join_worker, open_store, open_telemetry
+from benchmarks.started import start_run
 from harness.core.config import GuardConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError, one_line
-from harness.core.state import RunLedger
 from harness.core.timing import spread, wait
 from harness.measure.contender import Contender
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import next_step
-from harness.tracking.console import Console
 
 GIB = 2**30
 NEVER = 10**6
@@ -137,23 +134,11 @@ def start(
         sections[section] = {**sections.get(section, {}), **values}
     config = RunConfig.model_validate(sections)
     try:
-        worker = join_worker(config, "python")
-        with torch.device(task.device):
-            plan, model = build_plan(config, recipe, worker)
-        data = build_data(config, folder, worker)
-        screen, store = (
-            Console(config.train.steps, stream=io.StringIO()),
-            open_store(folder, worker),
-        )
-        telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
-        run = build_run(
-            config, recipe, folder, worker, plan, model, data, telemetry, RunLedger(), store
-        )
+        run, plan, _ = start_run(stack, config, recipe, folder, task.device)
     except (ConfigError, MachineError) as error:
         raise NotHere(
             "; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)
         ) from error
-    stack.callback(run.stop.uninstall)
     return Contender(run, plan.resolved, len(plan.fused_norms()) + len(plan.fused_mlps()))
 
 

@@ -69,7 +69,7 @@ def choose_compiling(
         reasons = [f"{each.what}: {each.why}" if each.why else each.what for each in problems]
         return Compiling(False, f"{eager}: {'; '.join(reasons)}")
     failed = failed or "it failed on another rank, whose log says why"
-    return Compiling(False, f"{eager}: torch.compile does not work here", failed)
+    return Compiling(False, f"{eager}: torch.compile does not work here: {failed}", failed)
 
 
 @cache
