@@ -410,6 +410,7 @@ def check_bound(
         if hashes[key] != now[key]:
             problems.append(Problem(f"{text} than those it was trained with", key, why, fix))
 
+    # What the user has accepted by name is let through.
     refused = [each for each in problems if each.where not in accepted]
     if refused:
         placed = [replace(each, where=f"{place}: {each.where}") for each in refused]

@@ -87,6 +87,7 @@ class Shards:
         """
         if not isinstance(raw, dict) or set(raw) != {"ranks", "tensors"}:
             raise ValueError("its shards are not ranks and tensors")
+        # `bool` is an int to isinstance, so the type itself is compared.
         ranks, parts = raw["ranks"], raw["tensors"]
         if type(ranks) is not int or not 1 <= ranks < MAX_LENGTH:
             raise ValueError(f"its shards are of {ranks!r:.40} ranks")

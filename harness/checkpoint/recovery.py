@@ -617,6 +617,7 @@ class Recovery:
         self._failures += 1
         self._since = self._since or time.monotonic()
         count, config = self._failures, self.config
+        # The first ones are logged each, then ever fewer: a disk that stays full must not fill the log.
         power_of_two = count & (count - 1) == 0
         if count > _LOGGED_SINGLY and not power_of_two:
             return
@@ -624,10 +625,13 @@ class Recovery:
         what = "1 save in a row failed"
         if count > 1:
             what = f"{count} saves in a row failed, for {clock(time.monotonic() - self._since)}"
+
+        # What a crash would cost now.
         newest = "no checkpoint is there"
         if self._newest_saved is not None:
             newest = f"the newest checkpoint is of step {self._newest_saved}"
         text = f"{saved.error}\n    {what}; {newest}, and a crash would lose what came after it"
+        # What follows: only a defect of ours ends the run at once.
         if saved.defect is not None:
             text += "; the run ends at its next save"
         elif count < config.max_failures and config.on_failure != "continue":

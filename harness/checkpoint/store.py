@@ -512,10 +512,12 @@ class Store:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+            # The manifest comes last: a copy that was interrupted has none, and counts as no checkpoint.
             files = [*read_manifest(source.path(step))["files"], MANIFEST]
             for name in files:
                 shutil.copyfile(source.path(step) / name, folder / name)
                 _sync(folder / name)
+            # What was copied is checked before it replaces anything.
             if wrong := check_folder(folder, step):
                 raise CheckpointError(wrong)
             sync_folder(folder)

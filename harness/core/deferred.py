@@ -394,12 +394,15 @@ class Recording:
         key = (id(memory), len(log))
         if key in seen:
             return seen[key]
+
+        # An operation that writes all of the memory makes those before it superfluous.
         start = 0
         for index, operation in enumerate(log):
             if operation.rewrites:
                 start = index
 
         base: Tensor | None = None
+        # Replay the rest in their order.
         for operation in log[start:]:
             if any(each is not None and each.memory is memory for each in operation.results):
                 base = self._created(operation, memory, seen)

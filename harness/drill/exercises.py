@@ -142,9 +142,12 @@ def _names(name: str) -> Iterator[str]:
 def sigkill(bench: Bench) -> Account:
     """SIGKILL between two saves, and again in the middle of one."""
     reference = bench.undisturbed()
+    # The first kill, between two saves; the run goes on from the newest one.
     name, faults, saved = _killed_in_a_step(bench)
     child = bench.train(name, "checkpoint.every=1")
     run = bench.run(name)
+
+    # The second kill. The process is frozen first, so that the save cannot end before the signal comes.
     if not child.freeze_at(lambda: is_saving(run), bench.patience):
         child.kill()
         raise Missed("no save lasted long enough to be caught; more --steps give more saves")

@@ -42,6 +42,7 @@ class CardEstimate:
         with_plan: also the content of plan.json.
         For a card that cannot train the run there are no figures; `entries` adds them as null.
         """
+        # The name as it was asked for, and that of the datasheet.
         named: dict[str, Any] = {"card": self.offer.name, "device": self.offer.card.name}
         price = {"price_per_hour": self.offer.price}
         if self.made is None:

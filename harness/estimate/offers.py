@@ -82,6 +82,7 @@ def _read_prices(
     found: dict[str, float] = {}
     for text in prices:
         where = f"--price {text}"
+        # Every price is looked at, so that all mistakes are reported at once.
         name, equals, number = text.partition("=")
         if not equals or not name.strip():
             problems.append(Problem("is not a card and its price", where, fix=_WRITE))
@@ -93,6 +94,7 @@ def _read_prices(
             problems.append(Problem("a price is not negative", where, fix=_WRITE))
 
         try:
+            # A price for a card that is not asked for is a slip of the keyboard.
             card = find_card(name, where)
         except ConfigError as error:
             problems += error.problems

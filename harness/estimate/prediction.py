@@ -309,8 +309,10 @@ def _check_estimable(config: RunConfig, ranks: int) -> None:
         fix = "start it alone, with --ranks for the number of processes"
         raise ConfigError(Problem(what, "harness estimate", fix=fix))
 
+    # What a run would refuse, an estimate refuses, too.
     check_world(config.train.global_batch, config.train.micro_batch, ranks)
 
+    # Engines and optimizers that do not run on fake tensors.
     engine, key = "", "engine.name"
     if config.engine.deepspeed is not None:
         engine, key = "DeepSpeed", "engine.deepspeed"

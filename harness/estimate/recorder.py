@@ -609,12 +609,16 @@ class Recorder(TorchDispatchMode):
         devices = {tensor.device.type for tensor in (*ins, *outs)}
         if self.device not in devices:
             return
+        # A copy between host and device is also traffic of the bus.
         if len(devices) > 1 and name in _COPIES and outs:
             self._note_transfer(name, args, kwargs, ins, outs)
+        # Views and the like launch nothing.
         count = kernels(func, name, args, ins, outs)
         if not count:
             return
         reads, writes = traffic(name, args, ins, outs)
+
+        # Where in the model and in the step the operation belongs.
         frames = _frames()
         kind = unit(name, ins, self.tf32)
         op = Op(

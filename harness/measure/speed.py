@@ -488,6 +488,7 @@ def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _
     row.status, row.why, row.out_of_memory = "measured", "", False
     with ExitStack() as stack:
         try:
+            # What cannot be built gets a reason, and costs the other candidates nothing.
             contender, plan = bench.build(candidate, stack)
         except HarnessError as error:
             row.status = "cannot be built"
@@ -499,15 +500,18 @@ def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _
             row.out_of_memory = isinstance(error, torch.OutOfMemoryError)
             return None
         try:
+            # The first step compiles and allocates. The second one is like all later ones.
             row.first_seconds = contender.steps(1)
             held = _held(contender, bench, before)
             row.peak_bytes = bench.peak(contender, held)
             once = contender.steps(1)
+            # A candidate that would take the time of the others is not timed.
             if LEAST_ROUNDS * once > _MOST_OF_TIME * seconds:
                 row.status = "too slow"
                 row.why = f"one step takes {once:.1f} s: too few fit into {seconds / 60:g} minutes"
                 _conclude(row, contender)
                 return None
+            # Operations are counted in eager mode, where each of them is seen.
             if not row.compiled:
                 row.figures = bench.figures(contender, plan)
         except Exception as error:

@@ -204,6 +204,7 @@ def _fp8_lines(fp8: Branch) -> list[str]:
             )
         )
     text += aligned(rows)
+    # The terminal shows the worst slots.
     rest = len(fp8.slots) - _SLOTS_SHOWN
     if rest > 0:
         text.append(f"and {rest} more slots: --json lists them")

@@ -178,6 +178,8 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
     of_fp32 = branches.reference.fault
     where = f" at step {of_fp32.step}" if of_fp32 is not None else ""
     more = f"; {replayable} names module and sample" if replayable else ""
+
+    # Every cause has its sentence: what was seen, and what to do next.
     match cause:
         case "data" if evidence.unfit:
             seen = [*branches.subjects, branches.reference]

@@ -57,6 +57,8 @@ def draw(a: Side, b: Side, path: Path, divergence: int | None) -> Path:
         _draw_losses(losses, side)
         _draw_events(losses, side)
     _draw_gap(gap, a, b)
+
+    # Where the runs part.
     if divergence is not None:
         for axes in (losses, gap):
             axes.axvline(divergence, color=INK, linestyle="--", linewidth=0.9)

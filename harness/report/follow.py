@@ -277,6 +277,8 @@ def header(run: Follower) -> list[str]:
     elif run.reason:
         state += f": {run.reason}"
     lines = [state]
+
+    # Figures that are not there yet are left out.
     if totals.step is not None:
         of = f"/{totals.steps}" if totals.steps else ""
         parts = [f"step {totals.step}{of}", f"loss {totals.metrics['train/loss']:.4f}"]

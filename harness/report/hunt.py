@@ -114,6 +114,7 @@ def hunt_plot(history: RunHistory, path: Path) -> bool:
     for number, each in enumerate(layers):
         name = _PREFIX + each.layer
         colour = f"C{number}"
+        # Solid: the run as it counts. Dotted: what a rollback discarded.
         branches = [(history.points(name), "-", label(each.layer))]
         discarded = history.abandoned.get(name)
         if discarded is not None:

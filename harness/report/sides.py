@@ -86,6 +86,8 @@ def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
     """
     if len(runs) == 2:
         return Side("A", runs[:1]), Side("B", runs[1:])
+
+    # Runs that differ in their seed alone belong together.
     groups: dict[str, list[RunHistory]] = {}
     for run in runs:
         groups.setdefault(_apart_from_seed(run), []).append(run)
@@ -93,6 +95,7 @@ def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
         first, second = groups.values()
         return Side("A", first), Side("B", second)
 
+    # The error shows how the runs were grouped, which is mostly enough to see the mistake.
     named: list[str] = []
     for group in groups.values():
         names = [run.run_dir.name for run in group]

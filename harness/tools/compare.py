@@ -314,6 +314,7 @@ def _divergence_lines(made: Comparison) -> list[str]:
             lines.append(f"  {_NOT_EVERY_SLOT}: where not, only the journal's series were compared")
         return lines
 
+    # The first tensor in the order of computation. Others of that step may only follow from it.
     first = compared.splits[0]
     lines = [f"first divergence, of {span}: step {first.step}, {_split_text(first)}"]
     if compared.again:

@@ -208,6 +208,7 @@ def replay_pair(pair: tuple[RunHistory, RunHistory], compared: Compared) -> Repl
     """
     from harness.replay.parting import Search
 
+    # If no recorded figure differs, all steps that both have are run again.
     differs_at = compared.splits[0].step if compared.splits else 0
     last = differs_at or compared.last
     tell = partial(say, file=sys.stderr)
@@ -224,6 +225,7 @@ def replay_pair(pair: tuple[RunHistory, RunHistory], compared: Compared) -> Repl
         a, b = sides
         parting = Search(a, b, differs_at, last, tell).parting()
 
+    # A run that does not come to its own figures again was computed with something else.
     elsewhere: dict[str, Sequence[str]] = {}
     for side, history in zip(sides, pair, strict=True):
         if side.letter in parting.strangers:
@@ -302,6 +304,8 @@ def _elsewhere(side: Replayed, history: RunHistory, step: int) -> list[str]:
     here = {f"version.{name}": text for name, text in versions(facts).items() if text}
     here["card"] = facts.devices[0].name if facts.devices else ""
     found: list[str] = []
+
+    # A version that the run did not record is no difference. A card is one even if it is missing.
     for name, now in here.items():
         was = tags.get(name, "")
         if was != now and (was or name == "card"):

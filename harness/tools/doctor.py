@@ -78,6 +78,7 @@ def command(
     from rich.console import Console
 
     try:
+        # All that can be wrong with the arguments is checked before anything is measured.
         run, policy = _policies(config, overrides, recipe)
         _check_card_options(card, memory_share, soak)
         _check_speed_options(speed, config, minutes, picture)
@@ -159,6 +160,7 @@ def _with_speed(
             what = f"cannot be written: {error.strerror or error}"
             problem = Problem(what, f"--picture {picture}", fix="name another place")
             findings = [*diagnosis.findings, *refused("config.picture", [problem])]
+            # The times are kept: only the picture is lost.
             return replace(diagnosis, speed=report, findings=findings)
     return replace(diagnosis, speed=report)
 
@@ -211,6 +213,7 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """What --json prints."""
         tier, why = tier_of(self.facts)
+        # Sections that were not asked for are left out.
         asked: dict[str, Any] = {}
         if self.cards is not None:
             asked["card"] = [report.as_dict() for report in self.cards]
@@ -278,6 +281,7 @@ def _without_a_rung(
     from harness.precision.plan import resolve
 
     taken, verdicts = resolve(recipe, facts)
+    # Without a config any recipe will do.
     if any(rungs.values()) and (taken is not None or not needed):
         return []
     where = f"recipe {recipe.name}" if any(rungs.values()) else "recipes"
@@ -314,6 +318,8 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         console.print("\n[bold red]Not usable as it is[/]")
         _findings(console, diagnosis.findings)
         return
+
+    # What this machine is, and what it would take.
     tier, why = tier_of(facts)
     console.print(f"\n[bold]Tier {tier.name}[/]: {why}", highlight=False)
     if not diagnosis.config:
@@ -499,6 +505,7 @@ def _next_command(facts: MachineFacts, tier: Tier) -> str:
     command = "launch/train.py --recipe fp8_hybrid"
     if not _deepspeed_needs(facts):
         return f"deepspeed {command}"
+    # One process for each card.
     cards = 1 if tier is Tier.CPU else len(facts.devices)
     if cards > 1:
         return f"torchrun --standalone --nproc_per_node {cards} -- {command}"

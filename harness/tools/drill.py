@@ -65,6 +65,8 @@ def command(
     run_config, _ = read_policies(config, overrides, recipe)
     names = _named(only)
     _check(run_config, steps, patience)
+
+    # The runs of a drill have a folder of their own, so that none of the user's can be harmed.
     place = folder or _free_folder(config, run_config.recipe)
     bench = Bench.open(place, run_config, steps, 60 * patience)
     screen = sys.stderr if as_json else sys.stdout
@@ -75,6 +77,7 @@ def command(
     began = time.time()
     with bench.kept():
         results, stopped = _do(bench, names, screen)
+    # The page is written for a drill that was stopped, too: it has the exercises that were done.
     drill = Drill(config, results, facts_of(bench, began, overrides or ()))
     write(bench.folder, drill)
     if as_json:

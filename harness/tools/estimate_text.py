@@ -76,6 +76,8 @@ def _show_table(found: Sequence[CardEstimate], console: Console) -> None:
     if first.ranks > 1:
         title += f", {first.ranks} ranks"
     console.print(f"[bold]{escape(title)}[/]", highlight=False)
+
+    # Whoever reads the figures has to know what they rest on.
     calibrated = [each.card.name for each in made if each.calibration.calibrated]
     basis = "uncalibrated"
     if calibrated:
@@ -91,6 +93,7 @@ def _show_table(found: Sequence[CardEstimate], console: Console) -> None:
         table.add_row(*map(escape, _cells(each)))
     console.print(table)
 
+    # What the columns have no room for: what would fit, and remarks.
     below = _table()
     for name, line in _remarks(found):
         below.add_row(name, escape(line))

@@ -123,6 +123,7 @@ def _model(
     found = examined.findings
     model: nn.Module | None = None
     with _reported(found, "model.refused"):
+        # What is refused ends up among the findings. Without a model there is nothing more to look at.
         model = _without_memory(config) or _built(config)
     if model is None:
         return
@@ -132,6 +133,7 @@ def _model(
         with _reported(found, "model.vocabulary"):
             check_vocab(model, data.ids, config.model.target)
 
+    # What a lint says of a layer depends on the precision that the plan gives it.
     plan: Plan | None = None
     with _reported(found, "config.recipe"):
         plan = _planned(recipe, worker, model)

@@ -323,6 +323,8 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
     """Caveats for a reader of speed, memory and losses."""
     notes: list[str] = []
     ran = {branch.precision for branch in (found.branches.reference, *found.branches.others)}
+
+    # Times on a CPU are those of emulation.
     if worker.device.type == "cpu":
         if "fp8" in ran:
             notes.append(
@@ -332,6 +334,7 @@ def _notes(found: Rehearsed, worker: Worker) -> list[str]:
             notes.append("this CPU has no instructions for bf16: torch emulates it, slowly")
         if "fp16" in ran:
             notes.append("fp16 is slow on a CPU: its speed says nothing about a card")
+    # What the run's journal says of the same steps, and what fell back.
     for branch in found.branches.others:
         if branch.difference is not None:
             each = branch.difference
@@ -371,6 +374,7 @@ def _show(
 
     machine = _machine(worker)
     content: dict[str, Any] = text.as_json(found, verdict, request.name, machine)
+    # What is written is part of both answers, so files come before the printing.
     lines = text.lines(found, verdict, request.name, machine)
 
     if found.recommended is not None:

@@ -559,6 +559,7 @@ def _differences(
         x.to(device), factor.to(device), actual_amax, fmt, through_bf16, transpose=True
     )
 
+    # Bytes are compared, not numbers: the sign of a zero counts.
     what = f"{x.dtype} {list(x.shape)}, scale {scale:g}, {fmt}"
     if through_bf16:
         what += ", through bfloat16"
