@@ -176,6 +176,7 @@ class _Operation:
         if self.random is None:
             return tree_flatten(self.function(*args, **kwargs))[0]
 
+        # The operation draws what it would have drawn; the caller's generator is restored.
         before = torch.get_rng_state()
         torch.set_rng_state(self.random)
         try:
@@ -363,6 +364,7 @@ class Recording:
                 unread = any(value is each for each in written) and _name(function) in _REWRITES
                 value = self._thrown_away(view) if unread else self._real(view, seen)
             real.append(value)
+        # The state that the operation begins with is kept, and the generator moves on as if it had run.
         state = generator.get_state()
         args, kwargs = tree_unflatten(real, layout)
         with torch.no_grad():
@@ -519,6 +521,7 @@ class Recording:
                     continue
                 if id(tensor) not in made:
                     fake: Tensor = FakeTensor(self._fakes, tensor.detach(), self.device)
+                    # A tensor that two modules share stays one.
                     if isinstance(tensor, nn.Parameter):
                         fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = fake

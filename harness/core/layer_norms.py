@@ -89,6 +89,7 @@ class LayerNorms:
                 places[id(gradient)] = row * self._width + column
                 gradients.append(gradient)
 
+        # Each weight has a cell of its own, so no two kernels add to the same one.
         table = torch.zeros(len(self.layers) * self._width, dtype=torch.float64, device=device)
         for group in by_device_and_dtype(gradients):
             norms = torch._foreach_norm(group, 2, dtype=torch.float64)

@@ -52,6 +52,7 @@ def in_turns(
     repeats: dict[str, int] = {}
     for name, action in actions.items():
         try:
+            # The first calls compile and allocate.
             for _ in range(3):
                 action()
             wait(device)
@@ -61,6 +62,8 @@ def in_turns(
         once = seconds(action, 3, device)
         repeats[name] = max(1, min(10_000, round(turn / max(once, 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in repeats}
+
+    # Turns, so that a machine that slows down slows all of them.
     for number in range(rounds):
         if number and time.monotonic() > deadline:
             break

@@ -207,6 +207,7 @@ class CheckedFile:
             raise Damaged(f"{self.path}: {error}; it had {self._size} bytes") from error
         finally:
             self._reading(None)
+        # Right length, other bytes: a disk that decays, or somebody who wrote to the file.
         if digest(block) != _nth(self._digests, number):
             where = f"bytes {start} to {start + len(block)}"
             raise Damaged(f"{self.path}: {where} differ from their hash of when the run began")

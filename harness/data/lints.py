@@ -69,6 +69,8 @@ def lint_data(
             "they hold one value throughout, or no label that counts: nothing is learned from them"
         )
         found.append(_warning("data.empty", data, what, why, "leave them out of the data"))
+
+    # A few repeats are normal in text.
     repeated = [numbers for numbers in seen.numbers.values() if len(numbers) > 1]
     extra = sum(len(numbers) - 1 for numbers in repeated)
     if extra and extra >= _REPEATED_SHARE * seen.count:

@@ -186,6 +186,7 @@ def _check_types(info: Mapping[str, Any]) -> None:
     are_texts = all(isinstance(text, str) for text in texts)
     if info["format"] != FORMAT or not are_texts:
         raise ValueError("it is of another format")
+    # `bool` would pass as an int.
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a size is no whole number")
     bits = info["unigram_bits_per_byte"]

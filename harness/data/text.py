@@ -214,6 +214,8 @@ def no_text(content: bytes, whole: bool = True) -> str:
         return "UTF-16, not UTF-8"
     if b"\0" in content:
         return "binary: it has NUL bytes"
+
+    # A character may lie across two chunks, so they are decoded one after the other.
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), _CHUNK):

@@ -61,6 +61,7 @@ def preflight(bench: Bench) -> Account:
     seen = f"{code_text(code)}: {len(errors)} errors, {len(found) - len(errors)} warnings"
     checks = [Check("harness doctor finds no error", seen, code == ExitCode.DONE)]
 
+    # What doctor calls sound must also be what a start accepts.
     dry = bench.start("dry-run", *_CLI, "train", "--config", USERS, "--name", "dry", "--dry-run")
     code = dry.finish(bench.patience)
     lines = dry.screen.strip().splitlines()
@@ -199,6 +200,7 @@ def bit(bench: Bench) -> Account:
     file = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
     fault = flip_bit(file)
 
+    # The damage must be found when it is looked for, and when the run goes on.
     verify = bench.start("verify", *_CLI, "verify", str(run))
     checks = [found_by_verify(verify.finish(bench.patience), verify.screen, checkpoint, file.name)]
     ran, history = bench.to_its_end(name)
@@ -395,6 +397,7 @@ def lacks_ranks(bench: Bench) -> str:
     from harness.capability.probe import probe
 
     devices = probe().devices
+    # Without a GPU ranks run on the processor; one GPU serves one rank.
     if len(devices) == 1:
         return "this machine has one GPU"
     return ""

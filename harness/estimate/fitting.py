@@ -110,6 +110,7 @@ class _Search:
         if train.micro_batch > 1:
             found.append([_ONE])
 
+        # Only arguments that the user's model knows.
         taken = self._arguments()
         of_text = self._config.data.target is None
         if of_text and "loss_chunk" in taken and not args.get("loss_chunk"):

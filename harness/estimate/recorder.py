@@ -694,6 +694,7 @@ class Recorder(TorchDispatchMode):
             self.live -= size
             self.kinds[kind] -= size
 
+        # The finalizer runs when the last tensor over this memory is gone.
         kind = self._kind(tensor, of_weights)
         self._storages[key] = (size, kind, weakref.ref(storage, freed))
         self._count(kind, size)

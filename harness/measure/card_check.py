@@ -172,6 +172,7 @@ def check_card(device: CardDevice, effort: Effort) -> CardReport:
             why = "a sound device with enough free memory finishes it"
             fix = "look at the kernel's log (dmesg) for errors of the device, and run it again"
             report.findings += refused("machine.card_fails", [Problem(what, device.name, why, fix)])
+    # Readings before and after show errors that the card counted meanwhile.
     report.after = device.readings()
 
     report.findings += [wrong.finding(device.name) for wrong in report.wrong]
@@ -307,6 +308,7 @@ def _soak(device: CardDevice, effort: Effort, report: CardReport) -> None:
         seconds = _CARD_SECONDS if device.is_card else _SECONDS
     if not seconds:
         return
+    # The first product of each precision is what all later ones are compared with.
     products: list[_Soaked] = []
     for precision in PRECISIONS:
         if not device.lacks(precision):

@@ -86,6 +86,7 @@ class Contender:
             raise RuntimeError(
                 f"{self.rung}: step {facts.step} used FP8 tensors that were all zero, or none"
             )
+        # A block that went back to eager was timed as something else than it is called.
         eager = self.run.watch.take() if self.run.watch is not None else ""
         return {
             "rung": self.rung,

@@ -232,6 +232,7 @@ def measure_speed(
         )
         _measure(bench, candidates(recipe, facts), report)
 
+    # Every candidate that was not taken gets the reason.
     report.choice = choose(report.rows)
     if report.choice is not None:
         for row in report.rows:
@@ -355,6 +356,7 @@ def figures_of(ops: Sequence[Op], rates: Rates, linears: int = 0, misaligned: in
     memory = sum(causes.get(name, 0.0) for name in ("memory-bandwidth", "optimizer"))
     products = [op for op in ops if op.flops]
     flops = sum(op.flops for op in products)
+    # Where FP8 is no faster, no product is too small for it.
     small = math.nan
     if rates.gemm_fp8 > rates.gemm_half and flops:
         small = sum(op.flops for op in products if _too_small(op, rates)) / flops
@@ -455,6 +457,7 @@ def _turns(ready: dict[str, _Ready], report: SpeedReport, seconds: float) -> Non
             row.status, row.why = "failed", turns.failures[name]
         _conclude(row, contender)
         each.stack.close()
+    # All memory is freed before the next candidate is built.
     contenders.clear()
     ready.clear()
     gc.collect()
@@ -468,6 +471,7 @@ def _conclude(row: Row, contender: Contender) -> None:
     row.skipped = contender.skipped
     if facts is not None and math.isfinite(facts.loss):
         row.loss = facts.loss
+    # A time of steps that train on NaN is no time to choose by.
     if contender.nonfinite and row.status == "measured":
         row.status = "not finite"
         row.why = f"the loss was NaN or infinite in {contender.nonfinite} of {run.state.step} steps"

@@ -157,6 +157,8 @@ def reason(row: Row, winner: Row, machine: Machine) -> Reason:
     if row.figures is None or winner.figures is None:
         return Reason("unknown", "the work of a step could not be counted")
     mine, best = BITS[row.precision], BITS[winner.precision]
+
+    # The first cause that the figures show is the answer.
     slower = _rate(machine, row.precision) * _FASTER <= _rate(machine, winner.precision)
     if mine < best:
         return _fewer_bits(row, winner, winner.figures, machine)
@@ -186,6 +188,7 @@ def _fewer_bits(row: Row, winner: Row, figures: Figures, machine: Machine) -> Re
     """Why fewer bits did not pay. figures: the winner's, whose products would have become faster."""
     mine, other = _rate(machine, row.precision), _rate(machine, winner.precision)
     rates = _rates_text(row, winner, machine)
+    # Causes from the most to the least certain.
     if mine <= other * _FASTER:
         return Reason("emulated", f"this machine multiplies no faster in it: {rates}")
     if row.figures is not None and row.figures.misaligned >= row.figures.linears * _SOME > 0:

@@ -469,6 +469,7 @@ class Evidence:
         if unknown:
             raise MisuseError(unknown_names(unknown, "slots"))
 
+        # Slots lie in a table of layers and roles; a backend need not have all of them.
         self._places = np.array(places, dtype=np.int64)
         self._present[:] = False
         self._present.reshape(-1)[self._places] = True

@@ -173,6 +173,7 @@ def _of_loss(history: RunHistory) -> dict[str, Any]:
     """
     applied = history.points(_APPLIED)
     skipped = applied.steps[applied.figures == 0]
+    # Of very many skipped steps evenly spread ones are marked.
     spread = max(1, -(-len(skipped) // MOST_MARKS))
     made: dict[str, Any] = {"skipped": skipped[::spread].tolist()}
     nats = history.unigram_nats

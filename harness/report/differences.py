@@ -146,6 +146,7 @@ def libraries(history: RunHistory) -> dict[str, str]:
             break
         except (HarnessError, OSError, LookupError, TypeError, ValueError, AttributeError):
             continue
+    # What the run itself recorded comes last, and so counts more.
     for name, value in history.run["tags"].items():
         if name.startswith(_VERSION) and value:
             found[name.removeprefix(_VERSION)] = value
@@ -234,6 +235,7 @@ def likely_causes(
 
 def _read(compared: Compared) -> _Reading:
     first = compared.splits[0]
+    # The earliest thing that differs says which part of a step can be the cause.
     if first.kind == "scale":
         return _Reading(
             "the scale differs while earlier amaxes agree", _OF_NUMERICS, (START, *_NUMERICS), True

@@ -213,6 +213,7 @@ def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     def code_and_attempt(event: Mapping[str, Any]) -> tuple[str, int]:
         return str(event["code"]), int(event["attempt"])
 
+    # Events of one code in a row, within one attempt.
     joined: list[Streak] = []
     for (code, attempt), group in groupby(events, code_and_attempt):
         each = list(group)

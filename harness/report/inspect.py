@@ -76,6 +76,8 @@ def sparkline(values: Sequence[float], bars: str = BARS) -> str:
         return ""
     low = min(finite)
     span = max(finite) - low
+
+    # Figures that are not finite leave a gap. A flat line is drawn in the middle.
     top = len(bars) - 1
     line = ""
     for value in values:

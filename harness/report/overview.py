@@ -183,6 +183,7 @@ class Totals:
                 self.step, self.metrics = row["step"], row["metrics"]
             if VAL_LOSS in row["metrics"]:
                 self.val_loss = float(row["metrics"][VAL_LOSS])
+        # A new process has taken the run up again: it has not ended.
         elif row["kind"] == "run":
             self.params |= row.get("params", {})
             self.status = ""

@@ -292,6 +292,7 @@ def _moves(history: RunHistory) -> Iterator[dict[str, Any]]:
 
     That is the last verdict of the fallback before the switch, which acts SWITCH_DELAY steps after it.
     """
+    # By attempt, because a rollback starts another one.
     verdicts: dict[int, Mapping[str, Any]] = {}
     for event in history.events:
         if event["code"] != SWITCHED:
@@ -344,6 +345,7 @@ def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
         if event["code"] != _ROLLBACK:
             continue
         alerts = catalogue().ranked({each["code"] for each in before})
+        # What led to it: alerts of that attempt alone.
         led = streaks([each for each in before if each["code"] in alerts])[-_LAST_ALERTS:]
         yield {
             "step": event["step"],

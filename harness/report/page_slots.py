@@ -161,6 +161,7 @@ def _blocks_of_file(history: RunHistory, groups: Groups) -> Iterator[Block]:
     slots: Sequence[str] = ()
     for step, names, figures in found.read():
         place = int(np.searchsorted(found.steps, step))
+        # A block ends where its slots or its group of steps do.
         is_other = names is not slots or groups.of_place(place) != groups.of_place(places[0])
         if places and (is_other or len(places) == _BLOCK):
             yield np.array(places), slots, np.stack(values)

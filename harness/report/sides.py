@@ -277,6 +277,7 @@ def notes(a: Side, b: Side, is_measured: bool) -> list[str]:
         found.append("whether the data are the same is not recorded")
     elif hashes[0] != hashes[1]:
         found.append("the data differ, so losses are of other texts")
+    # An interval needs runs that differ in nothing but chance.
     if _have_several(a, b):
         reasons = filter(None, (a.not_independent, b.not_independent))
         found += [f"{reason}: no interval" for reason in reasons]

@@ -82,6 +82,7 @@ def _judge(slot: SlotFigures, limits: FallbackConfig) -> Trouble:
     if score > 0:
         reasons.append(figure)
 
+    # Not finite comes before demoted, and that before all others.
     rank = 2
     if slot.demoted:
         rank = 1
