@@ -33,7 +33,7 @@ from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
 from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
-from harness.core.deferred import CannotDeferError, computing
+from harness.core.deferred import CannotDeferError, try_model
 from harness.core.errors import ConfigError, MachineError, Problem
 from harness.core.facts import RungVerdict
 from harness.core.files import harness_version
@@ -372,19 +372,26 @@ def build_task(
 
     Raises ConfigError as `Task.try_on`, and if labels of -100 in the first micro-batches would be trained on.
     """
-    task = Task(model, config.model.target, data.unit)
     # Ask as if there were one rank for each micro-batch: each then has a single one. So only the micro-batches that are
     # looked at are read.
     ranks = config.train.global_batch // config.train.micro_batch
     window = data.window(0)
     searched = range(min(ranks, _MASK_SEARCH))
-    batches = (data.micro_batches(window, rank, ranks)[0] for rank in searched)
     autocast = autocast_dtype(plan)
-    first = next(batches)
-    with computing(model):
+    tasks: list[Task] = []
+
+    def trial() -> str:
+        # A second trial begins with nothing that the first one has learnt.
+        task = Task(model, config.model.target, data.unit)
+        tasks.append(task)
+        batches = (data.micro_batches(window, rank, ranks)[0] for rank in searched)
+        first = next(batches)
         if data.masked:
             task.try_masks(model, chain([first], batches), autocast)
-        return task, task.try_on(model, first, autocast)
+        return task.try_on(model, first, autocast)
+
+    warning = try_model(model, trial)
+    return tasks[-1], warning
 
 
 def build_run(
@@ -405,11 +412,6 @@ def build_run(
     task: of `build_task`; None: one that was not tried on the data.
     """
     # What depends on the model as it was built, before it is converted.
-    with computing(model):
-        text = too_high(model, config.train)
-    if text:
-        telemetry.event(0, "train.lr_high", text=text)
-        telemetry.screen.event(f"train.lr_high: {text}")
     card = _card(worker)
     task = task or Task(model, config.model.target)
     flops = _flops(config, worker, card, model, task, data)
@@ -435,6 +437,10 @@ def build_run(
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     if engine.sharded:
         backend.gather_weights()
+    # Ranks that share a model can look at its initial weights only now.
+    if text := too_high(model, config.train):
+        telemetry.event(0, "train.lr_high", text=text)
+        telemetry.screen.event(f"train.lr_high: {text}")
     held = dict(model.named_parameters())
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.

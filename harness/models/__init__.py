@@ -42,15 +42,14 @@ def build_deferred(config: ModelConfig, device: torch.device, tried: bool = True
     """As `build_model`, but the model is on the meta device: see `core/deferred.py`.
 
     device: where `deferred.computing` is to compute.
-    tried: try a model of transformers on a few tokens. That reads all its weights, one at a time.
+    tried: try a model of transformers on a few tokens, see `deferred.try_model`.
 
     Raises deferred.CannotDeferError for a model that has to be built whole. Raises ConfigError for a folder whose
     weights do not fit.
     """
     model = deferred.build(partial(_call, config), device, final=huggingface.FolderError)
     if tried:
-        with deferred.computing(model):
-            huggingface.check(model, _where(config))
+        deferred.try_model(model, partial(huggingface.check, model, _where(config)))
     return model
 
 

@@ -13,8 +13,11 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from harness.core.collectives import gather_over_ranks
 from harness.core.config import TrainConfig
+from harness.core.sharded import local_of
 
 HIGH = 0.5
 """`too_high` warns of a rate above this share of the median RMS of the matrices."""
@@ -30,6 +33,8 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
     within r / lr steps. The limit is `HIGH` times the median RMS of the matrices: ten times what the shipped configs
     have, and a third of what broke them. Nothing is said of other optimizers: SGD's steps have the gradient's size, and
     the step sizes of the rest are not known here either.
+
+    model: whole, or sharded over ranks. If it is sharded: collective.
     """
     if train.optimizer not in _ADAMW:
         return ""
@@ -40,10 +45,12 @@ def too_high(model: nn.Module, train: TrainConfig) -> str:
 
     # One read by the host for all norms, of one matrix after the other: they may be computed only now, and there may be
     # no memory for all. An all-zero matrix (a zero-initialised part) has no size to compare with.
-    each = [torch.linalg.vector_norm(param.detach()) for param in matrices]
-    norms = torch.stack(each).tolist()
+    each = [torch.linalg.vector_norm(local_of(param.detach())) for param in matrices]
+    norms = torch.stack(each)
+    if any(isinstance(param, DTensor) for param in matrices):
+        norms = gather_over_ranks(norms.double().square()).sum(dim=0).sqrt()
     sizes: list[float] = []
-    for norm, param in zip(norms, matrices, strict=True):
+    for norm, param in zip(norms.tolist(), matrices, strict=True):
         if norm > 0:
             sizes.append(norm / param.numel() ** 0.5)
     usual = median(sizes) if sizes else 0.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -15,9 +16,10 @@ from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError
 from harness.core.shards import Rows
 from harness.core.state import seed_everything
-from harness.models import build_deferred, build_model
+from harness.models import Task, build_deferred, build_model
 from harness.models.huggingface import causal_lm
-from tests.extras.tiny_models import CONFIGS, fresh, save
+from harness.models.stored import StoredTensor
+from tests.extras.tiny_models import CONFIGS, batch, fresh, save
 
 CPU = torch.device("cpu")
 
@@ -92,6 +94,54 @@ def test_stored_weights_are_read_by_rows(
             assert torch.equal(found, expected[rows.begin : rows.end]), name
         stored += 1
     assert stored > 15
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_the_trial_reads_no_matrix(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds out is what the stored weights would say: `both` compares that."""
+    save(tmp_path, kind, torch.bfloat16)
+    read: list[int] = []
+    real = StoredTensor.rows
+
+    def rows(self: StoredTensor, begin: int, end: int) -> Tensor:
+        found = real(self, begin, end)
+        read.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(StoredTensor, "rows", rows)
+    later = build_deferred(ModelConfig(target=f"hf:{tmp_path}"), CPU)
+    task = Task(later, f"hf:{tmp_path}", "nats per token")
+    tokens = batch()
+    assert deferred.try_model(later, lambda: task.try_on(later, tokens, torch.bfloat16)) == ""
+
+    # Norms, biases and routers are small.
+    small = [tensor.numel() for tensor in later.state_dict().values() if tensor.numel() <= 4096]
+    assert max(read, default=0) <= 2 * max(small)
+    both(tmp_path)
+
+
+def test_a_model_that_fails_the_trial_is_tried_with_its_stored_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a model of which random weights say that it sees later tokens, and its own do not."""
+    save(tmp_path, "llama")
+    stored = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    real = transformers.LlamaForCausalLM.forward
+    own: list[bool] = []
+
+    def forward(self: Any, input_ids: Tensor, **named: Any) -> Any:
+        output = real(self, input_ids=input_ids, **named)
+        own.append(torch.equal(self.lm_head.weight.clone(), stored))
+        if not own[-1]:
+            output.logits = output.logits + input_ids.sum()
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    build_deferred(ModelConfig(target=f"hf:{tmp_path}"), CPU)
+    assert own[0] is False
+    assert own[-1] is True
 
 
 def test_a_head_that_is_stored_beside_its_tie_is_tied_as_in_a_whole_build(tmp_path: Path) -> None:

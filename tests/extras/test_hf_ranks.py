@@ -1,6 +1,7 @@
 """Ranks that share a Hugging Face model read their rows of its folder alone, and refuse a folder that is not the same.
 
-Run as a script, this file is one rank: of `rank_main`, or of `launch/train.py` with a home folder of its own.
+Run as a script, this file is one rank: of `rank_main`, or of `launch/train.py` with a home folder of its own, which
+counts the bytes of weights that it reads.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.core.config import ModelConfig
+from harness.core.config import ModelConfig, TrainConfig
 from harness.core.errors import ConfigError, ExitCode
 from harness.core.sharded import local_of
 from harness.core.state import seed_everything
+from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import join, read_launch
 from harness.models import build_deferred, build_model
+from harness.models.stored import StoredTensor
+from harness.optim.schedule import too_high
+from harness.tracking.history import read_rows
 from tests.dist.limited import limit
 from tests.extras.tiny_models import save
 from tests.support import warm
 from tests.support.ranks import CPU, make_fsdp, run_ranks
-from tests.support.runs import TRAIN, command, rank_logs, start_ranks
+from tests.support.runs import TRAIN, command, rank_logs, start_ranks, train_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 2048}
+# Far too high for these weights.
+LR = TrainConfig.model_validate({"lr": 3})
 LORA = {"r": 4, "targets": ["q_proj", "v_proj", "c_attn"]}
 # Folder: what is saved in it, and the run's model.args.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -63,7 +70,7 @@ def state(model: Any) -> tuple[dict[str, torch.Tensor], Any, int]:
 
 
 def alike(config: ModelConfig, room: float = 0.0) -> tuple[list[str], int]:
-    """Tensors that differ if the model is built without memory, and the bytes that were read then.
+    """Tensors that differ if the model is built without memory, and the bytes that were read as it was sharded.
 
     room: the memory that there is for that, as a share of the weights; 0: no limit.
     """
@@ -163,9 +170,56 @@ def test_a_folder_that_one_rank_cannot_use_ends_all_of_them(tmp_path: Path) -> N
     assert not list(tmp_path.rglob("journal.jsonl")), "nothing was trained"
 
 
+def test_a_run_reads_no_matrix_before_the_model_is_sharded_and_then_its_rows_once(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "model", "llama", **LARGE)
+    (tmp_path / "home-0").mkdir()
+    (tmp_path / "home-1").mkdir()
+    model = f"model.target=hf:{tmp_path / 'model'}"
+    ran = train_ranks(
+        tmp_path,
+        2,
+        *("--recipe", "fp32", "--name", "r", model, "engine.name=fsdp", "data.context=32"),
+        *("train.steps=1", "train.global_batch=2", "train.micro_batch=1", "train.lr=3"),
+        program=Path(__file__),
+    )
+    assert ran.returncode == 0, ran.stdout
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    for rank in range(2):
+        counted = json.loads((tmp_path / f"read-{rank}.json").read_text())
+        assert 0 < counted["before"] < 0.01 * size
+        assert 0.4 * size < counted["all"] < 0.6 * size
+    # A warning about the initial weights is one of rows, summed over ranks.
+    expected = too_high(build_model(ModelConfig(target=f"hf:{tmp_path / 'model'}")), LR)
+    rows = read_rows(tmp_path / "runs" / "r" / "journal.jsonl")
+    told = [row["text"] for row in rows if row.get("code") == "train.lr_high"]
+    assert told == [expected]
+
+
+def count_reads() -> None:
+    """From now on count the bytes of weights that this process reads: before the model is sharded, and in all."""
+    counted = {"before": 0, "all": 0}
+    real, shard = StoredTensor.rows, FsdpEngine.__init__
+
+    def rows(self: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        found = real(self, begin, end)
+        counted["all"] += found.nbytes
+        return found
+
+    def begin(self: FsdpEngine, *args: Any, **named: Any) -> None:
+        counted["before"] = counted["all"]
+        shard(self, *args, **named)
+        Path(f"read-{os.environ['RANK']}.json").write_text(json.dumps(counted))
+
+    StoredTensor.rows = rows
+    FsdpEngine.__init__ = begin
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         rank_main(Path(sys.argv[1]))
     else:
         os.environ["HOME"] = str(Path.cwd() / f"home-{os.environ['RANK']}")
+        count_reads()
         runpy.run_path(str(TRAIN), run_name="__main__")

@@ -37,6 +37,20 @@ HUGGING_FACE = (
         "tests/unit/core/test_deferred.py -k without_the_others",
     ),
     Mutation(
+        23,
+        "the trial of a model reads no matrix of its folder",
+        "recording.made_up = True",
+        "recording.made_up = False",
+        "tests/unit/core/test_deferred.py -k trial_reads",
+    ),
+    Mutation(
+        23,
+        "a model is not refused for random values in the place of its weights",
+        "                if not found:\n                    return found\n",
+        "                return found\n",
+        "tests/unit/core/test_deferred.py -k trial_reads",
+    ),
+    Mutation(
         24,
         "what torchao logs of kernels for other machines does not come first",
         "    return kernels or ",

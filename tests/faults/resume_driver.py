@@ -41,6 +41,7 @@ class Driver:
         kill_at: int = 0,
         kill_after: float = 0.0,
         without: str = "",
+        tier: str = "",
         kill_at_end: bool = False,
     ) -> Ended:
         """`harness train --config tiny <arguments>` in `folder`.
@@ -48,6 +49,7 @@ class Driver:
         kill_at: SIGKILL itself as soon as the state first counts this many steps: the update is in the weights, not
         judged, not in the journal, not saved. kill_after: be killed after so many seconds, whatever it is doing.
         kill_at_end: SIGKILL itself when all is saved but the outcome. without: a library that this machine lacks.
+        tier: the cards that this CPU stands in for, as a plan sees them.
         """
         fixed = ["--config", "tiny", "tracking.mlflow=false", "tracking.report=false"]
         environment = {
@@ -58,7 +60,8 @@ class Driver:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         }
-        faults = json.dumps({"at": kill_at, "at_end": kill_at_end, "without": without})
+        given = {"at": kill_at, "at_end": kill_at_end, "without": without, "tier": tier}
+        faults = json.dumps(given)
         log = folder / "output.log"
         with log.open("wb") as output:
             program = [__file__, faults, *fixed, *arguments]
@@ -85,11 +88,15 @@ def main(faults: dict[str, Any]) -> None:
     from harness import cli, telemetry
     from harness import run as loop
     from harness.capability import probe
+    from harness.capability.cards import Tier
+    from harness.precision import plan
 
     if faults["at_end"]:
         telemetry.write_outcome = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     find = probe.find_spec
     probe.find_spec = lambda name: None if name == faults["without"] else find(name)
+    if faults["tier"]:
+        plan.tier_of = lambda _: (Tier[faults["tier"]], "a CPU stands in for it")
     if faults["at"]:
         original = loop.next_step
 

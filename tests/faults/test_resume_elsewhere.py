@@ -190,6 +190,24 @@ def test_the_same_command_goes_on_where_another_rung_is_the_best(
     assert all(math.isfinite(value) for value in figures(run, "train/grad_norm").values())
 
 
+@pytest.mark.faults(25)
+@pytest.mark.slow
+def test_fp8_goes_on_with_its_state_on_a_card_of_another_tier(
+    driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
+) -> None:
+    """From an H100 to a B200 to an L4. On a CPU in their place every bit is that of a run that never moved."""
+    train = job(text, "fp8_hybrid")
+    run = tmp_path / "runs" / "r"
+    assert driver.train(tmp_path, *train, tier="HOPPER", kill_at=6).killed
+    assert driver.train(tmp_path, *train, tier="BLACKWELL", kill_at=10).killed
+    ended = driver.train(tmp_path, *train, tier="ADA")
+    assert ended.code == 0, ended.output
+    assert resolved(run) == ["native:fp8"] * 3
+    assert "ADA" in ended.output
+    assert "resumed at step 8" in ended.output
+    assert difference(run, run_of("fp8_hybrid"), STEPS) == ""
+
+
 def reseal(folder: Path, **changed: Any) -> None:
     """Give the manifest other contents, with their true hash, as another version of the harness would."""
     content = {

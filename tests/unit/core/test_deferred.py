@@ -244,6 +244,86 @@ def test_a_forward_computes_each_weight_that_it_reads() -> None:
     assert later.embed.weight.is_meta  # type: ignore[union-attr]
 
 
+class Stored(nn.Module):
+    """Two matrices that are in files."""
+
+    def __init__(self, tables: tuple[Table, Table]) -> None:
+        super().__init__()
+        first, second = (deferred.later(each, (60, 80), torch.float32) for each in tables)
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second.to(torch.bfloat16))
+
+
+def test_a_trial_reads_no_matrix_unless_it_complains() -> None:
+    tables = Table(1), Table(2)
+    later: Any = deferred.build(lambda: Stored(tables), CPU)
+    answers: list[str] = []
+    found: list[Tensor] = []
+
+    def trial() -> str:
+        ran = (later.first @ later.second.float().t(), later.first.clone(), later.second.clone())
+        found[:] = ran
+        answer = answers.pop(0)
+        if answer == "error":
+            raise ValueError(answer)
+        return answer
+
+    def read() -> list[int]:
+        counts = [table.read for table in tables]
+        for table in tables:
+            table.read = 0
+        return counts
+
+    # Values of a usual size, which are not alike, and the same on every rank.
+    answers[:] = [""]
+    assert deferred.try_model(later, trial) == ""
+    assert read() == [0, 0]
+    product, first, second = found
+    assert first.dtype == torch.float32
+    assert second.dtype == torch.bfloat16
+    assert float(first.detach().std()) == pytest.approx(80**-0.5, rel=0.05)
+    assert len(first.unique(dim=0)) == 60
+    assert not torch.equal(first, second.float())
+    assert product.isfinite().all()
+    answers[:] = [""]
+    deferred.try_model(later, trial)
+    assert torch.equal(found[1], first)
+
+    # A complaint, or an error, of values that nobody has stored does not count.
+    for complaint in ("odd", "error"):
+        answers[:] = [complaint, ""]
+        assert deferred.try_model(later, trial) == ""
+        assert torch.equal(found[1], tables[0].values)
+        assert min(read()) > 0
+    answers[:] = ["first", "second"]
+    assert deferred.try_model(later, trial) == "second"
+    answers[:] = ["error", "error"]
+    with pytest.raises(ValueError, match="error"):
+        deferred.try_model(later, trial)
+
+    # Elsewhere values are the stored ones.
+    recording: Any = deferred.recording_of(later)
+    read()
+    assert torch.equal(recording.value(recording.view(later.first)), tables[0].values)
+    assert read() == [60, 0]
+
+
+def test_a_model_without_files_is_tried_once_with_its_own_values() -> None:
+    seed_everything(3)
+    whole = nn.Linear(100, 100)
+    seed_everything(3)
+    later: Any = deferred.build(lambda: nn.Linear(100, 100), CPU)
+    for model in (whole, later):
+        calls: list[Tensor] = []
+
+        def trial(model: Any = model, calls: list[Tensor] = calls) -> str:
+            calls.append(model.weight.clone())
+            return "complaint"
+
+        assert deferred.try_model(model, trial) == "complaint"
+        assert len(calls) == 1
+        assert torch.equal(calls[0], whole.weight)
+
+
 @torch.library.custom_op("harness_tests::largest", mutates_args=())
 def largest(values: Tensor) -> Tensor:
     """An operation that torch knows no shapes of: it fails on a tensor without memory."""
