@@ -20,7 +20,6 @@ import pytest
 from harness.checkpoint.store import Store
 from harness.tracking.journal import read_rows
 from tests.support import warm
-from tests.support.matrix import rest_nightly
 from tests.support.runs import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
@@ -95,12 +94,9 @@ def shared_memory(launcher: list[str]) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("kind", "engine"),
-    rest_nightly([(torchrun, "deepspeed"), (deepspeed, "ddp")], (deepspeed, "ddp")),
-)
+@pytest.mark.parametrize(("kind", "engine"), [(torchrun, "deepspeed"), (deepspeed, "ddp")])
 def test_the_engine_can_be_named_whatever_the_launcher(
     alone: list[tuple[int, float]], tmp_path: Path, kind: object, engine: str
 ) -> None:
@@ -116,7 +112,7 @@ def test_the_engine_can_be_named_whatever_the_launcher(
     "how",
     [
         pytest.param({"ranks": 2}, id="ranks"),
-        pytest.param({}, id="deepspeed", marks=pytest.mark.slow),
+        pytest.param({}, id="deepspeed", marks=pytest.mark.nightly),
     ],
 )
 def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, how: dict[str, int]) -> None:

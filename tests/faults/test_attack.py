@@ -97,8 +97,8 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
 # What is counted has fired: a disk has refused something, a server was found gone and denied access.
 @pytest.mark.parametrize(
     ("family", "faults"),
-    [("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2),
-     pytest.param("server", 4, marks=(pytest.mark.slow, pytest.mark.attack))],
+    [("suspend", 4), ("no inodes", 2), pytest.param("read-only", 2, marks=pytest.mark.nightly),
+     pytest.param("threads", 2, marks=pytest.mark.nightly), pytest.param("server", 4, marks=pytest.mark.attack)],
 )  # fmt: skip
 @pytest.mark.slow
 def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:

@@ -459,7 +459,7 @@ def files_with(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded", "token in a setting"))
+@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded"))
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str
 ) -> None:

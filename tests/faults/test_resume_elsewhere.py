@@ -258,7 +258,13 @@ def windows(lines: list[str], ranks: int) -> list[list[int]]:
 @pytest.mark.dist
 @pytest.mark.faults(25)
 @pytest.mark.parametrize("recipe", rest_nightly(["fp32", "fp8_hybrid"], "fp8_hybrid"))
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((2, 1), id="2-to-1", marks=pytest.mark.nightly),
+        pytest.param((1, 2), id="1-to-2"),
+    ],
+)
 def test_another_number_of_ranks_keeps_the_data_order(
     driver: Driver,
     text: Path,
