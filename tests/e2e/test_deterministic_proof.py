@@ -35,6 +35,7 @@ def assert_same_run(proven: Path, plain: Path) -> None:
     assert_same_state(state(proven, STEPS), state(plain, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -63,6 +64,7 @@ def test_on_ranks_it_costs_no_bit(tmp_path: Path, engine: str) -> None:
     assert_same_run(proven, ran(tmp_path / "plain", engine, "r", steps=STEPS))
 
 
+@pytest.mark.slow
 def test_a_resume_proves_itself_again_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     every = (ON, "checkpoint.every=2", "train.schedule=constant")
     straight = run_of(tmp_path / "straight", *every)
@@ -73,6 +75,7 @@ def test_a_resume_proves_itself_again_and_goes_on_with_the_same_bits(tmp_path: P
     assert_same_state(state(twice, STEPS), state(straight, STEPS))
 
 
+@pytest.mark.slow
 def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: Path) -> None:
     """Killed after a rollback to before its downgrade: the checkpoint is of fp16, and the run goes on in bf16."""
     small = ("data.context=16", "data.val_samples=2", "train.global_batch=2", "train.micro_batch=2")
@@ -137,6 +140,7 @@ def test_ranks_agree_that_one_of_them_differs(tmp_path: Path) -> None:
     assert "(rank 1)" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_setting_is_logged(tmp_path: Path) -> None:
     run = run_of(tmp_path, "--recipe", "fp32", ON, "train.seed=7")
     (event,) = events(run, "deterministic.knobs")

@@ -71,6 +71,7 @@ def assert_close(
     assert worst <= relative, f"largest relative difference {worst:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "launcher",
@@ -107,6 +108,7 @@ def test_the_engine_can_be_named_whatever_the_launcher(
     assert started["tags"]["engine"] == engine
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "how",
@@ -150,6 +152,7 @@ def losses_after(folder: Path, *arguments: str) -> list[tuple[int, float]]:
     return metrics(folder / "runs" / "r")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_batch_that_ranks_cannot_share_is_refused_with_one_that_works(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, 2, "--name", "r", "train.global_batch=2")

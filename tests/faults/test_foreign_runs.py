@@ -338,6 +338,7 @@ SLOTS: Mapping[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOTS)
 def test_figures_that_unpack_without_an_end_are_bounded(run_dir: Path, kind: str) -> None:
     (run_dir / "fp8_telemetry.bin").write_bytes(SLOTS[kind]())

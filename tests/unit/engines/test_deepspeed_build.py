@@ -46,6 +46,7 @@ def age(folder: Path) -> None:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
 
+@pytest.mark.slow
 def test_what_a_killed_build_leaves_is_taken_away_and_said(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with owner(lock, 300) as process:

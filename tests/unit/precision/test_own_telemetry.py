@@ -120,6 +120,7 @@ def test_a_loop_that_goes_on_writes_no_row_twice(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("poison", "status", "code"),
     [((1, 2), "halted", 3), ((), "failed", 1)],
@@ -145,6 +146,7 @@ def test_how_a_loop_ended_is_written(
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
 
+@pytest.mark.slow
 def test_without_a_guard_steps_are_recorded_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +174,7 @@ def test_without_a_guard_steps_are_recorded_by_hand(
     assert len(history.series["fp8_amax/00.weight"]) == 3
 
 
+@pytest.mark.slow
 def test_without_pyarrow_the_run_ends_as_well_as_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
