@@ -1,7 +1,11 @@
-"""Figures and outcomes of fault tests, kept for docs/studies/reliability.md when FAULT_FIGURES names a file."""
+"""Figures and outcomes of fault tests, kept for docs/studies/reliability.md when FAULT_FIGURES names a file.
+
+And what every process that runs tests does once.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +14,12 @@ from typing import Any
 import pytest
 
 FILE = os.environ.get("FAULT_FIGURES", "")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections: each full one would take a second, and code asks for some."""
+    gc.collect()
+    gc.freeze()
 
 
 def write(record: Mapping[str, Any]) -> None:

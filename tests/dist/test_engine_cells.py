@@ -40,7 +40,7 @@ RELATIVE = 2e-2
 # Each group is played in one go. DeepSpeed compiles its kernel first, and its ranks spin while they wait.
 GROUPS = {"single": ("single",), "torch": ("ddp", "fsdp"), "deepspeed": ("deepspeed",)}
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def cells(group: str) -> list[tuple[Variant, Rung]]:
@@ -144,10 +144,7 @@ def deepspeed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 CASES = [
     *(pytest.param("single", *each, id=name_of(*each)) for each in cells("single")),
     *(pytest.param("torch", *each, id=name_of(*each)) for each in cells("torch")),
-    *(
-        pytest.param("deepspeed", *each, id=name_of(*each), marks=pytest.mark.slow)
-        for each in cells("deepspeed")
-    ),
+    *(pytest.param("deepspeed", *each, id=name_of(*each)) for each in cells("deepspeed")),
 ]
 
 

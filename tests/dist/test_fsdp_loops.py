@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 STEPS = 7
 CLIP = 0.05
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 class Block(nn.Module):
@@ -656,7 +656,6 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("case", RESOLVED)
-@pytest.mark.slow
 def test_every_bit_is_that_of_ddp(two_ranks: list[dict[str, Any]], case: str) -> None:
     for result in two_ranks:
         found = result[case]

@@ -18,6 +18,7 @@ from torch import nn
 from harness.core.progress import Progress
 from harness.engines.hang import Answer, hanging, report_of
 from tests.support import warm
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, rank_logs, start_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults(20)]
@@ -119,7 +120,7 @@ def rank_main(engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize("where", rest_nightly(CASES, "data", "save", "blocks"))
 def test_every_log_names_the_rank_and_the_code(tmp_path: Path, where: str) -> None:
     engine, headline, function = CASES[where]
     line = [__file__, engine]

@@ -300,11 +300,12 @@ def check(found: dict[str, Any]) -> None:
             assert max(scales) > scales[0], "and it grows"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank(tmp_path: Path) -> None:
     check(session(tmp_path, 1))
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     settings(tmp_path, 2)
     first, second = run_ranks(__file__, tmp_path, 2)

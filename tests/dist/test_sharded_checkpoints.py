@@ -100,6 +100,7 @@ def rank_main(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_load_their_rows(tmp_path: Path) -> None:
     told = run_ranks(__file__, tmp_path, 2)
     assert [each["same"] for each in told] == [True, True]

@@ -19,6 +19,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_as_one_does(tmp_path: Path, kind: str) -> None:
     ids = some_ids(9000)

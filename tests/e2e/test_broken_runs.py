@@ -69,6 +69,7 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
     prepare(tmp_path)
     data = text_with_a_bad_part(tmp_path, b"\x07" * 1500)
@@ -112,6 +113,7 @@ def test_a_part_of_the_data_with_labels_that_the_model_does_not_know(tmp_path: P
     assert not (tmp_path / "runs" / "r" / "journal.jsonl").exists(), "before anything was trained"
 
 
+@pytest.mark.slow
 def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:
     prepare(tmp_path)
     done = train(

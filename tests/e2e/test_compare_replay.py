@@ -20,6 +20,8 @@ from harness.tracking.journal import Journal
 from tests.support import runs
 from tests.support.runs import events, metrics
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 SHORT = (
     *(f"train.steps={STEPS}", "train.schedule=constant", "train.warmup_steps=2"),
@@ -216,7 +218,6 @@ def recipe(folder: Path, was: str, now: str) -> str:
     return str(path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
@@ -262,7 +263,6 @@ def test_the_search_goes_back_to_the_last_checkpoints_that_agree(base: Path) -> 
     assert found["replay"]["changed_checkpoints"] == ["b"]
 
 
-@pytest.mark.slow
 def test_other_samples_and_other_initial_weights_are_told_apart(tmp_path: Path) -> None:
     text = (
         "import torch\nfrom harness.models.gpt import build as gpt\n\ndef build(init=0, **args):\n"
@@ -281,7 +281,6 @@ def test_other_samples_and_other_initial_weights_are_told_apart(tmp_path: Path) 
     assert at(order) == (1, "data", "window")
 
 
-@pytest.mark.slow
 def test_a_module_that_only_one_run_has_is_named_with_that_run(tmp_path: Path) -> None:
     text = """
     import torch

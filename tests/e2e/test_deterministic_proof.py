@@ -10,6 +10,7 @@ import pytest
 
 from harness.checkpoint.policy import load_ledger, save_ledger
 from harness.checkpoint.store import Store
+from tests.support.matrix import rest_slow
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train, train_ranks
 
@@ -34,6 +35,7 @@ def assert_same_run(proven: Path, plain: Path) -> None:
     assert_same_state(state(proven, STEPS), state(plain, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -62,6 +64,7 @@ def test_on_ranks_it_costs_no_bit(tmp_path: Path, engine: str) -> None:
     assert_same_run(proven, ran(tmp_path / "plain", engine, "r", steps=STEPS))
 
 
+@pytest.mark.slow
 def test_a_resume_proves_itself_again_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     every = (ON, "checkpoint.every=2", "train.schedule=constant")
     straight = run_of(tmp_path / "straight", *every)
@@ -72,6 +75,7 @@ def test_a_resume_proves_itself_again_and_goes_on_with_the_same_bits(tmp_path: P
     assert_same_state(state(twice, STEPS), state(straight, STEPS))
 
 
+@pytest.mark.slow
 def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: Path) -> None:
     """Killed after a rollback to before its downgrade: the checkpoint is of fp16, and the run goes on in bf16."""
     small = ("data.context=16", "data.val_samples=2", "train.global_batch=2", "train.micro_batch=2")
@@ -93,11 +97,14 @@ def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: 
 
 @pytest.mark.parametrize(
     ("model", "named"),
-    [
-        ("noise", "in the forward of gpt.blocks.0.extra"),
+    rest_slow(
+        [
+            ("noise", "in the forward of gpt.blocks.0.extra"),
+            ("noise_behind", "in the backward of gpt.blocks.0.extra"),
+            ("unwritten", "it reads memory that nothing has written"),
+        ],
         ("noise_behind", "in the backward of gpt.blocks.0.extra"),
-        ("unwritten", "it reads memory that nothing has written"),
-    ],
+    ),
 )
 def test_an_operation_that_does_not_repeat_is_named(tmp_path: Path, model: str, named: str) -> None:
     shutil.copy(ROOT / "tests" / "e2e" / "random_models.py", tmp_path)
@@ -133,6 +140,7 @@ def test_ranks_agree_that_one_of_them_differs(tmp_path: Path) -> None:
     assert "(rank 1)" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_setting_is_logged(tmp_path: Path) -> None:
     run = run_of(tmp_path, "--recipe", "fp32", ON, "train.seed=7")
     (event,) = events(run, "deterministic.knobs")

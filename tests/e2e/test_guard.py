@@ -30,6 +30,7 @@ def run_faulty(folder: Path, target: str, args: str, *arguments: str) -> tuple[P
     return folder / "runs" / "r", done
 
 
+@pytest.mark.slow
 def test_bad_batches_are_skipped_before_the_weights(tmp_path: Path) -> None:
     text = (ROOT / "tests" / "golden" / "text" / "chapters.txt").read_bytes()
     (tmp_path / "text.txt").write_bytes(text[:1000] + b"\x07" + text[1000:6000])
@@ -94,6 +95,7 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
     assert list((run / "checkpoints").glob("rolledback-*")), "the newer branch is kept aside"
 
 
+@pytest.mark.slow
 def test_a_fault_that_stays_halts_within_budget(tmp_path: Path) -> None:
     run, done = run_faulty(
         tmp_path, "nan_from", "{first: 23}", "train.steps=400", "checkpoint.every=5", "checkpoint.healthy_steps=4",
@@ -109,6 +111,7 @@ def test_a_fault_that_stays_halts_within_budget(tmp_path: Path) -> None:
     assert "halted" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rollback_that_has_nowhere_to_go_is_not_counted(tmp_path: Path) -> None:
     run, done = run_faulty(
         tmp_path, "nan_from", "{first: 3}", "train.steps=40", "checkpoint.every=5"

@@ -80,6 +80,7 @@ def die_in_rollback(folder: Path, before: bool, *arguments: str) -> None:
     assert died.returncode == -signal.SIGKILL, "the kill must fire"
 
 
+@pytest.mark.slow
 @pytest.mark.faults(2)
 @pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kill_inside_a_rollback_changes_nothing(tmp_path: Path, before: bool) -> None:
@@ -108,6 +109,7 @@ def _same_with_nan(a: Path, b: Path, attempt: int) -> bool:
     return repr(metrics(a, attempt=attempt)) == repr(metrics(b, attempt=attempt))
 
 
+@pytest.mark.slow
 def test_a_date_as_a_seed(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.steps=2", "train.seed=20261120")
     assert done.returncode == 0, done.stdout
@@ -133,6 +135,7 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path, target: str, expec
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "plots").write_text("in the way")
@@ -141,6 +144,7 @@ def test_a_report_that_cannot_be_drawn_does_not_fail_the_run(tmp_path: Path) -> 
     assert "harness report" in done.stdout
 
 
+@pytest.mark.slow
 def test_remains_without_a_config_are_never_taken_over(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "r", "train.steps=2").returncode == 0
     (tmp_path / "runs" / "r" / "config.yaml").unlink()

@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from harness.core.files import find
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, events, metrics, train, train_ranks
 
 STEPS = 16
@@ -35,8 +36,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw_fp8", "muon", OWN, pytest.param("adamw8bit", marks=pytest.mark.slow)]
+    "optimizer", rest_nightly(["adamw_fp8", "muon", OWN, "adamw8bit"], "adamw_fp8", OWN)
 )
+@pytest.mark.slow
 def test_a_rolled_back_run_resumes_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     line = write(tmp_path, optimizer)
     done = train(tmp_path, *line)
@@ -64,7 +66,8 @@ def test_a_rolled_back_run_resumes_bit_for_bit(tmp_path: Path, optimizer: str) -
         assert all(raw(found[key]) == raw(tensors[key]) for key in tensors), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_fp8", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", rest_nightly(["adamw_fp8", "muon"], "muon"))
 def test_ranks_stay_equal_and_resume_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     line = ("--name", "r", "train.steps=8", "checkpoint.every=4", f"train.optimizer={optimizer}")
     compared = ("guard.compare_ranks_every=2", "--recipe", "bf16")

@@ -48,6 +48,7 @@ def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[tuple[int, flo
     return metrics(folder / "runs" / "r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "micro_batch"), [(1, 8), (1, 2), (2, 4), (2, 1)], ids=["1x1", "1x4", "2x1", "2x4"]
 )
@@ -106,6 +107,7 @@ def _oracle() -> tuple[list[tuple[float, float]], float]:
     return found, loss_of([data[source._val.places(place)] for place in range(6)]).item()
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_same_images(tmp_path: Path) -> None:
     """Noise and all: it is a function of the sample. Without dropout, which is one of the rank."""
     plain = (
@@ -137,6 +139,7 @@ def test_a_run_of_images_stopped_and_resumed_keeps_every_bit(tmp_path: Path) -> 
     assert metrics(run, "val/accuracy")[-1][1] > 0.5, "it learns"
 
 
+@pytest.mark.slow
 def test_a_sample_that_cannot_be_read_is_skipped_named_and_replayed(tmp_path: Path) -> None:
     bad = "data.args={raises: [5, 11, 30]}"
     arguments = ("--name", "r", *IMAGES, "train.micro_batch=4", "train.steps=10", bad)
@@ -176,6 +179,7 @@ def test_a_bad_sample_halts_the_run_where_that_is_asked(
     assert told in json.loads((tmp_path / "runs" / "r" / "outcome.json").read_text())["reason"]
 
 
+@pytest.mark.slow
 def test_bad_samples_of_the_validation_are_left_out_and_told(tmp_path: Path) -> None:
     data = (
         f"data.target={MODULE}:split_images",
@@ -196,6 +200,7 @@ def test_bad_samples_of_the_validation_are_left_out_and_told(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None:
     arguments = ("--name", "r", *IMAGES, "train.micro_batch=4", "train.steps=5")
     done = train(tmp_path, *arguments, f"model.target={MODULE}:tokens")
@@ -205,6 +210,7 @@ def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None
     assert train(tmp_path, *arguments).returncode == 0, "and its name is still free"
 
 
+@pytest.mark.slow
 def test_a_model_that_trains_on_masked_targets_is_refused(tmp_path: Path) -> None:
     """Of texts that hold masked targets, and of packed documents, where the first samples need not."""
     done = train(
@@ -233,6 +239,7 @@ def test_a_model_that_trains_on_masked_targets_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "runs" / "packed" / "journal.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_summed_loss_weigh_alike(tmp_path: Path) -> None:
     """The sum over a window's micro-batches, whatever number of targets each has."""
     summed = (*TEXTS, f"model.target={MODULE}:summed", "model.args={}", "train.steps=1")
@@ -241,6 +248,7 @@ def test_micro_batches_of_a_summed_loss_weigh_alike(tmp_path: Path) -> None:
     assert halves[0][1] == pytest.approx(whole[0][1] / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     size = tmp_path / "size.txt"
     size.write_text("64")
@@ -259,6 +267,7 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     assert "train_samples were 58, and are 72" in refused.stdout
 
 
+@pytest.mark.slow
 def test_a_model_without_fp8_layers_goes_down_the_ladder_but_under_strict(tmp_path: Path) -> None:
     arguments = (
         *IMAGES,
@@ -279,6 +288,7 @@ def test_a_model_without_fp8_layers_goes_down_the_ladder_but_under_strict(tmp_pa
     assert not (tmp_path / "runs" / "s" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_shown_as_no_bits_per_byte(tmp_path: Path) -> None:
     done = train(
         tmp_path,

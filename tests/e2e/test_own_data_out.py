@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from harness.core.errors import ExitCode
 from tests.support.runs import harness, train
 
 OWN = "tests.e2e.own_data"
 
 
+@pytest.mark.slow
 def test_sample_and_export_say_what_the_data_are(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "--recipe", "bf16", "data.path=null",
                  f"data.target={OWN}:images", f"model.target={OWN}:classifier", "train.steps=2",

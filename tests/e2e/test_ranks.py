@@ -20,7 +20,6 @@ import pytest
 from harness.checkpoint.store import Store
 from harness.tracking.journal import read_rows
 from tests.support import warm
-from tests.support.matrix import rest_nightly
 from tests.support.runs import BIN, events, metrics, start, train, train_ranks, wait_for_step
 
 STEPS = ("train.steps=12", "checkpoint.every=6")
@@ -72,6 +71,7 @@ def assert_close(
     assert worst <= relative, f"largest relative difference {worst:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "launcher",
@@ -95,12 +95,9 @@ def shared_memory(launcher: list[str]) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"deepspeed*_{launcher[-1]}_*")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("kind", "engine"),
-    rest_nightly([(torchrun, "deepspeed"), (deepspeed, "ddp")], (deepspeed, "ddp")),
-)
+@pytest.mark.parametrize(("kind", "engine"), [(torchrun, "deepspeed"), (deepspeed, "ddp")])
 def test_the_engine_can_be_named_whatever_the_launcher(
     alone: list[tuple[int, float]], tmp_path: Path, kind: object, engine: str
 ) -> None:
@@ -111,12 +108,13 @@ def test_the_engine_can_be_named_whatever_the_launcher(
     assert started["tags"]["engine"] == engine
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "how",
     [
         pytest.param({"ranks": 2}, id="ranks"),
-        pytest.param({}, id="deepspeed", marks=pytest.mark.slow),
+        pytest.param({}, id="deepspeed", marks=pytest.mark.nightly),
     ],
 )
 def test_fp8_on_two_ranks_stays_close_to_one(tmp_path: Path, how: dict[str, int]) -> None:
@@ -154,6 +152,7 @@ def losses_after(folder: Path, *arguments: str) -> list[tuple[int, float]]:
     return metrics(folder / "runs" / "r")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_batch_that_ranks_cannot_share_is_refused_with_one_that_works(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, 2, "--name", "r", "train.global_batch=2")

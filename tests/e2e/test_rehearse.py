@@ -24,6 +24,8 @@ from harness.rehearse.rehearsal import nudge
 from harness.tools.rehearse import command
 from tests.support.runs import ROOT, TEXT, events, harness, metrics, train
 
+pytestmark = pytest.mark.slow
+
 BAD, MARKED = 8, 28
 """The step whose window has the marked sample, and that sample."""
 
@@ -186,7 +188,6 @@ def test_what_only_fp16_cannot_hold_is_precision(
         rehearse(capsys, str(run), before=BAD, precisions="fp16", steps=2)
 
 
-@pytest.mark.slow
 def test_a_run_that_halted_is_rehearsed_from_before_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,7 +326,6 @@ def test_no_branch_repeats_steps_from_before_a_change_of_the_recipe(
 GROWING = {"layer": "blocks.0.mlp.down", "per_window": 1.0, "dim": 64, "layers": 2, "heads": 2}
 
 
-@pytest.mark.slow
 def test_the_layer_that_leaves_fp8_is_predicted_and_the_recipe_keeps_it_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

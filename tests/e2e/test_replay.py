@@ -138,6 +138,7 @@ def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -
         assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_what_only_fp16_cannot_hold_is_told_as_numerics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

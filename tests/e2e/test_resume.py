@@ -51,6 +51,7 @@ def same_final_state(run: Path, other: Path) -> None:
             assert a[key].tobytes() == value.tobytes(), (name, key)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(1)
 def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
@@ -128,6 +129,7 @@ def test_a_longer_run_resumes_and_other_changes_are_refused_by_name(tmp_path: Pa
     assert "has finished" in again.stdout
 
 
+@pytest.mark.slow
 def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "r", "train.steps=12").returncode == 0
     longer = train(tmp_path, "--name", "r", "train.steps=40")
@@ -145,6 +147,7 @@ def test_the_jump_of_the_rate_is_told_before_it_happens(tmp_path: Path) -> None:
     assert changed["accepted"] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_anothers_checkpoint_is_told_the_jump(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "a", "train.steps=12").returncode == 0
     source = "runs/a/checkpoints/step-00000012"
@@ -158,6 +161,7 @@ def test_a_run_that_starts_from_anothers_checkpoint_is_told_the_jump(tmp_path: P
     assert "train.schedule cosine -> constant" in jump["text"]
 
 
+@pytest.mark.slow
 def test_a_rate_that_only_moves_on_is_no_jump(tmp_path: Path) -> None:
     wsd = ("--name", "r", "train.schedule=wsd")
     assert train(tmp_path, *wsd, "train.steps=5", "train.decay_share=0").returncode == 0
@@ -204,6 +208,7 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
         assert "bit for bit" in replayed.stdout, replayed.stdout
 
 
+@pytest.mark.slow
 def test_a_recipe_is_changed_only_by_the_door(tmp_path: Path) -> None:
     line = ("--name", "r", "checkpoint.every=3")
     assert train(tmp_path, *line, "train.steps=3").returncode == 0
@@ -242,6 +247,7 @@ def test_what_does_not_load_or_cannot_be_accepted_changes_nothing(tmp_path: Path
     assert train(tmp_path, *line, "train.steps=6").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.faults(4)
 def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
@@ -262,6 +268,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(undisturbed: Path, tmp_path: P
     assert metrics(run) == metrics(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(7)
 def test_the_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     first = start(tmp_path, "--name", "r", "train.steps=2000", "checkpoint.every=0")
@@ -284,6 +291,7 @@ def test_the_default_name_finds_its_own_run_and_then_the_next(tmp_path: Path) ->
     assert "exists already" in never.stdout
 
 
+@pytest.mark.slow
 def test_start_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "a", "train.steps=6", "checkpoint.every=3").returncode == 0
     source = "runs/a/checkpoints/step-00000003"
@@ -292,6 +300,7 @@ def test_start_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     assert metrics(tmp_path / "runs" / "b") == metrics(tmp_path / "runs" / "a")[3:]
 
 
+@pytest.mark.slow
 def test_stopping_after_max_minutes(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.steps=100000", "train.max_minutes=0.05")
     assert done.returncode == 75

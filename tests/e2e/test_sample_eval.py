@@ -58,6 +58,7 @@ def everything(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
+@pytest.mark.slow
 def test_eval_scores_as_the_run_validated_and_as_plain_fp32(trained: Path) -> None:
     told = evaluated(trained)
     recorded = json.loads((trained / "runs/run/outcome.json").read_text())["val_loss"]
@@ -181,6 +182,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
     for words, told in (
@@ -198,6 +200,7 @@ def test_what_cannot_be_is_said(trained: Path, tmp_path: Path) -> None:
     assert "the run has no config.yaml" in done.stderr
 
 
+@pytest.mark.slow
 def test_text_is_not_scored_as_the_ids_of_a_run_on_token_files(tmp_path: Path) -> None:
     np.tile(np.arange(300, dtype=np.uint16), 40).tofile(tmp_path / "train.bin")
     done = train(tmp_path, "--name", "ids", "data.path=train.bin", "train.steps=2")
@@ -234,6 +237,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_model_as_nanogpt_gives_its_logits(tmp_path: Path) -> None:
     (tmp_path / "nano.py").write_text(NANO)
     own = ("model.target=nano:build", "model.args={}", "train.steps=6")

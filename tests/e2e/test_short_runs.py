@@ -12,6 +12,7 @@ import pytest
 from tests.support.runs import ROOT, harness, metrics, train
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_fp8_every_proves_what_ran(tmp_path: Path) -> None:
     done = train(
         tmp_path, "--name", "r", "train.steps=3", "tracking.fp8_every=10", "tracking.report=true"
@@ -44,6 +45,7 @@ def test_a_run_that_was_stopped_early_proves_what_ran(tmp_path: Path) -> None:
     assert "24 of 24 FP8 slots saw a nonzero amax" in harness(tmp_path, "inspect", "runs/r").stdout
 
 
+@pytest.mark.slow
 def test_a_resume_with_no_step_left_counts_those_that_were(tmp_path: Path) -> None:
     """The outcome was lost, the run was not."""
     line = ("--name", "r", "train.steps=4")

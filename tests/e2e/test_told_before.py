@@ -30,6 +30,7 @@ def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
     assert len(events(run, "train.warmup")) == 2, "not where it fits"
 
 
+@pytest.mark.slow
 def test_what_a_short_run_leaves_out_is_told(tmp_path: Path) -> None:
     done = train(
         tmp_path, "--name", "r", "train.steps=3", "train.eval_every=9", "checkpoint.every=8"
@@ -57,6 +58,7 @@ def test_a_batch_larger_than_a_data_set_is_told(tmp_path: Path) -> None:
     assert "a step takes 8 samples (train.global_batch) and there are 5" in done.stdout
 
 
+@pytest.mark.slow
 def test_copies_of_training_files_in_the_validation_are_told(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / "text" / str(number)).mkdir(parents=True)
@@ -74,6 +76,7 @@ def test_copies_of_training_files_in_the_validation_are_told(tmp_path: Path) -> 
     assert "the content of one to train on" not in train(tmp_path, "--name", "s", *fixed).stdout
 
 
+@pytest.mark.slow
 def test_documents_shorter_than_the_context_are_told(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(300))
     (tmp_path / "docs.jsonl").write_text(rows)
@@ -84,6 +87,7 @@ def test_documents_shorter_than_the_context_are_told(tmp_path: Path) -> None:
     assert "the longest document has 10 tokens" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_fallback_that_the_guard_takes_with_it_is_told(tmp_path: Path) -> None:
     done = train(tmp_path, "--name", "r", "train.steps=2", "guard.enabled=false")
     assert done.returncode == 0, done.stdout

@@ -29,6 +29,7 @@ def run_loud(folder: Path, steps: int, recipe: str, *arguments: str, **model: in
     return folder / "runs" / "r"
 
 
+@pytest.mark.slow
 def test_fp16_that_overflows_for_good_goes_on_in_bf16_after_a_resume_too(tmp_path: Path) -> None:
     run = run_loud(tmp_path, 10, "fp16_scaler")
     applied = dict(metrics(run, "train/step_applied"))

@@ -147,9 +147,6 @@ def main() -> None:
 
     from harness import stop
 
-    stop._PARENT, stop._GRANDPARENT = (
-        stop._launchers()
-    )  # not those of a process that this one was forked from
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # to tell where it hangs
     stop.end_while_importing()  # as launch/train.py
     due("begin")

@@ -23,17 +23,10 @@ from attack_plans import ALONE, Episode
 from launch_support import Launch
 
 from tests.support import warm
-from tests.support.runs import ROOT, environment, rank_logs, start_ranks
+from tests.support.runs import LOADED, ROOT, environment, rank_logs, start_ranks
 
 HERE = Path(__file__).resolve().parent
 DRIVER = HERE / "attack_driver.py"
-IMPORTED = (
-    "harness.tools.train",
-    "harness.report.explain",
-    "harness.models.gpt",
-    "harness.precision.backends.native",
-)
-"""What a forked process has already, with what those import; a rank of DeepSpeed that too."""
 PATIENCE = {"python": 120.0, "new python": 180.0, "torchrun ranks": 180.0, "deepspeed ranks": 240.0,
             "torchrun": 300.0, "deepspeed": 400.0}  # fmt: skip
 """Seconds within which a start ends on a busy machine, whatever happens to it."""
@@ -84,12 +77,12 @@ class Job:
         if kind == "python":
             with self._logs[0].open("wb") as log:
                 told, known = log.fileno(), environment(**variables)
-                self._processes = [warm.start(line, folder, known, told, told, modules=IMPORTED)]
+                self._processes = [warm.start(line, folder, known, told, told, modules=LOADED)]
         elif kind == "new python":
             self._launch = Launch.start(folder, [sys.executable, *line], environment(**variables))
         elif kind.endswith(" ranks"):
             engine = kind.removesuffix(" ranks")
-            modules = (*IMPORTED, *(["deepspeed"] if engine == "deepspeed" else []))
+            modules = (*LOADED, *(["deepspeed"] if engine == "deepspeed" else []))
             self._processes = start_ranks(folder, 2, line, engine, modules, **variables)
         else:
             _own_launchers(folder)

@@ -2,8 +2,8 @@
 
     python tests/faults/mutations.py [--only WORD] [--list]
 
-Each mutation replaces one text in a copy of the tree. Its tests must pass without the mutation and fail with it. The
-exit code is 1 if any mutation is not noticed.
+Each mutation replaces one text in a copy of the tree. Its tests must pass without the mutation and fail with it. Its
+slow and nightly tests run only if the quick ones do not notice. The exit code is 1 if any mutation is not noticed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mutation_list import MUTATIONS
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600
 NOTHING_RUN = 5
+MARKS = ("not slow and not nightly", "slow or nightly")
 
 
 def copy_tree(target: Path) -> None:
@@ -34,23 +35,22 @@ def copy_tree(target: Path) -> None:
     shutil.copytree(ROOT, target, ignore=skip, symlinks=True)
 
 
-def passes(tree: Path, test: str) -> tuple[bool, str]:
-    """Whether the tests pass in `tree`, and the last lines of their output. Slow tests run only if there are no others.
+def passes(tree: Path, test: str, marks: str) -> tuple[bool, str] | None:
+    """Whether the tests with these marks pass in `tree`, and the last lines of their output; None if there are none.
 
-    Raises RuntimeError if nothing was collected, or if pytest itself failed.
+    Raises RuntimeError if pytest itself failed.
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
-    for only in (["-m", "not slow and not nightly"], []):
-        try:
-            done = subprocess.run(
-                [*command, *only], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return False, f"not over in {LIMIT_SECONDS} s"
-        if done.returncode != NOTHING_RUN:
-            break
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [*test.split(), "-m", marks]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False, f"not over in {LIMIT_SECONDS} s"
+    if done.returncode == NOTHING_RUN:
+        return None
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.returncode == 0, done.stdout[-600:]
@@ -64,7 +64,7 @@ class Copy:
         copy_tree(self._tree)
         self._sources = texts(self._tree)
         self._changes = 0
-        self._unchanged: dict[str, tuple[bool, str]] = {}
+        self._unchanged: dict[tuple[str, str], tuple[bool, str] | None] = {}
 
     def noticed(self, mutation: Mutation) -> str:
         """Empty if the tests notice the mutation, else what went wrong."""
@@ -72,17 +72,28 @@ class Copy:
         if len(found) != 1:
             names = [str(each.relative_to(self._tree)) for each in found]
             return f"its text is in {len(found)} places: {', '.join(names)}"
-        if mutation.test not in self._unchanged:
-            self._unchanged[mutation.test] = passes(self._tree, mutation.test)
-        good, output = self._unchanged[mutation.test]
-        if not good:
-            return f"fails without the mutation: {output}"
         source = self._sources[found[0]]
-        self._write(found[0], source.replace(mutation.old, mutation.new))
-        try:
-            return "the tests still pass" if passes(self._tree, mutation.test)[0] else ""
-        finally:
-            self._write(found[0], source)
+        ran = False
+        for marks in MARKS:
+            key = (mutation.test, marks)
+            if key not in self._unchanged:
+                self._unchanged[key] = passes(self._tree, *key)
+            before = self._unchanged[key]
+            if before is None:
+                continue
+            ran = True
+            if not before[0]:
+                return f"fails without the mutation: {before[1]}"
+            self._write(found[0], source.replace(mutation.old, mutation.new))
+            try:
+                after = passes(self._tree, *key)
+            finally:
+                self._write(found[0], source)
+            if after is None:
+                return "with the mutation no test is collected"
+            if not after[0]:
+                return ""
+        return "the tests still pass" if ran else f"no test was collected: {mutation.test}"
 
     def _write(self, path: Path, text: str) -> None:
         """Write `text` with a modification time of its own.

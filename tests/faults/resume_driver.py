@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import warm
+from tests.support.runs import LOADED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -65,7 +66,8 @@ class Driver:
         log = folder / "output.log"
         with log.open("wb") as output:
             program = [__file__, faults, *fixed, *arguments]
-            process = warm.start(program, folder, environment, output.fileno(), output.fileno())
+            told = output.fileno()
+            process = warm.start(program, folder, environment, told, told, modules=LOADED)
         try:
             code = process.wait(kill_after or LIMIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -97,8 +97,8 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
 # What is counted has fired: a disk has refused something, a server was found gone and denied access.
 @pytest.mark.parametrize(
     ("family", "faults"),
-    [("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2),
-     pytest.param("server", 4, marks=(pytest.mark.slow, pytest.mark.attack))],
+    [("suspend", 4), ("no inodes", 2), pytest.param("read-only", 2, marks=pytest.mark.nightly),
+     pytest.param("threads", 2, marks=pytest.mark.nightly), pytest.param("server", 4, marks=pytest.mark.attack)],
 )  # fmt: skip
 @pytest.mark.slow
 def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
@@ -190,6 +190,7 @@ def wrong_count(run: Path) -> None:
     (run / "outcome.json").write_text(json.dumps({**outcome, "applied": 20}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
@@ -217,6 +218,7 @@ def append(run: Path, **row: Any) -> None:
         file.write(encode({**EVENT, **row}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [lost_step, doubled_step, other_loss])
 def test_rows_that_were_altered_may_differ_and_no_others(
     whole: Path, tmp_path: Path, plant: Callable[[Path], None]
@@ -232,6 +234,7 @@ def test_rows_that_were_altered_may_differ_and_no_others(
     assert "history: " in compare(run, whole, 24, rows), "more than was altered"
 
 
+@pytest.mark.slow
 def test_a_row_that_was_spoiled_may_come_back_in_another_place(whole: Path, tmp_path: Path) -> None:
     """One after the last save is done again; the rows behind it stand, and are not written again."""
     run, rows = tmp_path / "r", Rows()
@@ -247,6 +250,7 @@ def test_a_row_that_was_spoiled_may_come_back_in_another_place(whole: Path, tmp_
     assert compare(run, whole, 24, Rows()).startswith("history: "), "nobody altered it"
 
 
+@pytest.mark.slow
 def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +273,7 @@ def test_a_rollback_to_an_older_checkpoint_is_compared_beyond_it(
     assert compare(run, other, 24).startswith("history: 1 steps have no row: [6]")
 
 
+@pytest.mark.slow
 def test_steps_before_a_lost_target_are_done_again_as_they_were(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -314,6 +319,7 @@ def test_a_row_may_be_gone_where_the_disk_refused_some(tmp_path: Path, lossy: bo
     assert (found == "") == lossy, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "touched", "past"),
     [
@@ -335,6 +341,7 @@ def test_what_is_told_of_a_file_was_done_to_it(
     sequence._alarms()
 
 
+@pytest.mark.slow
 def test_a_text_is_the_runs_own_once_a_checkpoint_is_bound_to_it(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -378,6 +385,7 @@ def judge(
 STOPPED = {"status": "stopped", "exit_code": 75, "reason": "SIGTERM", "step": 20}
 
 
+@pytest.mark.slow
 def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Path) -> None:
     for number, (codes, outcome, said) in enumerate(
         (([0], {}, ""), ([0], STOPPED, "claim: "), ([2], {}, "exit code"))
@@ -394,6 +402,7 @@ def test_a_second_start_that_went_on_has_the_last_word(whole: Path, tmp_path: Pa
             sequence._judge(Episode("writers", may=[75]), ended)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -408,6 +417,7 @@ def test_a_rank_killed_before_its_first_line_is_a_rank_that_died(
             sequence._judge(both, Ended([1], said, 1.0, fired=fired))
 
 
+@pytest.mark.slow
 def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
     for number, end in enumerate(
         (([0], "", {}, []), ([75], "", STOPPED, [75]), ([-9], "", {}, [-9]))
@@ -415,6 +425,7 @@ def test_true_ends_are_taken(whole: Path, tmp_path: Path) -> None:
         judge(whole, tmp_path / f"{number}", *end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "told", "outcome", "may", "said"),
     [
@@ -442,6 +453,7 @@ def test_an_end_that_is_not_true_is_seen(
         judge(whole, tmp_path, codes, told, outcome, may)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "told", "said"),
     [

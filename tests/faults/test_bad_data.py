@@ -170,6 +170,7 @@ def test_bad_batches_are_named_and_skipped_and_leave_no_trace(
         assert not same(bad, after) or window + 1 in FAULTS
 
 
+@pytest.mark.slow
 def test_a_label_out_of_range_halts_with_its_sample_and_the_way_on_works(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_label_out_of_range_halts_with_its_sample_and_the_way_on_works(
     assert dict(metrics(work / "runs" / "new", "train/step_applied")) == {6: 0.0, 7: 1.0, 8: 1.0}
 
 
+@pytest.mark.slow
 def test_bad_data_without_end_halts_within_budget(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def assert_resumed_at(step: int, ended: Ended, run: Path, undisturbed: Path) -> 
     assert difference(run, undisturbed, STEPS) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.faults(4)
 @pytest.mark.parametrize(
     ("damage", "name"),

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 REFUSED = 3
@@ -110,7 +112,6 @@ def swept(
 
 
 @pytest.mark.faults(1)
-@pytest.mark.slow
 def test_a_save_killed_at_any_call_leaves_the_checkpoints_before_it(
     sweeps: dict[str, Any], figure: Callable[..., None]
 ) -> None:

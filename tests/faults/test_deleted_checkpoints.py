@@ -17,6 +17,7 @@ pytestmark = pytest.mark.faults(4)
 RUN = ("--name", "r", "checkpoint.every=5")
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
@@ -51,6 +52,7 @@ def test_a_run_whose_newest_is_gone_goes_on_from_the_one_before(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_what_the_run_itself_set_aside_is_not_lost(tmp_path: Path) -> None:
     checkpoints = tmp_path / "runs" / "r" / "checkpoints"
     assert train(tmp_path, *RUN, "train.steps=4", "checkpoint.every=0").returncode == 0
@@ -60,6 +62,7 @@ def test_what_the_run_itself_set_aside_is_not_lost(tmp_path: Path) -> None:
     assert "it starts over" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_outcome_without_its_checkpoint_is_not_believed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     assert train(tmp_path, *RUN, "train.steps=12").returncode == 0
@@ -72,6 +75,7 @@ def test_an_outcome_without_its_checkpoint_is_not_believed(tmp_path: Path) -> No
     assert "has finished its 20 steps" in train(tmp_path, *RUN, "train.steps=20").stdout
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "r"
     process = start(tmp_path, "--name", "r", "checkpoint.every=0", "train.steps=100000")
@@ -90,6 +94,7 @@ def test_a_run_killed_before_its_first_save_starts_over_and_says_so(tmp_path: Pa
     assert "no checkpoint was saved before the run ended: it starts over" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_deleted_in_mid_run_is_made_again(tmp_path: Path) -> None:
     """One save fails and is reported. The folder is made again, and the save at the stop succeeds."""
     run = tmp_path / "runs" / "r"

@@ -290,6 +290,7 @@ class Scripted(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "tries", "least"),
     [(["503", "200"], 2, 1.9), (["cut", "cut", "200"], 3, 0.0), (["503", "cut", "200"], 3, 1.9)],
@@ -459,7 +460,7 @@ def files_with(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded", "token in a setting"))
+@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded"))
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str
 ) -> None:
@@ -533,6 +534,7 @@ def test_an_address_that_cannot_be_used_leaves_no_secret_in_the_log(
     assert files_with(places[0], SECRET) == []
 
 
+@pytest.mark.slow
 def test_a_traceback_on_the_screen_has_no_secret(places: tuple[Path, Path]) -> None:
     """Of whatever a library raises where nobody expected it."""
     here = places[0]
@@ -595,6 +597,7 @@ def test_what_is_no_secret_stays() -> None:
         assert scrubbed(text, given) == text
 
 
+@pytest.mark.slow
 def test_the_start_says_where_figures_go(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -209,8 +209,9 @@ def test_the_series_makes_the_monitors_speak(build_all: BuildMonitors) -> None:
     assert expected <= codes, sorted(codes)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(12)
-@pytest.mark.parametrize("trials", [5, pytest.param(TRIALS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [5, pytest.param(TRIALS, marks=pytest.mark.nightly)])
 def test_after_bad_steps_every_verdict_is_what_it_would_have_been(
     build_all: BuildMonitors, trials: int, figure: Callable[..., None]
 ) -> None:

@@ -113,6 +113,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return install
 
 
+@pytest.mark.slow
 def test_damaged_histories_keep_their_scale_and_recover_at_the_next_update(
     tmp_path: Path, damage: Callable[..., list[str]]
 ) -> None:
@@ -169,6 +170,7 @@ def test_without_scrubbing_an_infinite_amax_freezes_its_scale(
     assert used[AT + 6] != used[AT], "the infinity has left the history"
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_no_longer_updated_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def over_limits(folder: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "storm", [pytest.param("up", marks=pytest.mark.slow), "down", "oscillating"]
 )

@@ -94,6 +94,7 @@ def test_yaml_gives_plain_data_or_a_config_error(
     )
 
 
+@pytest.mark.slow
 @BOTH
 def test_any_tree_is_a_config_or_a_config_error(examples: int, figure: Callable[..., None]) -> None:
     def test(tree: Any) -> None:

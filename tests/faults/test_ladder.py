@@ -37,6 +37,7 @@ def same(one: Path, other: Path, *names: str) -> bool:
     return all(a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "times", "code"),
     [
@@ -84,6 +85,7 @@ def test_without_the_guard_the_spike_is_applied(tmp_path: Path) -> None:
     assert dict(metrics(where, "train/step_applied"))[60] == 1.0
 
 
+@pytest.mark.slow
 def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Path) -> None:
     where, done = run(
         tmp_path, "gradient", "first: 72, last: 76, times: 100.0", "train.steps=90", "checkpoint.every=30",
@@ -108,6 +110,7 @@ def test_spikes_in_a_row_roll_back_from_memory_and_the_run_goes_on(tmp_path: Pat
     assert dict(metrics(where, "train/step_applied", attempt=2))[90] == 1.0
 
 
+@pytest.mark.slow
 def test_norms_that_are_large_for_a_while_are_accepted(tmp_path: Path) -> None:
     where, done = run(
         tmp_path,
@@ -131,6 +134,7 @@ def test_norms_that_are_large_for_a_while_are_accepted(tmp_path: Path) -> None:
     assert "gradient.accepted" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_fault_that_stays_ends_in_a_halt_that_says_what_to_do(tmp_path: Path) -> None:
     where, done = run(
         tmp_path, "loss", "first: 45, last: 100000, times: 50.0", "train.steps=300", "checkpoint.every=10",

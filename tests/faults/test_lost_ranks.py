@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_other_and_is_named(
 @pytest.mark.parametrize(
     ("kind", "name", "victims"),
     [
-        pytest.param("torchrun", "SIGSTOP", (0,), marks=pytest.mark.slow, id="one"),
+        pytest.param("torchrun", "SIGSTOP", (0,), marks=pytest.mark.nightly, id="one"),
         pytest.param("torchrun", "SIGSTOP", (0, 1), marks=pytest.mark.nightly),
         pytest.param("torchrun", "SIGKILL", (0, 1), marks=pytest.mark.nightly),
         pytest.param("deepspeed", "SIGKILL", (0, 1), marks=pytest.mark.nightly),

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.faults(5)
 LIMIT = 5_000_000
 
 
+@pytest.mark.slow
 def test_a_run_that_could_not_save_is_refused_first_and_can_start_later(tmp_path: Path) -> None:
     arguments = ("--name", "r", "train.steps=2")
     refused = warm.run(command(*arguments)[1:], tmp_path, environment(), file_limit=LIMIT)
@@ -56,6 +57,7 @@ def failing():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.faults(3)
 def test_a_last_save_that_fails_once_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ONCE)
@@ -87,6 +89,7 @@ def failing():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.faults(3)
 def test_a_save_that_fails_by_no_disk_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DEFECT)
@@ -150,6 +153,7 @@ def to_full_disk(folder: Path, *arguments: str, wait_for: int = 0, number: int =
         return process.wait(warm.PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_screen_that_takes_no_word_costs_no_save(tmp_path: Path, number: int) -> None:
     assert to_full_disk(tmp_path, "train.steps=100000", wait_for=3, number=number) == 75
@@ -160,6 +164,7 @@ def test_a_screen_that_takes_no_word_costs_no_save(tmp_path: Path, number: int) 
     )
 
 
+@pytest.mark.slow
 def test_a_screen_that_takes_no_word_changes_no_exit_code(tmp_path: Path) -> None:
     assert to_full_disk(tmp_path, "train.stepz=1") == 2
     assert to_full_disk(tmp_path, "train.steps=2") == 0

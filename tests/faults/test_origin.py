@@ -17,6 +17,7 @@ from harness.precision.convert import build_backend
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import load_recipe
 from harness.replay.origin import tensors, watch
+from tests.support.matrix import rest_nightly
 
 pytestmark = pytest.mark.faults(10)
 CPU = torch.device("cpu")
@@ -200,13 +201,11 @@ def sweep(model: nn.Module, loss: Loss) -> tuple[int, list[str]]:
     return fired, missed
 
 
-QUICK = ("gpt-fp8", "convnet")
-
-
 @pytest.mark.parametrize(
     "case",
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    rest_nightly(CASES, "gpt-fp8", "gpt-checkpoint", "convnet"),
 )
+@pytest.mark.slow
 def test_the_module_named_is_the_one_that_was_spoiled(case: str) -> None:
     torch.manual_seed(0)
     model, loss = CASES[case]()

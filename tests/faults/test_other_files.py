@@ -70,6 +70,7 @@ def take_another_runs(where: Path) -> None:
     save_ledger(where, RunLedger(attempt=2, skipped_windows=[5], returned_to=[60], rollbacks=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -99,6 +100,7 @@ def test_a_ledger_that_is_not_the_runs_own_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_another_runs_ledger_is_refused_before_the_first_rollback_too(
     rolled_back: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +141,7 @@ def another_rate(where: Path) -> None:
     (where / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
@@ -162,6 +165,7 @@ def test_what_a_checkpoint_was_trained_with_is_held_to(
     assert not [step for step, _ in metrics(folder / "runs" / "r", attempt=2) if step > 80]
 
 
+@pytest.mark.slow
 def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(
     rolled_back: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +182,7 @@ def test_what_is_refused_leaves_damaged_checkpoints_where_they_are(
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["outcome.json", "plan.json", "config.yaml", "journal.jsonl"])
 def test_a_folder_in_the_place_of_a_file_is_named(
     rolled_back: Path, tmp_path: Path, name: str
@@ -204,6 +209,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(
     assert run(folder, RESUMED)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 8])
 def test_a_config_that_was_cut_short_is_named(
     rolled_back: Path, tmp_path: Path, lines: int
@@ -217,6 +223,7 @@ def test_a_config_that_was_cut_short_is_named(
     assert "config.yaml does not have it: the file was cut short" in told
 
 
+@pytest.mark.slow
 def test_an_untouched_run_goes_on(rolled_back: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(rolled_back, folder)

@@ -101,6 +101,7 @@ def assert_goes_on(run: Path, source: Path, first: int) -> None:
     assert "guard.halt" not in codes(run)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(25)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -149,6 +150,7 @@ def test_fp8_scaled_otherwise_is_refused(
     assert_refused(refused, tmp_path, "fp8 state", "fix: resume with the recipe")
 
 
+@pytest.mark.slow
 @pytest.mark.faults(25)
 def test_a_checkpoint_of_other_sizes_is_refused_with_both_shapes(
     driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
@@ -217,6 +219,7 @@ def reseal(folder: Path, **changed: Any) -> None:
     (folder / MANIFEST).write_bytes(dump_json({**content, "sha256": digest}))
 
 
+@pytest.mark.slow
 @pytest.mark.faults(25)
 def test_a_checkpoint_of_another_torch_resumes(
     driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
@@ -241,6 +244,7 @@ def test_another_format_number_is_named(run_of: Callable[[str], Path], tmp_path:
     assert problems[0].where == str(checkpoint(run, 12) / MANIFEST)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(25)
 def test_a_run_copied_to_another_place_resumes_there_without_its_text(
     driver: Driver, text: Path, tmp_path: Path, run_of: Callable[[str], Path]
@@ -276,7 +280,13 @@ def windows(lines: list[str], ranks: int) -> list[list[int]]:
 @pytest.mark.dist
 @pytest.mark.faults(25)
 @pytest.mark.parametrize("recipe", rest_nightly(["fp32", "fp8_hybrid"], "fp8_hybrid"))
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((2, 1), id="2-to-1", marks=pytest.mark.nightly),
+        pytest.param((1, 2), id="1-to-2"),
+    ],
+)
 def test_another_number_of_ranks_keeps_the_data_order(
     driver: Driver,
     text: Path,

@@ -120,6 +120,7 @@ def test_a_killed_fp8_run_resumes_to_the_same_bits(
     assert sweep(driver, tmp_path, "fp8_hybrid", text, [34]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.faults(1)
 def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(
     driver: Driver, tmp_path: Path
@@ -167,6 +168,7 @@ def test_every_step_is_as_good_as_any_to_be_killed_at(
     assert wrong == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(1)
 @pytest.mark.parametrize(

@@ -114,6 +114,10 @@ sys.remains = Remains()
 from harness.cli import train_main
 train_main()
 """
+# Whom a test of a launcher signals, and with what.
+LAUNCHERS = (("launcher", "SIGTERM"), ("launcher", "SIGKILL"))
+RANKS_ALONE = (("1", "SIGUSR1"),)
+ALL = (*LAUNCHERS, ("launcher", "SIGINT"), ("0", "SIGTERM"), *RANKS_ALONE)
 STAGES = (
     "join_worker",
     "build_plan",
@@ -273,25 +277,29 @@ def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "ranks"),
+    ("kind", "ranks", "sent"),
     [
-        pytest.param("torchrun", 2, marks=pytest.mark.slow),
-        pytest.param("torchrun", 1, marks=pytest.mark.nightly),
-        pytest.param("deepspeed", 1, marks=pytest.mark.nightly),
-        pytest.param("deepspeed", 2, marks=pytest.mark.nightly),
+        pytest.param("torchrun", 2, RANKS_ALONE, marks=pytest.mark.slow, id="a rank of torchrun"),
+        pytest.param("torchrun", 2, ALL, marks=pytest.mark.nightly, id="torchrun-2"),
+        pytest.param("torchrun", 1, LAUNCHERS, marks=pytest.mark.nightly, id="torchrun-1"),
+        pytest.param("deepspeed", 1, LAUNCHERS, marks=pytest.mark.nightly, id="deepspeed-1"),
+        pytest.param("deepspeed", 2, ALL, marks=pytest.mark.nightly, id="deepspeed-2"),
     ],
 )
 def test_signals_to_the_launcher_or_one_rank_stop_all(
-    tmp_path: Path, kind: str, ranks: int, figure: Callable[..., None]
+    tmp_path: Path,
+    kind: str,
+    ranks: int,
+    sent: tuple[tuple[str, str], ...],
+    figure: Callable[..., None],
 ) -> None:
-    sent = [("launcher", "SIGTERM"), ("launcher", "SIGKILL")]
-    if ranks == 2:
-        sent += [("launcher", "SIGINT"), ("0", "SIGTERM"), ("1", "SIGUSR1")]
     seconds = [
         signalled(tmp_path, kind, ranks, *each, step=5 + 15 * number)
         for number, each in enumerate(sent)
     ]
     finishes(tmp_path, kind, ranks)
+    if sent == RANKS_ALONE:  # the page has the figures of all of them
+        return
     what = (
         f"signals to launcher or rank, saved, ended, resumed bit for bit: {kind}, {ranks} rank(s)"
     )

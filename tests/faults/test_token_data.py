@@ -88,6 +88,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert one == other, name
 
 
+@pytest.mark.slow
 def test_a_resume_refuses_larger_ids_and_another_vocabulary(tmp_path: Path) -> None:
     headerless(tmp_path / "train.bin", some_ids(9000))
     small = run(tmp_path, "model.args.vocab=32")
@@ -107,6 +108,7 @@ def test_a_resume_refuses_larger_ids_and_another_vocabulary(tmp_path: Path) -> N
     assert "a vocabulary of 64 is too small" in other.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["skip", "fail"])
 def test_blocks_that_rot_are_named_and_skipped_or_halt(tmp_path: Path, bad: str) -> None:
     path = corpus(tmp_path)
@@ -134,6 +136,7 @@ def test_blocks_that_rot_are_named_and_skipped_or_halt(tmp_path: Path, bad: str)
     }
 
 
+@pytest.mark.slow
 def test_a_rotten_validation_split_ends_the_run_by_name(tmp_path: Path) -> None:
     headerless(tmp_path / "train.bin", some_ids(9000))
     some_ids(BLOCKS * BLOCK // 2).astype("<u2").tofile(tmp_path / "val.bin")

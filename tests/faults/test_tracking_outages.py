@@ -166,7 +166,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", rest_nightly(FAULTS, "refuse", "hang"))
+@pytest.mark.parametrize("fault", rest_nightly(FAULTS, "refuse"))
 def test_a_server_that_fails_delays_delivery_and_nothing_else(
     tmp_path: Path, server: tuple[Path, Proxy], fault: str, figure: Tell
 ) -> None:

@@ -83,6 +83,7 @@ def end(*processes: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_of_several_at_the_same_moment_exactly_one_wins(
     tmp_path: Path, figure: Callable[..., None]
 ) -> None:

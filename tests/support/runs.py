@@ -22,6 +22,13 @@ BIN = Path(sys.executable).parent
 PYTHON = (sys.executable,)
 ANEW = (sys.executable, "-u")
 """Starts a new interpreter. For tests of an interpreter's own start, such as of sitecustomize."""
+LOADED = (
+    "harness.tools.train",
+    "harness.models.gpt",
+    "harness.precision.backends.native",
+    "harness.report.explain",
+)
+"""What most runs import, with what those import: half a second of each start. Warm runs have it already."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -59,7 +66,9 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Train to the end; stdout and stderr together. Without a launcher it runs in a warm process."""
     if tuple(launcher) == PYTHON:
-        return warm.run(command(*arguments)[1:], folder, environment(**extra), timeout)
+        return warm.run(
+            command(*arguments)[1:], folder, environment(**extra), timeout, modules=LOADED
+        )
     return subprocess.run(
         command(*arguments, launcher=launcher),
         cwd=folder,
@@ -104,7 +113,8 @@ def train_ranks(
     """
     line = [str(program or TRAIN), *command(*arguments)[2:]]
     paths = str(ROOT) if program else os.environ.get("PYTHONPATH", "")
-    processes = start_ranks(folder, ranks, line, kind, PYTHONPATH=paths)
+    modules = () if program else LOADED
+    processes = start_ranks(folder, ranks, line, kind, modules, PYTHONPATH=paths)
     try:
         codes = [each.wait(warm.PATIENCE) for each in processes]
     finally:
@@ -156,7 +166,8 @@ def rank_logs(folder: Path, ranks: int) -> list[Path]:
 def harness(folder: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """`harness <words>` in `folder`, in a warm process; stdout and stderr apart."""
     variables = environment(PYTHONPATH=str(ROOT), **extra)
-    return warm.run(["-m", "harness.cli", *words], folder, variables, apart=True)
+    line = ["-m", "harness.cli", *words]
+    return warm.run(line, folder, variables, apart=True, modules=LOADED)
 
 
 def heard() -> None:
@@ -171,9 +182,8 @@ def start(
     """As `train`, but return at once. The process has a session of its own, so that all of it can be signalled."""
     with (folder / "output.log").open("ab") as log:
         if tuple(launcher) == PYTHON:
-            return warm.start(
-                command(*arguments)[1:], folder, environment(), log.fileno(), log.fileno()
-            )
+            line, output = command(*arguments)[1:], log.fileno()
+            return warm.start(line, folder, environment(), output, output, modules=LOADED)
         return subprocess.Popen(
             command(*arguments, launcher=launcher),
             cwd=folder,

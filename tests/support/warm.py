@@ -40,7 +40,7 @@ _WARM = (
     "torch._dynamo", "torch.distributed.tensor", "safetensors.torch", "safetensors.numpy", "numpy.ctypeslib",
     "pydantic", "typer", "rich.progress", "yaml",
 )  # fmt: skip
-"""Libraries that a training run imports. The harness itself is imported anew in each process."""
+"""Libraries that a training run imports. The harness is imported anew, but for what `modules` of a start names."""
 
 
 class Process:
@@ -161,6 +161,7 @@ def run(
     timeout: float = PATIENCE,
     apart: bool = False,
     file_limit: int | None = None,
+    modules: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """As `start`, but wait for the end. apart: whether stderr is kept apart from stdout.
 
@@ -168,7 +169,9 @@ def run(
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         stderr = errors if apart else output
-        process = start(program, folder, environment, output.fileno(), stderr.fileno(), file_limit)
+        process = start(
+            program, folder, environment, output.fileno(), stderr.fileno(), file_limit, modules
+        )
         try:
             code = process.wait(timeout)
         except BaseException:
@@ -216,6 +219,9 @@ def _execute(program: Sequence[str]) -> None:
     own = str(Path(__file__).parent)
     sys.path[:] = [here, *extra, *(path for path in sys.path if path not in (own, str(ROOT)))]
     importlib.invalidate_caches()
+    if stop := sys.modules.get("harness.stop"):
+        # It was imported in the server, and looks up its launcher at its import.
+        stop._PARENT, stop._GRANDPARENT = stop._launchers()
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
         sys.modules["__main__"] = main = types.ModuleType("__main__")

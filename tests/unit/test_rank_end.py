@@ -61,6 +61,7 @@ def test_a_rank_that_crashes_says_why() -> None:
     assert "RuntimeError: no such luck" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("lose", 1), ("refuse", 4), ("stop", 75), ("raise", 1)])
 def test_what_an_error_holds_on_to_is_not_taken_down(how: str, code: int) -> None:
     done = end(how, RANK="1")
@@ -71,6 +72,7 @@ def test_the_remains_abort_a_process_that_is_finalised() -> None:
     assert end("0").returncode == -signal.SIGABRT
 
 
+@pytest.mark.slow
 def test_an_error_that_one_rank_alone_has_is_told() -> None:
     done = end("refuse", RANK="1")
     assert done.returncode == 4

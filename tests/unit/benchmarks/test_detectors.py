@@ -163,6 +163,7 @@ def test_a_run_with_skips_is_no_clean_trace(tmp_path: Path) -> None:
         read_run(journal(tmp_path, skipped=3))
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_an_action_that_fails_takes_no_other_with_it() -> None:
     ), "at the deadline"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_tried_smaller_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_no_tests_and_tests_that_cannot_be_collected(
             checks.tests(task(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_a_failure(gpu_tests: Path, tmp_path: Path) -> None:
     gpu_tests.write_text(
         "import pytest, time\npytestmark = pytest.mark.gpu\ndef test_long(): time.sleep(600)\n"

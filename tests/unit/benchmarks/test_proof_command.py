@@ -37,6 +37,7 @@ def proof(*arguments: str, **environ: str) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_without_a_card_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     out, temporary = tmp_path / "out", tmp_path / "tmp"
     temporary.mkdir()
@@ -84,6 +85,7 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     assert str(tmp_path) not in text, "the folder was on the command line"
 
 
+@pytest.mark.slow
 def test_a_record_goes_on_with_the_rows_that_it_lacks(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--only", "launch", "--out", str(tmp_path))
     assert code == 0, output
@@ -175,6 +177,7 @@ def test_unknown_rows_and_times_are_refused() -> None:
         assert code == 2, output
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_row_and_keeps_what_there_is(tmp_path: Path) -> None:
     process = start("--rehearse", "--out", str(tmp_path))
     assert process.stdout is not None

@@ -114,6 +114,7 @@ def hang(tmp_path: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_is_killed_with_all_that_it_started(
     tmp_path: Path, adopting: None
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_row_that_hangs_is_killed_with_all_that_it_started(
     assert children_of(os.getpid()) <= others
 
 
+@pytest.mark.slow
 def test_its_process_group_goes_where_orphans_cannot_be_adopted(tmp_path: Path) -> None:
     row, child, elsewhere = hang(tmp_path)
     assert alive(elsewhere), "or this test shows nothing"

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness.checkpoint.meeting import Writers
@@ -81,6 +82,7 @@ def rank_main(folder: Path) -> None:
     print(json.dumps({"saving": saving.mib, "loading": loading.mib}))
 
 
+@pytest.mark.slow
 def test_a_rank_of_four_needs_two_quarters_to_save_and_one_to_load(tmp_path: Path) -> None:
     Store(tmp_path).save(9, {"model": {name: torch.ones(SHAPE) for name in NAMES}}, {})
     done = subprocess.run(

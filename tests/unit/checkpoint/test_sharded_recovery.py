@@ -475,6 +475,7 @@ def test_a_rollback_skips_good_checkpoints_of_which_any_piece_is_damaged(tmp_pat
     assert "model-00001-of-00003.safetensors" in skipped["text"]
 
 
+@pytest.mark.slow
 def test_the_last_save_goes_to_the_fallback_folder_from_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -412,6 +412,7 @@ def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
         assert made.linear.weight.any(), "a whole build does not come to the error"
 
 
+@pytest.mark.slow
 def test_values_that_are_read_and_errors_of_other_tensors_can_be_recorded() -> None:
     """Values are computed where they are read; an error of a tensor with memory is the same in a whole build."""
 

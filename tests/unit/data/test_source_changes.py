@@ -214,6 +214,7 @@ def test_a_record_that_is_no_record_tells_nothing_wrong(tmp_path: Path) -> None:
     assert told(path, tmp_path / "run") == "", "a run of an older version has none"
 
 
+@pytest.mark.slow
 def test_each_source_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
     for name in ("a", "b"):
         text(tmp_path / name)
@@ -234,6 +235,7 @@ def test_each_source_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a'}" not in event["text"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_which_file_changed(tmp_path: Path) -> None:
     path = text(tmp_path / "source")
     arguments = ["--name", "r", f"data.path={path}", "data.context=16"]

@@ -198,6 +198,7 @@ def webdataset(path: Path, samples: list[dict[str, bytes]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_samples_of_webdataset_are_read_by_their_ending(tmp_path: Path) -> None:
     samples = [{"txt": line.strip().encode(), "json": json.dumps({"text": f"meta {line.strip()}"}).encode()}
                for line in LINES]  # fmt: skip
@@ -390,6 +391,7 @@ def test_the_lines_for_a_data_target_work(tmp_path: Path, kind: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_docs_train_as_they_say(tmp_path: Path) -> None:
     page = (
         (ROOT / "docs" / "guide" / "datasets.md")
@@ -445,6 +447,7 @@ def test_a_path_that_is_nearly_right_is_suggested(tmp_path: Path) -> None:
     assert "did you mean books" in done.stderr
 
 
+@pytest.mark.slow
 def test_files_of_several_kinds_are_refused_until_one_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     written(folder / "a.txt", "".join(LINES))

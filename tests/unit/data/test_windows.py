@@ -45,6 +45,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(orders) == 64
 
 
+@pytest.mark.slow
 def test_first_places_are_spread_evenly_over_the_samples() -> None:
     """Chi-squared over the first sample of 20,000 epochs of 20 samples: 19 degrees of freedom, 43.8 is p = 0.001."""
     n, epochs = 20, 20_000

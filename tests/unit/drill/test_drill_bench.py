@@ -81,6 +81,7 @@ def test_children_know_no_tracker_and_no_launcher(
     assert seen["PYTHONPATH"].split(os.pathsep)[-1] == os.getcwd(), "a user's own model is found"
 
 
+@pytest.mark.slow
 def test_whatever_a_run_leaves_behind_is_ended(tmp_path: Path) -> None:
     bench = Bench.open(tmp_path / "drill", load_config("tiny"), 12, 60)
     # A process in a session of its own, as the shipper is.

@@ -16,6 +16,7 @@ import pytest
 from harness.core.errors import MachineError
 from harness.engines import deepspeed_setup
 from harness.engines.deepspeed_setup import free_build_lock
+from tests.support.matrix import rest_nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 LONG_AGO = time.time() - 3600
@@ -45,6 +46,7 @@ def age(folder: Path) -> None:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
 
+@pytest.mark.slow
 def test_what_a_killed_build_leaves_is_taken_away_and_said(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with owner(lock, 300) as process:
@@ -157,7 +159,7 @@ def compiling(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", rest_nightly([signal.SIGTERM, signal.SIGINT], signal.SIGINT))
 def test_a_request_to_stop_ends_the_compilers(tmp_path: Path, number: signal.Signals) -> None:
     with compiling(tmp_path) as (process, numbers):
         process.send_signal(number)

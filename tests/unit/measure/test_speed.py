@@ -335,6 +335,7 @@ def test_the_recipe_that_is_named_takes_the_rung(facts: MachineFacts) -> None:
     assert "a copy of recipe my/own.yaml without the rungs before this one" in line
 
 
+@pytest.mark.slow
 def test_three_parameters_are_timed_in_turns(
     folder: Path, facts: MachineFacts, few: Callable[..., None]
 ) -> None:
@@ -363,6 +364,7 @@ def test_three_parameters_are_timed_in_turns(
     json.dumps(report.as_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_memory_counts_what_is_alive_together(
     folder: Path, facts: MachineFacts, few: Callable[..., None]
 ) -> None:
@@ -376,6 +378,7 @@ def test_memory_counts_what_is_alive_together(
     assert 16 * parameters <= found.peak_bytes < 32 * parameters
 
 
+@pytest.mark.slow
 def test_a_candidate_that_raises_in_its_turn_is_named(
     folder: Path, facts: MachineFacts, few: Callable[..., None]
 ) -> None:
@@ -389,6 +392,7 @@ def test_a_candidate_that_raises_in_its_turn_is_named(
     assert "Nothing could be measured" in "\n".join(speed.lines(report))
 
 
+@pytest.mark.slow
 def test_a_candidate_that_is_not_finite_is_named(
     folder: Path, facts: MachineFacts, few: Callable[..., None]
 ) -> None:
@@ -399,6 +403,7 @@ def test_a_candidate_that_is_not_finite_is_named(
     assert found.skipped > 0
 
 
+@pytest.mark.slow
 def test_candidates_that_do_not_fit_together_come_one_after_another(
     folder: Path, facts: MachineFacts, few: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +417,7 @@ def test_candidates_that_do_not_fit_together_come_one_after_another(
     assert "Memory is short" in "\n".join(speed.lines(report))
 
 
+@pytest.mark.slow
 def test_a_vit_in_turns_leaves_the_folder_as_it_was(
     folder: Path, few: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

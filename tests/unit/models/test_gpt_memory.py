@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from harness import Precision
 from harness.models import Task
 from harness.models.gpt import GPT, build
 from harness.models.task import training_flops
+from tests.support.matrix import rest_nightly
 
 RECIPES = ("fp32", "bf16", "fp16_scaler", "fp8_hybrid", "fp8_dynamic", "fp8_block")
 ASKED = ({"recompute": "mlp"}, {"recompute": "block"}, {"recompute": "block", "recompute_every": 2})
@@ -54,8 +56,10 @@ def trained(
     return losses, dict(model.state_dict()), state
 
 
-@pytest.mark.parametrize("args", ASKED)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "args"),
+    rest_nightly(product(RECIPES, ASKED), *zip(RECIPES, cycle(ASKED), strict=False)),
+)
 def test_recomputing_leaves_every_bit(recipe: str, args: dict[str, Any]) -> None:
     losses, weights, state = trained(recipe)
     again, same_weights, same_state = trained(recipe, **args)

@@ -51,6 +51,7 @@ def test_rows_are_read_when_they_are_needed(tmp_path: Path) -> None:
     assert model.empty.shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_machine_know_that_they_read_the_same_file(tmp_path: Path) -> None:
     one, copy = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file(STORED, one)

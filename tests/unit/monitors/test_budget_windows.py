@@ -108,6 +108,7 @@ def test_a_run_of_100_000_steps_with_a_thousandth_skipped_ends_done() -> None:
     assert len(course.skipped) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("skips", "status"), [(100, "done"), (101, "halted")])
 def test_one_more_than_the_budget_within_10_000_windows_halts_through_rollbacks_and_resumes(
     skips: int, status: str

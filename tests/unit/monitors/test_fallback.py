@@ -44,6 +44,7 @@ def test_a_healthy_run_never_switches(seed: int) -> None:
     assert drive(FallbackController(FallbackConfig(), LAYERS), trace, range(150)) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     slot=st.sampled_from(NAMES),
@@ -164,6 +165,7 @@ def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
     assert drive(FallbackController(FallbackConfig(), LAYERS), trace, range(1000)) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     dwell=st.integers(5, 40),
@@ -192,6 +194,7 @@ def test_flapping_is_bounded_by_the_back_off(
     assert moves <= 2 * math.log2(steps / dwell) + 2
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 119))
 def test_a_state_saved_in_mid_trace_decides_the_same(seed: int, cut: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from fallback_support import LAYERS, NAMES, make_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,6 +125,7 @@ def straight(seed: int) -> Loop:
     return loop
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_resumes_rollbacks_and_early_judgement_change_no_decision(data: st.DataObject) -> None:

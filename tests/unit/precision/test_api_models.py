@@ -74,6 +74,7 @@ class EncoderDecoder(nn.Module):
         return self.out(self.body(self.embed(tokens), self.embed(tokens[:, -1:])))[:, 0]
 
 
+@pytest.mark.slow
 @every_rung
 @pytest.mark.parametrize("make", [ConvNet, Recurrent, EncoderDecoder])
 def test_odd_models_learn(make: Callable[[], nn.Module], rung: str) -> None:

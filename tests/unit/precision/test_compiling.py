@@ -146,6 +146,7 @@ def test_blocks_that_were_asked_for_and_cannot_be_are_refused() -> None:
         choose_compiling("blocks", rung("autocast", "bf16"), nn.Linear(2, 2), CPU)
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_compile_is_found_by_trying() -> None:
     assert try_compile.__wrapped__(CPU) == ""
     torch._dynamo.reset()

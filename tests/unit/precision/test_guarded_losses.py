@@ -75,6 +75,7 @@ def test_a_shift_of_the_loss_changes_no_decision(shift: float) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth", [0.01, 0.02])
 def test_targets_that_grow_without_end_do_not_train_to_the_end(growth: float) -> None:
     run = Run(1500, growth=growth)
@@ -83,6 +84,7 @@ def test_targets_that_grow_without_end_do_not_train_to_the_end(growth: float) ->
     assert run.applied[-1][0] < 700, "within 700 windows"
 
 
+@pytest.mark.slow
 def test_a_rise_is_only_reported_where_that_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     """Targets grow by half a percent a step: slow enough for every single loss to be within its limit."""
     run = Run(600, growth=0.005, loss_rise="report", spike_sigma=1e6)

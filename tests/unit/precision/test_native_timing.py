@@ -74,6 +74,7 @@ WINDOW = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(
     windows=st.lists(WINDOW, min_size=1, max_size=6),
     length=st.sampled_from([2, 3, 5]),

@@ -112,6 +112,7 @@ def test_the_check_finds_a_kernel_that_is_wrong() -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_interpreted_operator_records_and_fills_up(tmp_path: Path) -> None:
     """Through the registered operator: the caller's amax is raised, 5 rows are 16 columns of the transpose."""
@@ -227,6 +228,7 @@ def test_it_compiles_ahead_without_spills(
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
 
 
+@pytest.mark.slow
 def test_on_a_cpu_nothing_of_it_is_loaded() -> None:
     """Triton and the compiler take seconds to import."""
     code = "import sys; import harness.precision.backends.native; print({'triton', 'torch._dynamo'} & {*sys.modules})"

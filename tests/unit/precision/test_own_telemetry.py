@@ -21,6 +21,7 @@ from harness import Guard, Telemetry
 from harness.cli import app
 from harness.core.errors import CheckpointError, ConfigError, HaltedError, MisuseError
 from harness.tracking.history import RunHistory
+from tests.support.matrix import rest_nightly
 
 STEPS = 14
 
@@ -119,6 +120,7 @@ def test_a_loop_that_goes_on_writes_no_row_twice(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("poison", "status", "code"),
     [((1, 2), "halted", 3), ((), "failed", 1)],
@@ -144,6 +146,7 @@ def test_how_a_loop_ended_is_written(
     assert [row["status"] for row in ends if row["kind"] == "end"] == [status]
 
 
+@pytest.mark.slow
 def test_without_a_guard_steps_are_recorded_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +174,7 @@ def test_without_a_guard_steps_are_recorded_by_hand(
     assert len(history.series["fp8_amax/00.weight"]) == 3
 
 
+@pytest.mark.slow
 def test_without_pyarrow_the_run_ends_as_well_as_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +201,10 @@ def test_a_disk_that_refuses_the_figures_is_told_at_the_end(tmp_path: Path) -> N
     assert sorted(history.series["fp8_amax/00.weight"]) == [2, 4], "the journal has what is due"
 
 
-@pytest.mark.parametrize("resumed", ["early", "unguarded", "afresh"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "resumed", rest_nightly(["early", "unguarded", "afresh"], "early", "afresh")
+)
 def test_what_counts_is_what_was_trained_last(tmp_path: Path, resumed: str) -> None:
     """After a rollback rows come under a second attempt: those of a lower one would pass for thrown away."""
     folder = tmp_path / "mine"

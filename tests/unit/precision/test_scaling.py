@@ -150,6 +150,7 @@ AMAXES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(2, 7),
     slots=st.integers(1, 4),

@@ -211,6 +211,7 @@ def test_measured_times_are_of_one_layer_and_grow_with_its_size() -> None:
     assert 0 < small.fp8 < large.fp8
 
 
+@pytest.mark.slow
 def test_sizes_are_timed_in_another_process_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +275,7 @@ def test_a_damaged_cache_is_ignored_and_said(text: str, monkeypatch: pytest.Monk
     assert f"ignored the damaged {path}" in note
 
 
+@pytest.mark.slow
 def test_a_bench_that_fails_says_why_in_the_plan() -> None:
     policy = recipe()
     te = policy.model_copy(update={"ladder": policy.ladder[:1]})

@@ -106,6 +106,7 @@ def test_a_hook_trains_another_model_within_a_backward(name: str) -> None:
     assert differences(alone, found[0]) == []
 
 
+@pytest.mark.slow
 def test_checkpoints_in_checkpoints_go_on_in_other_threads() -> None:
     """From the sixtieth on autograd computes them in threads of its own: as it always does on a GPU."""
 

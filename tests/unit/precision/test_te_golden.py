@@ -141,6 +141,7 @@ def test_runs_are_the_bytes_and_broken_ones_are_refused() -> None:
             te_golden.from_runs(runs)
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_record_says_so(tmp_path: Path) -> None:
     """In a process of its own, whose only machine is this one without its cards."""
     command = [sys.executable, "-m", "benchmarks.te_golden", "--out", str(tmp_path / "none")]

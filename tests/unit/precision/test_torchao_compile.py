@@ -36,6 +36,7 @@ from harness.precision.backends.torchao import TorchaoBackend
 from harness.precision.compiling import compile_blocks
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
+from tests.support.matrix import rest_nightly
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -65,7 +66,9 @@ def backend_for(model: nn.Module, dynamic: str = "tensorwise") -> TorchaoBackend
     return TorchaoBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU)
 
 
-@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "dynamic", rest_nightly(["tensorwise", "rowwise", "rowwise_with_gw_hp"], "tensorwise")
+)
 @pytest.mark.slow
 def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> None:
     """One that shows casts and amaxes, and one for windows with a demotion or statistics."""

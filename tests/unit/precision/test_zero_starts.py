@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness import Precision
 from harness.precision.recipe import load_recipe
+from tests.support.matrix import rest_nightly
 
 DIM, STEPS = 64, 24
 
@@ -83,8 +84,15 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("rate", "warmup"), [(3e-4, 1), (3e-3, 20), (1e-2, 1), (3e-2, 20)])
-@pytest.mark.parametrize("part", PARTS)
+RATES = [(3e-4, 1), (3e-3, 20), (1e-2, 1), (3e-2, 20)]
+# Each part and each rate at least once.
+SPREAD = [(part, *RATES[at % len(RATES)]) for at, part in enumerate(PARTS)]
+
+
+@pytest.mark.parametrize(
+    ("part", "rate", "warmup"),
+    rest_nightly([(part, *rate) for part in PARTS for rate in RATES], *SPREAD),
+)
 def test_no_layer_leaves_for_beginning_at_zero(part: str, rate: float, warmup: int) -> None:
     torch.manual_seed(1)
     precision = Precision(load_recipe("fp8_hybrid"))

@@ -499,6 +499,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(folder, "base")
 
 
+@pytest.mark.slow
 def test_real_runs_of_one_command_agree_and_another_rate_is_named(base: Path) -> None:
     again = train(base.parents[1], "again")
     found = compared(base, again)
@@ -512,6 +513,7 @@ def test_real_runs_of_one_command_agree_and_another_rate_is_named(base: Path) ->
     assert keys(found) == [("config", "train.lr")]
 
 
+@pytest.mark.slow
 def test_another_seed_is_named_as_the_cause_of_other_initial_weights(base: Path) -> None:
     found = compared(base, train(base.parents[1], "seed", "train.seed=1"))
     assert at(found) == (1, "parameters", "param_norm")

@@ -101,6 +101,7 @@ def test_what_training_refuses_is_refused(
     assert contents(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_of_a_run_that_is_there_it_says_where_it_goes_on_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
@@ -128,6 +129,7 @@ def test_of_a_run_that_is_there_it_says_where_it_goes_on_and_changes_nothing(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_ranks_check_together(engine: str, tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_exponents_are_counted_before_and_after_scaling(tmp_path: Path) -> None:
         assert counts.sum() == len(every)
 
 
+@pytest.mark.slow
 def test_the_report_has_a_picture_for_what_there_is(tmp_path: Path) -> None:
     plain = [path.name for path in write(make_run(tmp_path / "plain", 20))]
     assert {"fp8_saturation.png", "fp8_fan.png", "fp8_exponents.png"} <= set(plain)
@@ -130,6 +131,7 @@ def test_the_report_has_a_picture_for_what_there_is(tmp_path: Path) -> None:
     assert all(each["source"].startswith("data:image/png;base64,iVBOR") for each in kept)
 
 
+@pytest.mark.slow
 def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
     def red(folder: Path, at: int, norm: float = math.inf) -> int:
         run = make_run(folder, 20, overflow_at=at, scaled=True, norm_there=norm)

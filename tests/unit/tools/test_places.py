@@ -42,6 +42,7 @@ def test_a_folder_that_the_address_would_not_lead_to_is_refused(
     assert misplaced() == ""
 
 
+@pytest.mark.slow
 def test_the_commands_refuse_it_before_any_work(tmp_path: Path) -> None:
     (folder := tmp_path / "a?x=1").mkdir()
     refused = train(folder, "--name", "r", "train.steps=2", "tracking.mlflow=true")

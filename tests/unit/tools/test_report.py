@@ -130,6 +130,7 @@ def test_files_and_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "12 of 12 FP8 slots saw a nonzero amax" in dict(run["account"])["FP8 proof"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("uri", "address"),
     [
@@ -162,6 +163,7 @@ def test_the_page_has_plan_config_and_a_link_to_mlflow(
     assert "http://***@host/<x>" in run["config"], "without passwords"
 
 
+@pytest.mark.slow
 def test_clipped_slots_stand_out_in_red(tmp_path: Path) -> None:
     def clipped(slot: str, step: int) -> float:
         return 3.0 if slot == "blocks.02.up.input" and step > 10 else 0.9
@@ -173,6 +175,7 @@ def test_clipped_slots_stand_out_in_red(tmp_path: Path) -> None:
     assert hot > healthy + 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 170])
 def test_pictures_of_any_size(tmp_path: Path, layers: int) -> None:
     odd: dict[int, float] = {5: 0.0, 10: math.inf, 15: math.nan}

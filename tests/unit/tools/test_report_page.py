@@ -326,6 +326,7 @@ def test_the_command_writes_one_page_or_one_of_two_runs(tmp_path: Path) -> None:
     assert sorted(path.name for path in one.iterdir()) == before, "nothing was written into the run"
 
 
+@pytest.mark.slow
 def test_a_page_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     run = small_run(tmp_path / "r")
     journal = (run / JOURNAL).read_bytes()

@@ -148,6 +148,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ROOM)
 def test_memory_grows_by_little_for_each_row(runs: list[tuple[Path, int]], what: str) -> None:
     memory, _ = growth(what, *runs)
