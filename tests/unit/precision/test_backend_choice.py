@@ -30,6 +30,7 @@ from harness.precision.backend_choice import decide, same_rule
 from harness.precision.backends.registry import BACKENDS, Backend
 from harness.precision.plan import Plan, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
+from harness.tools.preflight import check_first_rung
 from tests.support.runs import TEXT
 
 CPU = torch.device("cpu")
@@ -420,6 +421,14 @@ def test_states_of_other_recipes_have_no_such_key() -> None:
 
 
 # ---- harness train
+
+
+def test_strict_takes_a_timed_choice_for_the_first_rung_and_no_named_one(
+    timed: dict[str, float],
+) -> None:
+    check_first_rung(prepared(recipe())[0].plan, "mine")
+    with pytest.raises(MachineError, match="--strict"):
+        check_first_rung(prepared(recipe("peer"))[0].plan, "mine")
 
 
 def test_a_run_times_a_block_on_its_data_and_a_resume_does_not(
