@@ -99,7 +99,7 @@ class Fp8Config(Strict):
     )
     backend: Annotated[str, BeforeValidator(_way_to_choose)] = Field(
         default="first",
-        description="first: the ladder's; auto: of those with the same rule the fastest, timed; or one's name",
+        description="of the ladder's: first, auto (the fastest with the same rule, timed) or a name",
     )
     stats_every: int = Field(
         default=10,
