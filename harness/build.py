@@ -58,6 +58,7 @@ from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
+from harness.precision.backend_choice import Trial, choose_backend
 from harness.precision.compile_cache import cache_dir, remove_unfinished
 from harness.precision.compiling import EagerWatch, choose_compiling, compile_blocks
 from harness.precision.convert import (
@@ -206,10 +207,12 @@ def build_plan(
     worker: Worker,
     earlier: Mapping[str, Any] | None = None,
     strict: bool = False,
+    data: Batches | None = None,
 ) -> tuple[Plan, nn.Module]:
     """The plan, and the model that it is for, with its initial weights (a function of train.seed alone). Collective.
 
     earlier: plan.json of the run that is resumed.
+    data: for `fp8.backend: auto`, which times a block on the first micro-batch; None: it times nothing.
     strict: take the rung that the ranks agree on, even if the model has nothing to run on it.
 
     Raises ConfigError if engine, optimizer or model do not fit the rung.
@@ -250,11 +253,29 @@ def build_plan(
             collective_timeout=config.engine.timeout_seconds,
         )
 
-    if strict:
-        plan = plan_for(*agree_on_rung(recipe, worker.facts, worker.device))
-    else:
-        plan = take_rung(recipe, worker.facts, worker.device, plan_for)
+    def take(preferred: str) -> Plan:
+        about = (recipe, worker.facts, worker.device)
+        if strict:
+            return plan_for(*agree_on_rung(*about, preferred=preferred))
+        return take_rung(*about, plan_for, preferred)
+
+    def trial() -> Trial | str:
+        if data is None:
+            return "there are no data to call the model with"
+        return _trial(config, worker, built[0], data)
+
+    chosen = earlier.get("backend_choice") if earlier else None
+    plan = choose_backend(recipe, take, trial, chosen)
     return plan, built[0]
+
+
+def _trial(config: RunConfig, worker: Worker, model: nn.Module, data: Batches) -> Trial:
+    """The model and a call of it on the first micro-batch, to time a block of it."""
+    task = Task(model, config.model.target, data.unit)
+    ranks = config.train.global_batch // config.train.micro_batch
+    first = data.micro_batches(data.window(0), 0, ranks)[0]
+    batch = {name: each.to(worker.device) for name, each in first.items()}
+    return Trial(model, lambda model: task.loss(model, batch), worker.device, worker.facts)
 
 
 def _new_model(config: RunConfig, worker: Worker) -> tuple[nn.Module, list[str]]:

@@ -309,17 +309,44 @@ class RandomState:
 
 
 @contextmanager
-def random_numbers_apart() -> Iterator[None]:
-    """Restore the host's generators of torch, numpy and Python afterwards, whatever is drawn or seeded inside."""
+def random_numbers_apart(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the host's generators of torch, numpy and Python afterwards, whatever is drawn or seeded inside.
+
+    device: if it is a GPU, its generator too.
+    """
     of_torch = torch.get_rng_state()
     of_numpy = np.random.get_state()
     of_python = random.getstate()
+    gpu = device if device is not None and device.type == "cuda" else None
+    of_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
     try:
         yield
     finally:
         torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
+        if gpu is not None and of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, gpu)
+
+
+@contextmanager
+def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Eval mode without gradients. Afterwards modes, buffers and random numbers are as before.
+
+    device: where the model computes.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    # Some buffers count forwards.
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        with torch.no_grad(), random_numbers_apart(device):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, before in kept:
+            buffer.copy_(before)
 
 
 class ExternalState:

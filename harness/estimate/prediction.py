@@ -397,6 +397,8 @@ def _notes(config: RunConfig, recipe: Recipe, ranks: int) -> list[str]:
         notes.append(
             "layers.probe times layers on the card: here every layer that it asks for stays in FP8"
         )
+    if recipe.fp8.backend == "auto":
+        notes.append("fp8.backend=auto times backends on the card: this is the ladder's first")
     return notes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from harness.measure.turns import Spread, spread_of
+from harness.core.spread import Spread, as_fast, spread_of
 
 Status = Literal["measured", "not finite", "too slow", "failed", "cannot be built"]
 COMPILED = ", compiled"
@@ -133,16 +133,8 @@ def choose(rows: Sequence[Row]) -> Choice | None:
     if not measured:
         return None
     fastest = min(measured, key=lambda row: row.spread.median)
-    tied = [row for row in measured if _as_fast(row.spread, fastest.spread)]
+    tied = [row for row in measured if as_fast(row.spread, fastest.spread)]
     return Choice(tied[0], fastest, tied)
-
-
-def _as_fast(mine: Spread, fastest: Spread) -> bool:
-    """Whether each median lies within the other's middle half.
-
-    Both are asked: one slow turn of the fastest would otherwise make all others as fast as it.
-    """
-    return mine.low <= fastest.median and mine.median <= fastest.high
 
 
 class Reason(NamedTuple):

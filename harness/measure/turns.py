@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from harness.core.errors import one_line
 
@@ -75,19 +74,3 @@ def take_turns(
             turns.seconds[name].append(taken / counts[name])
         longest = max(longest, time.monotonic() - round_began)
         rounds += 1
-
-
-class Spread(NamedTuple):
-    """The middle of some times, in their unit. low, high: the quartiles, between which half of them lie."""
-
-    low: float
-    median: float
-    high: float
-
-
-def spread_of(values: Sequence[float]) -> Spread:
-    """Quartiles of at least one value; of a single one they are itself."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(low, statistics.median(values), high)

@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.random import fork_rng
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core.deferred import device_of
@@ -39,7 +38,7 @@ from harness.core.errors import ConfigError, HarnessError, Problem, near_match
 from harness.core.facts import IGNORED
 from harness.core.health import LABELS, Flawed, count_targets, one_sample
 from harness.core.protocols import Batch
-from harness.core.state import random_numbers_apart
+from harness.core.state import left_alone
 from harness.models import huggingface, masks
 
 NO_UNIT = "loss"
@@ -153,7 +152,7 @@ class Task:
         labels = "" if causal else self._call(one).labels
         own = not causal and not labels
         try:
-            with _left_alone(model, device), _autocast(device, half):
+            with left_alone(model, device), _autocast(device, half):
                 # The own loss of a causal LM was checked when the model was built.
                 if causal:
                     self.loss(model, one)
@@ -206,7 +205,7 @@ class Task:
         # precision), the verdict in the run's dtype counts.
         device = device_of(model)
         found = masks.Masks()
-        with _left_alone(model, device):
+        with left_alone(model, device):
             moved = _to(batch, device)
             # A run in float32 has half=None: dict.fromkeys then leaves one try.
             for dtype in dict.fromkeys((None, half)):
@@ -479,24 +478,6 @@ def _labels(batch: Batch) -> Tensor | None:
             found = batch[name]
             return None if found.is_floating_point() else found
     return None
-
-
-@contextmanager
-def _left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Eval mode without gradients. Afterwards mode, buffers and random numbers are as before."""
-    was_training = model.training
-    # Some buffers count forwards.
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.eval()
-    # fork_rng without devices would keep the generators of all GPUs of the machine.
-    gpus = [device] if device.type == "cuda" else []
-    try:
-        with torch.no_grad(), random_numbers_apart(), fork_rng(gpus):
-            yield
-    finally:
-        model.train(was_training)
-        for buffer, before in kept:
-            buffer.copy_(before)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ backend, loss scale, judge. `Standard` (standard.py) makes torch's own loop work
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from harness.core.facts import SlotStats, StepFacts, Switch
 from harness.core.update import StepClock, finish_step
 from harness.precision.misuse import Turn, misuse, optimizer_problems, step_problems
 from harness.precision.plan import Plan
-from harness.precision.prepared import LoopGradients, Prepared
+from harness.precision.prepared import AboutLoop, LoopGradients, Prepared
 from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.standard import (
     Standard,
@@ -111,7 +111,13 @@ class Precision:
         """Load a shipped recipe by name, or your own by path. Raises ConfigError with every problem in it."""
         return cls(load_recipe(name_or_path), seed)
 
-    def prepare(self, model: M) -> M:
+    def prepare(
+        self,
+        model: M,
+        forward: Callable[[], object] | None = None,
+        compiled: bool = False,
+        saved: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> M:
         """Decide the precision of every module of `model`, convert the model in place and return it.
 
         Parameters keep their identity, so optimizers and tied weights survive. Nothing moves between devices: the
@@ -123,6 +129,14 @@ class Precision:
         An FP8 rung on which no layer of the model can run is skipped. The plan gives the reason, and the logger
         `harness.precision` a warning.
 
+        The other arguments are for a recipe with `fp8.backend: auto`, which times backends on a block of the model.
+        Without `forward` nothing is timed, and the ladder's first is taken.
+
+        forward: calls `model` once, on a micro-batch as in training: `lambda: model(x)`. It runs in eval mode, without
+            gradients, and leaves no trace.
+        compiled: whether the loop will compile the blocks, where the backend can be compiled.
+        saved: what `state_dict` returned in the run that goes on: its choice holds, and nothing is timed.
+
         Raises MisuseError (second call, wrapped model, parameters not float32 or not on one usable device),
         MachineError (a GPU that torch cannot use, no rung that runs here) and ConfigError (a pattern that matches
         nothing; no layer that can run in FP8, and no other rung in the recipe).
@@ -130,7 +144,8 @@ class Precision:
         if self._prepared is not None:
             fix = "make one Precision for each model"
             raise misuse("prepare()", "it was called before", fix=fix)
-        self._prepared = Prepared(self.recipe, model, self.seed)
+        about = AboutLoop(forward, compiled, saved)
+        self._prepared = Prepared(self.recipe, model, self.seed, about)
         self._standard = Standard(self, self._prepared)
         self._end_window(self._prepared)
         return model

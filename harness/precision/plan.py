@@ -56,7 +56,10 @@ class Judgement(NamedTuple):
 
 
 def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
-    """Judge every rung of `recipe` on this machine, in the ladder's order."""
+    """Judge every rung of `recipe` on this machine, in the ladder's order.
+
+    If fp8.backend names a backend, no other rung may be taken.
+    """
     tier, _ = tier_of(facts)
     judged: list[Judgement] = []
     for rung in recipe.ladder:
@@ -65,6 +68,8 @@ def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
         listed = tier.name in rung.tiers
         if not listed:
             reason = f"not for tier {tier.name} (for {', '.join(rung.tiers)})"
+        if recipe.named_backend and not recipe.names(rung):
+            able, reason = False, f"fp8.backend names {recipe.named_backend}"
         judged.append(Judgement(able, listed, reason))
     return judged
 
@@ -77,10 +82,10 @@ def first_taken(judged: Sequence[Judgement]) -> int | None:
     return None
 
 
-def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]) -> int | None:
-    """Index of the rung that several machines take together; None if there is none. able, listed: [rank][rung].
+def common_rungs(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]) -> list[int]:
+    """Indices of the rungs that several machines can take together. able, listed: [rank][rung].
 
-    The weakest ranks decide. They are the ranks whose own first rung is furthest down the ladder. The rung must be one
+    The weakest ranks decide. They are the ranks whose own first rung is furthest down the ladder. A rung must be one
     that they take by the recipe and that every other rank is able to run. The recipe need not list the tiers of the
     others: on an H100 beside a T4 the T4's fp16 is right, though no recipe would give fp16 to an H100.
     """
@@ -90,7 +95,7 @@ def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]
     for able_here, listed_here in zip(able, listed, strict=True):
         both = [a and b for a, b in zip(able_here, listed_here, strict=True)]
         if True not in both:
-            return None
+            return []
         takes.append(both)
         firsts.append(both.index(True))
 
@@ -99,10 +104,8 @@ def common_rung(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]]
     for row, first in zip(takes, firsts, strict=True):
         if first == max(firsts):
             asked.append(row)
-    for index, answers in enumerate(zip(*asked, strict=True)):
-        if all(answers):
-            return index
-    return None
+    together = enumerate(zip(*asked, strict=True))
+    return [index for index, answers in together if all(answers)]
 
 
 def verdicts(
@@ -140,6 +143,7 @@ class Plan:
     keep_fp32: names of modules that compute in float32 on this rung.
     compiled: whether the model's blocks are compiled (engine.compile).
     compile_failed: why torch.compile does not work on this machine, if engine.compile=auto found that; else empty.
+    backend_choice: what fp8.backend=auto chose and measured (`backend_choice.Choice`); None under another value.
     """
 
     recipe: str
@@ -153,6 +157,7 @@ class Plan:
     keep_fp32: tuple[str, ...] = field(default_factory=tuple)
     compiled: bool = False
     compile_failed: str = ""
+    backend_choice: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         counts = sorted(Counter(layer.precision for layer in self.layers).items())
@@ -212,6 +217,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """What plan.json holds. `effective` is filled in after the run."""
+        chosen: dict[str, Any] = {}
+        if self.backend_choice is not None:
+            chosen["backend_choice"] = dict(self.backend_choice)
         return {
             "recipe": self.recipe,
             "recipe_sha256": self.recipe_sha256,
@@ -224,6 +232,7 @@ class Plan:
             "rungs": [asdict(rung) for rung in self.rungs],
             "layers": [asdict(layer) for layer in self.layers],
             "notes": list(self.notes),
+            **chosen,
         }
 
     def as_it_ran(self, backend: PrecisionBackend) -> dict[str, Any]:
@@ -433,8 +442,11 @@ def take_rung(
     facts: MachineFacts,
     device: torch.device,
     make: Callable[[Rung, list[RungVerdict]], Made],
+    preferred: str = "",
 ) -> Made:
     """Call `make` on the first rung that every rank can take and that the model can use. Returns what `make` made.
+
+    preferred: name of the rung to take instead, if every rank can take it and the model can use it.
 
     A rung on which `make` raises NoFp8LayerError is skipped, with the reason in its verdict. A ConvNet, for example,
     has nothing for FP8 and trains on the rung below.
@@ -444,7 +456,7 @@ def take_rung(
     refused: dict[str, NoFp8LayerError] = {}
     while True:
         try:
-            chosen, rungs = agree_on_rung(recipe, facts, device, refused)
+            chosen, rungs = agree_on_rung(recipe, facts, device, refused, preferred)
         except MachineError:
             # The model's own reason says more than a ladder without rungs.
             if refused:
@@ -461,10 +473,12 @@ def agree_on_rung(
     facts: MachineFacts,
     device: torch.device,
     refused: Mapping[str, NoFp8LayerError] | None = None,
+    preferred: str = "",
 ) -> tuple[Rung, list[RungVerdict]]:
     """The rung that every rank can take (the weakest ranks decide), and this rank's verdict on each.
 
     refused: rungs, by name, that the model cannot use.
+    preferred: name of the rung to take, if every rank can take it; else it is the first.
 
     Collective. If there is no such rung, raises the same MachineError on every rank, with what each kind of machine
     lacks.
@@ -484,9 +498,13 @@ def agree_on_rung(
     listed = [judgement.listed for judgement in judged]
     mine = torch.tensor([able, listed], dtype=torch.float32, device=device)
     everyone = gather_over_ranks(mine) > 0
-    chosen = common_rung(everyone[:, 0].tolist(), everyone[:, 1].tolist())
-    if chosen is None:
+    common = common_rungs(everyone[:, 0].tolist(), everyone[:, 1].tolist())
+    if not common:
         raise _no_common_rung(recipe, facts, judged)
+    chosen = next((each for each in common if recipe.ladder[each].name == preferred), common[0])
+    for better in common[: common.index(chosen)]:
+        reason = f"fp8.backend auto takes {preferred}"
+        judged[better] = Judgement(able=False, listed=True, reason=reason)
     return recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
 
 
@@ -514,13 +532,18 @@ def _no_common_rung(
 
     where = f"recipe {recipe.name}: ladder"
     what = f"no rung of recipe {recipe.name} runs on"
+    fix = 'use the recipe "auto", or add a rung for this tier to the recipe'
+    if recipe.named_backend:
+        where = f"recipe {recipe.name}: fp8.backend"
+        what = f"recipe {recipe.name} names {recipe.named_backend} for FP8, and it does not run on"
+        fix = "set fp8.backend to first or auto, which go down the ladder"
     if len(ranks_of) == 1:
-        fix = 'use the recipe "auto", or add a rung for this tier to the recipe'
         return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
     kinds: list[str] = []
     for machine, ranks in ranks_of.items():
         kinds.append(f"rank {', '.join(ranks)} is {machine}")
-    fix = "use ranks of one kind, or add a rung that all of them can run to the recipe"
+    if not recipe.named_backend:
+        fix = "use ranks of one kind, or add a rung that all of them can run to the recipe"
     return MachineError(Problem(f"{what} every rank", where, "; ".join(kinds), fix))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from harness.monitors.fallback import FallbackController, WholeRunFallback
 from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
+from harness.precision.backend_choice import Trial, choose_backend
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharded_problems
@@ -50,6 +53,14 @@ _log = logging.getLogger("harness.precision")
 # The package of every class that replaces a layer by one in FP8.
 _FP8_LAYERS = "harness.precision.backends."
 _Place = tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]
+
+
+class AboutLoop(NamedTuple):
+    """What `fp8.backend: auto` asks of a loop, see `Precision.prepare`."""
+
+    forward: Callable[[], object] | None = None
+    compiled: bool = False
+    saved: Mapping[str, Mapping[str, Any]] | None = None
 
 
 class Prepared:
@@ -74,13 +85,15 @@ class Prepared:
       that the user keeps in BF16 by `precision.demote`).
     """
 
-    def __init__(self, recipe: Recipe, model: nn.Module, seed: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, seed: int = 0, about: AboutLoop | None = None
+    ) -> None:
         # Decide: what the machine can do, and what runs where.
         facts = probe()
         if unusable := check_usable(facts):
             raise MachineError(unusable)
         self.device = _device_of(model, facts)
-        self.plan = _plan(recipe, facts, self.device, model)
+        self.plan = _plan(recipe, facts, self.device, model, about or AboutLoop())
         self._ranks = world_size()
 
         # Convert. The plan finds the weights of FP8 layers in the model as it was before.
@@ -417,6 +430,8 @@ class Prepared:
             "incidents": asdict(self.state.ledger),
             "last": last,
         }
+        if self.plan.backend_choice is not None:
+            own["backend_choice"] = dict(self.plan.backend_choice)
         copies = {name: value.detach().clone() for name, value in flat.items()}
         return {"tensors": copies, "meta": own}
 
@@ -426,14 +441,17 @@ class Prepared:
         tensors, meta = state.get("tensors", {}), state.get("meta", {})
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
-            raise _bad_state(what, "load it on a machine of the same tier, or train on without it")
+            fix = "load it on a machine of the same tier, or train on without it"
+            if self.plan.backend_choice is not None:
+                fix = "give it to prepare(saved=...) first, which takes the same backend again"
+            raise _bad_state(what, fix)
 
         # Names alone are compared, with a state of this model as it is now. It is small: FP8 scales and no weights.
         mine = self.save()
         needed = mine["tensors"].keys() - {"last"}
         if meta.get("last") is not None:
             needed.add("last")
-        missing_meta = mine["meta"].keys() - meta.keys()
+        missing_meta = mine["meta"].keys() - meta.keys() - {"backend_choice"}
         missing_tensors = needed - tensors.keys()
         missing = missing_meta | missing_tensors
         if missing:
@@ -655,12 +673,15 @@ def _plan(
     facts: MachineFacts,
     device: torch.device,
     model: nn.Module,
+    about: AboutLoop,
 ) -> Plan:
-    """The model's plan, on the first rung that it can use. Every skipped rung is logged."""
+    """The model's plan, on the first rung that it can use, or as fp8.backend says. Every skipped rung is logged."""
 
     def plan_on(rung: Rung, rungs: list[RungVerdict]) -> Plan:
         try:
+            compiled = about.compiled and not BACKENDS[rung.backend].not_compiled
             plan = make_plan(recipe, facts, rung, rungs, model)
+            plan = replace(plan, compiled=compiled)
             return probe_layers(plan, recipe, facts, device)
         except NoFp8LayerError as error:
             if world_rank() == 0:
@@ -668,7 +689,18 @@ def _plan(
                 _log.warning("%s is not taken: %s (%s)", rung.name, problem.what, problem.why)
             raise
 
-    return take_rung(recipe, facts, device, plan_on)
+    def trial() -> Trial | str:
+        forward = about.forward
+        if forward is None:
+            return "prepare() got no forward to time a block with"
+        return Trial(model, lambda _: forward(), device, facts)
+
+    earlier = None
+    if about.saved is not None:
+        earlier = about.saved.get("meta", {}).get("backend_choice")
+    return choose_backend(
+        recipe, partial(take_rung, recipe, facts, device, plan_on), trial, earlier
+    )
 
 
 def _last(facts: InFlight, pending: bool) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def _declared(name: Any) -> Any:
 BackendName = Annotated[str, BeforeValidator(_declared)]
 
 
+def _way_to_choose(value: Any) -> Any:
+    """Check `fp8.backend`: a way to choose among the ladder's backends, or the name of one."""
+    return value if value in ("first", "auto") else _declared(value)
+
+
 class Rung(Strict):
     """One way to compute. It may be taken if the machine's tier is listed and its libraries and hardware can run it."""
 
@@ -91,6 +96,10 @@ class Fp8Config(Strict):
     )
     scrub_inf: bool = Field(
         default=True, description="drop an infinite amax; false: as TE, it freezes the scale"
+    )
+    backend: Annotated[str, BeforeValidator(_way_to_choose)] = Field(
+        default="first",
+        description="of the ladder's: first, auto (the fastest with the same rule, timed) or a name",
     )
     stats_every: int = Field(
         default=10,
@@ -233,13 +242,33 @@ class Recipe(Strict):
             raise ValueError(f"{what} (torchao rungs go by fp8.dynamic)")
         return self
 
+    @model_validator(mode="after")
+    def _named_is_there(self) -> Recipe:
+        named = self.named_backend
+        if named and not any(self.names(rung) for rung in self.ladder):
+            what = f"fp8.backend names {named}, and the ladder has no FP8 rung of it"
+            raise ValueError(f"{what}: add one, or set fp8.backend to first")
+        return self
+
+    @property
+    def named_backend(self) -> str:
+        """The backend that fp8.backend names; empty if it names none."""
+        named = self.fp8.backend
+        return "" if named in ("first", "auto") else named
+
+    def names(self, rung: Rung) -> bool:
+        """Whether `rung` is one that fp8.backend names."""
+        return rung.precision == "fp8" and rung.backend == self.named_backend
+
     def fp8_multiple(self, backend: str) -> int:
         """Under `backend`, in and out features of an FP8 layer must be multiples of this number."""
         return BACKENDS[backend].multiples.get(self.fp8.scaling, 16)
 
     def sha256(self) -> str:
         """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        # Without fp8.backend a hash is what it was before there was that key.
+        unset = {"fp8": {"backend"}} if self.fp8.backend == "first" else None
+        return hashlib.sha256(self.model_dump_json(exclude=unset).encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -38,9 +38,13 @@ def check_delivery(config: RunConfig, worker: Worker) -> None:
 
 
 def check_first_rung(plan: Plan, recipe: str) -> None:
-    """For --strict: raises MachineError if the plan is not that of the recipe's first rung."""
+    """For --strict: raises MachineError if the plan is not that of the recipe's first rung.
+
+    A rung that fp8.backend=auto has taken in its place computes by the same rule.
+    """
     first = plan.rungs[0]
-    if first.taken:
+    chosen = plan.backend_choice or {}
+    if first.taken or first.rung in chosen.get("candidates", ()):
         return
     what = f"--strict: the recipe's first rung, {first.rung}, cannot run here"
     fix = "run on another machine, or drop --strict to take the next rung"

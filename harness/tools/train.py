@@ -231,7 +231,7 @@ def prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     # The data come first, as they say how large the model's vocabulary must be.
     data = build_data(start.config, start.folder, worker)
     config = fit_vocab(start.config, data.ids, data.vocab)
-    plan, model = build_plan(config, request.recipe, worker, earlier, request.strict)
+    plan, model = build_plan(config, request.recipe, worker, earlier, request.strict, data)
     if config.guard.enabled and ENGINES[worker.engine].snapshots:
         snapshots = snapshot_plan(config.guard, config.train.steps)
         plan = replace(plan, notes=(*plan.notes, snapshots))

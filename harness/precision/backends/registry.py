@@ -33,7 +33,8 @@ class Backend:
         model in place. On an fp16 rung it also gets the keyword loss_scale.
     computes: each precision that it computes in, with the rule that says which machines can.
     library: module of the library that it needs, as in `MachineFacts.libraries`; empty if none.
-    scalings: values of fp8.scaling that it supports; empty if it has a rule of its own, or no scales.
+    scalings: values of fp8.scaling that it supports; empty if it has a rule of its own, or no scales. Backends that
+        support the same one compute by the same rule, and differ in their kernels only.
     multiples: by fp8.scaling, the number that an FP8 layer's features must be a multiple of, if not 16.
     keeps_amax: whether amaxes of its FP8 layers last from step to step. Non-zero ones prove that FP8 ran.
     fuses: values of fp8.scaling under which it has fused blocks.

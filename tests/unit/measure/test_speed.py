@@ -14,13 +14,14 @@ import torch
 from harness.capability.probe import MachineFacts, probe
 from harness.core.errors import ConfigError
 from harness.core.protocols import Batches
+from harness.core.spread import spread_of
 from harness.estimate.roofline import Op, Rates
 from harness.measure import speed
 from harness.measure.held_data import HeldBatches
 from harness.measure.speed import Candidate, candidates, figures_of, measure_speed
 from harness.measure.speed_picture import draw
 from harness.measure.speed_verdict import Figures, Machine, Row, Status, choose, reason
-from harness.measure.turns import spread_of, steps_of_a_turn, take_turns
+from harness.measure.turns import steps_of_a_turn, take_turns
 from harness.precision.plan import resolve
 from harness.precision.recipe import load_recipe
 from harness.tools.doctor import command
