@@ -741,7 +741,8 @@ def _snapshots(
         return None
     size = _state_size(config, engine, model)
     healthy = config.checkpoint.healthy_steps
-    return room_for_snapshots(size, healthy, engine.device, telemetry)
+    overlapped = config.guard.snapshot_copy == "overlapped"
+    return room_for_snapshots(size, healthy, engine.device, telemetry, overlapped)
 
 
 def _build_engine(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from harness.checkpoint.overlapped import CopyError
 from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.core.collectives import RankComparison, world_size
@@ -165,7 +166,8 @@ class Guard:
             # Of a sharded model each rank keeps its rows.
             if ready.shards is not None:
                 size = -(-size // world_size())
-            memory = room_for_snapshots(size, healthy, ready.device, telemetry)
+            overlapped = config.snapshot_copy == "overlapped"
+            memory = room_for_snapshots(size, healthy, ready.device, telemetry, overlapped)
 
         guard = cls(ready.watch(config, monitors, comparison, chosen), telemetry, memory)
         guard.pending = ready.pending
@@ -310,13 +312,15 @@ class Guard:
             return
         try:
             self.memory.take(self.state.step, *self.state.state_dict())
-        except (MisuseError, MemoryError, OSError) as error:
+        except MisuseError as error:
             # An optimizer makes its state as it goes: only now it may turn out that it cannot be kept.
-            self.memory = None
-            what = f"no room for a copy ({error})"
-            if isinstance(error, MisuseError):
-                what = error.problems[0].what
-            self.telemetry.tell(self.state.step, "snapshot.off", f"{what}: nothing to roll back to")
+            self._no_more_snapshots(self.state.step, error.problems[0].what)
+        except CopyError as error:
+            self._no_more_snapshots(self.state.step, f"the copy failed ({error})")
+
+    def _no_more_snapshots(self, step: int, why: str) -> None:
+        self.memory = None
+        self.telemetry.tell(step, "snapshot.off", f"{why}: nothing to roll back to")
 
     def _roll_back(self, step: int, action: Rollback) -> int | None:
         """Return to the newest good state, in memory or on disk, and skip the bad windows.
@@ -330,7 +334,10 @@ class Guard:
             on_disk = self.disk.newest_good()
         # Copies in memory are each rank's own: where ranks differ, they differ there as well.
         if self.memory is not None and not action.from_disk:
-            in_memory = self.memory.good
+            try:
+                in_memory = self.memory.newest_good()
+            except CopyError as error:
+                self._no_more_snapshots(step, f"the copy failed ({error})")
         states = [each for each in (on_disk, in_memory) if each is not None]
         if not states:
             return None

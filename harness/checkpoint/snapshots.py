@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from harness.checkpoint.copy_stream import CudaCopyStream
+from harness.checkpoint.overlapped import Carrier, CopyError, OverlappedStaging
 from harness.checkpoint.staging import Staging
-from harness.core.collectives import max_over_ranks
+from harness.core.collectives import any_rank
 from harness.core.memory import free_memory
 from harness.core.protocols import Meta, Tensors, Tracker
+
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -44,22 +48,49 @@ class Snapshots:
     healthy_steps: healthy steps in a row after which a snapshot is good.
     size: bytes to reserve for each copy; 0: reserve nothing.
     pinned: as in `Staging`.
+    carrier: makes copies that training does not wait for; None: training waits for each.
+    device: of what ranks exchange.
     """
 
-    def __init__(self, healthy_steps: int, size: int = 0, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        healthy_steps: int,
+        size: int = 0,
+        *,
+        pinned: bool = False,
+        carrier: Carrier | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
         self._healthy_steps = healthy_steps
-        self._good = _Snapshot(Staging(pinned=pinned))
-        self._next = _Snapshot(Staging(pinned=pinned))
-        for each in (self._next, self._good):
+        self._carrier = carrier
+        self._device = device
+        memories: list[Staging] = []
+        for _ in range(2):
+            memory = Staging(pinned=pinned) if carrier is None else OverlappedStaging(carrier)
             if size:
-                each.memory.reserve(size)
+                memory.reserve(size)
+            memories.append(memory)
+        self._good, self._next = map(_Snapshot, memories)
 
     def take(self, step: int, tensors: Tensors, meta: Meta) -> None:
-        """Copy the state of `step`. Does nothing while the previous copy is gathering healthy steps."""
+        """Copy the state of `step`. Does nothing while the previous copy is gathering healthy steps. Collective.
+
+        Raises CopyError on every rank if a copy failed on any, this one or one before: then use no snapshot any more.
+        """
         if self._next.step and self._next.healthy:
             return
+        if self._carrier is not None:
+            self._carrier.decide(step, tensors)
         memory = self._next.memory
-        self._next = _Snapshot(memory, memory.copy(tensors), json.dumps(meta), step)
+        # A copy that fails half-way must not be taken for what was there before.
+        self._next = _Snapshot(memory)
+        error = self._error()
+        try:
+            if not error:
+                self._next = _Snapshot(memory, memory.copy(tensors), json.dumps(meta), step)
+        except (CopyError, MemoryError, OSError) as failed:
+            error = str(failed) or type(failed).__name__
+        self._agree(error)
 
     def observe(self, step: int, healthy: bool) -> None:
         """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused."""
@@ -74,13 +105,36 @@ class Snapshots:
         """Step of the good snapshot, if there is one."""
         return self._good.step or None
 
+    def newest_good(self) -> int | None:
+        """As `good`, once its copy is complete on every rank: the host waits for it. Collective.
+
+        Raises CopyError on every rank if that copy failed on any.
+        """
+        if self.good is not None:
+            self._agree(self._error())
+        return self.good
+
+    def _error(self) -> str:
+        """Why a copy of this rank failed on its way, after waiting for both; empty if none did."""
+        try:
+            for each in (self._good, self._next):
+                each.memory.wait()
+        except CopyError as error:
+            return str(error)
+        return ""
+
+    def _agree(self, error: str) -> None:
+        """Raise CopyError if any rank has an error."""
+        if any_rank(bool(error), self._device):
+            raise CopyError(error or "it failed on another rank")
+
     def load(self) -> tuple[Tensors, Meta]:
         """Tensors and meta data of the good snapshot. Afterwards no snapshot is good.
 
         The tensors are not copied: they are valid until the next `take`.
         """
-        tensors, meta = self._good.tensors, json.loads(self._good.meta)
         self._good.memory.wait()
+        tensors, meta = self._good.tensors, json.loads(self._good.meta)
         self.clear()
         return tensors, meta
 
@@ -91,15 +145,19 @@ class Snapshots:
 
 
 def room_for_snapshots(
-    size: int, healthy_steps: int, device: torch.device, tracker: Tracker
+    size: int, healthy_steps: int, device: torch.device, tracker: Tracker, overlapped: bool
 ) -> Snapshots | None:
     """Snapshots for a state of `size` bytes on `device`; None if some rank lacks the memory. Collective.
 
-    tracker: logs that no snapshots are taken.
+    tracker: logs that no snapshots are taken, and how they are copied.
+    overlapped: whether training goes on while a GPU's state is copied. A CPU's is copied as ever.
     """
-    lacks = torch.tensor(float(2 * size > free_memory() / 4), device=device)
-    if max_over_ranks(lacks).item():
+    if any_rank(2 * size > free_memory() / 4, device):
         text = "two copies of the state would take over a quarter of the free memory: no snapshots are taken"
         tracker.event(0, "snapshot.off", text=text)
         return None
-    return Snapshots(healthy_steps, size, pinned=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    carrier = None
+    if overlapped and on_gpu:
+        carrier = Carrier(CudaCopyStream(device), tracker.event)
+    return Snapshots(healthy_steps, size, pinned=on_gpu, carrier=carrier, device=device)

@@ -15,10 +15,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from harness.checkpoint.copy_stream import Event
 from harness.core.protocols import Tensors
 
-# Bytes: a cache line. It also aligns every dtype.
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes: a cache line. Every tensor begins at a multiple of it in the block, which aligns every dtype."""
 
 # Of one tensor: part, name, shape and dtype. A copy with the same layout reuses the views of the one before it.
 _Layout = list[tuple[str, str, torch.Size, torch.dtype]]
@@ -36,7 +37,7 @@ class Staging:
         self._layout: _Layout = []
         self._views: Tensors = {}
         self._reserving: threading.Thread | None = None
-        self._arrived: torch.Event | None = None
+        self._arrived: Event | None = None
 
     def reserve(self, size: int) -> None:
         """Begin to allocate `size` bytes on a thread; returns at once."""
@@ -57,6 +58,21 @@ class Staging:
 
         tensors: by part and name, of any device, dtype and layout.
         """
+        copies, sources = self._matched(tensors)
+        # One call for all tensors: there are thousands.
+        if sources:
+            torch._foreach_copy_(copies, sources, non_blocking=True)
+        if any(source.is_cuda for source in sources):
+            self._arrived = torch.cuda.current_stream().record_event()
+        return self._named_views()
+
+    def wait(self) -> None:
+        """Wait until the copies have arrived. Any thread may call it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def _matched(self, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """Views into the block and the tensors that they are copies of, in the order of the block."""
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
@@ -72,28 +88,21 @@ class Staging:
         if layout != self._layout or tensors.keys() != self._views.keys():
             self._lay_out(tensors, layout)
 
-        # One call for all tensors: there are thousands.
         copies: list[Tensor] = []
         for named in self._views.values():
             copies += named.values()
-        if sources:
-            torch._foreach_copy_(copies, sources, non_blocking=True)
-        if any(source.is_cuda for source in sources):
-            self._arrived = torch.cuda.current_stream().record_event()
-        return {part: dict(named) for part, named in self._views.items()}
+        return copies, sources
 
-    def wait(self) -> None:
-        """Wait until the copies have arrived. Any thread may call it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+    def _named_views(self) -> Tensors:
+        return {part: dict(named) for part, named in self._views.items()}
 
     def _lay_out(self, tensors: Tensors, layout: _Layout) -> None:
         """Give every tensor its place in the block, which grows if it is too small."""
         sizes: list[int] = []
         for named in tensors.values():
             for tensor in named.values():
-                lines = -(-tensor.nbytes // _ALIGNMENT)  # rounded up
-                sizes.append(lines * _ALIGNMENT)
+                lines = -(-tensor.nbytes // ALIGNMENT)  # rounded up
+                sizes.append(lines * ALIGNMENT)
         if sum(sizes) > self._block.numel():
             self._allocate(sum(sizes))
 

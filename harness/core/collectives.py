@@ -53,6 +53,13 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` is true on any rank; the same on every rank. Of several ranks, the host waits for the device."""
+    if world_size() == 1:
+        return flag
+    return bool(max_over_ranks(torch.tensor(float(flag), device=device)).item())
+
+
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Mean over ranks, summed in rank order: the same bits on every rank."""
     # No all_reduce(SUM): the order in which it adds, and so the bits, are the library's choice.

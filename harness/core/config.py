@@ -424,6 +424,11 @@ class GuardConfig(Strict):
         description="step after which snapshots are five times as far apart, at most 100 steps (or "
         "guard.snapshot_every, if longer); 0: never",
     )
+    snapshot_copy: Literal["blocking", "overlapped"] = Field(
+        default="blocking",
+        description="how a GPU's state is copied: blocking: training waits; overlapped: it goes on after a copy on the "
+        "card, where that has room",
+    )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
         description="a loss over its first median for 200 updates: act rolls back, then halts; report logs",
@@ -776,7 +781,11 @@ def snapshot_plan(guard: GuardConfig, steps: int) -> str:
     rhythm = f"every {often} steps"
     if seldom > often:
         rhythm += f" up to step {seldom_after}, then every {seldom}"
-    return f"snapshots in memory: {rhythm}; the last after step {last} (guard.snapshot_every, snapshot_seldom_after)"
+    keys = "guard.snapshot_every, snapshot_seldom_after"
+    if guard.snapshot_copy == "overlapped":
+        rhythm += ", on a GPU copied while training goes on"
+        keys += ", snapshot_copy"
+    return f"snapshots in memory: {rhythm}; the last after step {last} ({keys})"
 
 
 def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:

@@ -24,8 +24,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from harness import Guard, Precision, Telemetry
+from harness.checkpoint.overlapped import Carrier
+from harness.checkpoint.snapshots import Snapshots
 from harness.core.errors import CheckpointError, HaltedError
 from harness.core.facts import Continue, Rollback, Switch
+from tests.support.copy_streams import LaterStreams
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "bf16"])
@@ -375,6 +378,46 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(
         "snapshot.off: Peculiar keeps a object at odd, which is not copied: nothing to roll"
         in capsys.readouterr().err
     )
+
+
+def overlapped(loop: Loop, streams: LaterStreams) -> None:
+    """Let the loop's snapshots be copied behind its steps."""
+    healthy = SETTINGS["healthy_steps"]
+    loop.guard.memory = Snapshots(
+        healthy, carrier=Carrier(streams, loop.guard.telemetry.event, 4096)
+    )
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0])
+def test_a_rollback_to_a_snapshot_that_training_did_not_wait_for_is_exact(free: int) -> None:
+    waited, went_on = Loop(poison=(10, 11)), Loop(poison=(10, 11))
+    overlapped(went_on, LaterStreams(free=free))
+    waited.steps(20)
+    went_on.steps(20)
+    assert went_on.guard.state.ledger.returned_to == [8]
+    assert went_on.windows == waited.windows
+    assert differences(went_on.everything(), waited.everything()) == []
+
+
+@pytest.mark.parametrize("how", ["on its way", "no memory"])
+def test_a_failed_copy_is_not_restored_and_ends_the_snapshots(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = Loop(poison=(10, 11))
+    # The first snapshot is of step 4, the second, to which it would go back, of step 8.
+    streams = LaterStreams(most=0)
+    if how == "on its way":
+        streams = LaterStreams()
+        loop_of_one = Loop()
+        overlapped(loop_of_one, streams)
+        loop_of_one.steps(5)
+        streams = LaterStreams(fails_at=len(streams.queued) + 1)
+    overlapped(loop, streams)
+    with pytest.raises(HaltedError, match="no snapshots are taken"):
+        loop.steps(20)
+    assert loop.guard.memory is None
+    assert "snapshot.off: the copy failed (CUDA" in capsys.readouterr().err
+    assert loop.guard.state.ledger.returned_to == []
 
 
 def rolled_back(precision: Precision, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,245 @@
+"""Copies of a TrainState from a GPU to host memory that training does not wait for.
+
+`Staging` queues its copies on the stream that training computes on, so the next step begins when they have arrived. A
+copy within the card is tens of times faster than one over its bus. So here a copy takes two steps:
+
+1. The compute stream copies the tensors into a buffer on the card. Training may change them from then on.
+2. A second stream copies the buffer to pinned host memory, slice by slice, while training goes on. The step's own
+   copies get their turn between two slices. The event after the last slice says that the copy is complete.
+
+Where the card has no room for a whole copy, two buffers of one slice each take turns. The compute stream then waits for
+each slice until a buffer is free again. So training waits for nearly the whole copy, as it does with `Staging`. The
+host waits in neither case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.checkpoint.copy_stream import CopyStream, Event
+from harness.checkpoint.staging import ALIGNMENT, Staging
+from harness.core.collectives import any_rank
+from harness.core.memory import size_text
+from harness.core.protocols import Tensors
+
+# About a millisecond over PCIe: as long as another copy may have to wait.
+_SLICE_BYTES = 32 << 20
+# Buffers that take turns where there is no room for more: one is filled while the other is emptied.
+_TURNS = 2
+# Of the card's memory, what stays free beside a whole copy: later steps may need more than those so far (validation,
+# samples of statistics), and memory is fragmented.
+_MARGIN = 0.1
+
+
+class CopyError(Exception):
+    """A copy of the state failed. Its bytes must not be used."""
+
+
+def buffer_bytes(state: int, free: int, total: int, slice_bytes: int = _SLICE_BYTES) -> int:
+    """Bytes on the card for copies of a state of `state` bytes there: a whole copy where there is room, or two slices.
+
+    free, total: of the card's memory.
+    """
+    least = min(state, _TURNS * slice_bytes)
+    return state if state + total * _MARGIN <= free else least
+
+
+@dataclass
+class _Slice:
+    """What one copy to the host takes along.
+
+    to: views into the block in host memory, one after the other.
+    sources: pieces of the state, one for each.
+    """
+
+    to: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+
+    @property
+    def begin(self) -> int:
+        """Its first byte in the block."""
+        return _begin(self.to[0])
+
+    @property
+    def end(self) -> int:
+        """The byte of the block after its last one."""
+        return _begin(self.to[-1]) + self.to[-1].nbytes
+
+    @property
+    def base(self) -> int:
+        """The last multiple of ALIGNMENT up to `begin`: a piece of a tensor may begin anywhere."""
+        return self.begin - self.begin % ALIGNMENT
+
+
+class Carrier:
+    """Carries tensors from a device to host memory. All copies share its buffer on the device.
+
+    Call `decide` before the first copy.
+
+    event: `Tracker.event`: the way of copying is logged once it is decided.
+    slice_bytes: of one copy to the host; a multiple of ALIGNMENT.
+    """
+
+    def __init__(
+        self, stream: CopyStream, event: Callable[..., None], slice_bytes: int = _SLICE_BYTES
+    ) -> None:
+        self.stream = stream
+        self.event = event
+        self._most = slice_bytes
+        self._whole: bool | None = None
+        self._buffer: Tensor | None = None
+        self._emptied: Event | None = None
+
+    def decide(self, step: int, tensors: Tensors) -> None:
+        """Decide once, for all ranks alike, whether whole copies fit on the card, and log it. Collective.
+
+        Called after some steps, as what they need is not free any more.
+        """
+        if self._whole is not None:
+            return
+        size = 0
+        for named in tensors.values():
+            size += sum(_room(tensor) for tensor in named.values() if self.stream.has(tensor))
+        fitting = buffer_bytes(size, *self.stream.memory(), self._most)
+        self._whole = not any_rank(fitting < size, self.stream.device)
+        text = f"snapshots take {size_text(size)} of the card: training does not wait for their way to the host"
+        if not self._whole:
+            text = f"no room on the card for a copy of the state ({size_text(size)}): training waits for snapshots"
+        self.event(step, "snapshot.buffer", text=text)
+
+    def carry(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
+        """Copy `sources`, which are on the device; returns the event after which the copies are complete.
+
+        block: uint8, host memory.
+        copies: contiguous views into `block`, in the order of their places.
+        Raises RuntimeError, as CUDA does.
+        """
+        slices = list(_slices(copies, sources, self._most))
+        buffer = self._buffer_for(slices)
+        # The copy before this one may still be read from the buffer.
+        if self._emptied is not None:
+            self.stream.hold(self._emptied)
+        emptied: list[Event] = []
+        for number, each in enumerate(slices):
+            place = each.base
+            if not self._whole:
+                place = number % _TURNS * self._most
+                if number >= _TURNS:
+                    self.stream.hold(emptied[number - _TURNS])
+
+            # To the buffer, where the slice has the same layout as in the block.
+            shift = place - each.base
+            held: list[Tensor] = []
+            for to in each.to:
+                begin = _begin(to) + shift
+                held.append(buffer[begin : begin + to.nbytes].view(to.dtype).view(to.shape))
+            torch._foreach_copy_(held, each.sources)
+
+            # From the buffer to the host.
+            there = block[each.begin : each.end]
+            here = buffer[each.begin + shift : each.end + shift]
+            emptied.append(self.stream.copy(there, here, self.stream.computed()))
+        self._emptied = emptied[-1] if emptied else self.stream.computed()
+        return self._emptied
+
+    def _buffer_for(self, slices: Sequence[_Slice]) -> Tensor:
+        """The buffer, which grows if it is too small."""
+        size = _TURNS * self._most
+        if self._whole:
+            size = slices[-1].end if slices else 0
+        if self._buffer is None or self._buffer.numel() < size:
+            # Its memory goes to other tensors once it is free: nothing may still read from it.
+            if self._emptied is not None:
+                self._emptied.synchronize()
+            self._buffer = None
+            self._buffer = self.stream.buffer(size)
+        return self._buffer
+
+
+class OverlappedStaging(Staging):
+    """As `Staging`, for the tensors of a GPU; training does not wait for the copies."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(pinned=True)
+        self._carrier = carrier
+
+    @torch.no_grad()
+    def copy(self, tensors: Tensors) -> Tensors:
+        """As `Staging.copy`. The copies are complete after `wait`.
+
+        Raises CopyError if the device refuses; what was copied before is lost, too.
+        """
+        # What failed here before was asked for by `wait`.
+        self._arrived = None
+        copies, sources = self._matched(tensors)
+        near: tuple[list[Tensor], list[Tensor]] = [], []
+        far: tuple[list[Tensor], list[Tensor]] = [], []
+        for copy, source in zip(copies, sources, strict=True):
+            kind = far if self._carrier.stream.has(source) else near
+            kind[0].append(copy)
+            kind[1].append(source)
+        # The host may write to its own tensors as soon as this returns.
+        if near[0]:
+            torch._foreach_copy_(*near)
+        try:
+            self._arrived = self._carrier.carry(self._block, *far)
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+        return self._named_views()
+
+    def wait(self) -> None:
+        """As `Staging.wait`. Raises CopyError if the copy failed on its way."""
+        try:
+            super().wait()
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+
+
+def _slices(copies: Iterable[Tensor], sources: Iterable[Tensor], most: int) -> Iterator[_Slice]:
+    """Slices of at most `most` bytes that cover every byte of `copies`, and no other tensor of the block."""
+    present = _Slice()
+    for copy, source in zip(copies, sources, strict=True):
+        for to, piece in zip(_pieces(copy, most), _pieces(source, most), strict=True):
+            begin = _begin(to)
+            if present.to:
+                # Beyond alignment, a gap is the place of a tensor that is copied another way.
+                other_between = begin - present.end >= ALIGNMENT
+                if other_between or begin + to.nbytes - present.base > most:
+                    yield present
+                    present = _Slice()
+            present.to.append(to)
+            present.sources.append(piece)
+    if present.to:
+        yield present
+
+
+def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Views that cover `tensor` in the order of its elements. How it is divided depends on shape and dtype alone.
+
+    most: bytes of a piece. With ALIGNMENT to spare, it fits a slice wherever it begins.
+    """
+    most -= ALIGNMENT
+    if tensor.nbytes <= most:
+        if tensor.numel():
+            yield tensor
+        return
+    row = tensor.nbytes // len(tensor)
+    if row <= most:
+        yield from tensor.split(most // row)
+        return
+    for each in tensor:
+        yield from _pieces(each, most + ALIGNMENT)
+
+
+def _begin(view: Tensor) -> int:
+    """The first byte of a view into a block, counted from the block's beginning."""
+    return int(view.storage_offset()) * view.element_size()
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of the block that a tensor takes."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
