@@ -136,12 +136,16 @@ def compiler_on_paper(card: Card) -> Iterator[None]:
         yield
 
 
-def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[str]:
-    """Generated code of the forward and the backward graph, in this order. Raises if there is a graph break."""
-    codes: list[str] = []
+def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[tuple[str, int]]:
+    """Generated code of the forward and the backward graph, in this order, and what each moves (`moved`).
+
+    Raises if there is a graph break.
+    """
+    codes: list[tuple[str, int]] = []
 
     def compile_to_module(graph: GraphLowering) -> Any:
-        codes.append(graph.codegen()[0].value)
+        code = graph.codegen()[0].value
+        codes.append((code, moved(graph, code)))
 
         def call(_: Any) -> Any:
             raise Stop
@@ -174,6 +178,28 @@ def launches(code: str) -> list[str]:
         (m.start(), m[1]) for pattern in patterns for m in re.finditer(pattern, body, re.MULTILINE)
     ]
     return [name for _, name in sorted(found)]
+
+
+def moved(graph: GraphLowering, code: str) -> int:
+    """Bytes that the compiler's kernels and our casts read and write: each tensor that a kernel is given, once.
+
+    Not those of GEMMs, which are the same however casts are fused.
+    """
+
+    def size(name: str) -> int:
+        """Bytes of a tensor of the graph; 0 if `name` is of anything else."""
+        if name not in graph.graph_inputs and graph.try_get_buffer(name) is None:
+            return 0
+        return int(graph.get_numel(name)) * graph.get_dtype(name).itemsize
+
+    total = 0
+    body = code[code.index("def call(") :]
+    for arguments in re.findall(r"triton_\w+\.run\((.*), stream=", body):
+        total += sum(map(size, set(re.findall(r"[a-z]\w*", arguments))))
+    # A cast reads bfloat16 and writes FP8 twice.
+    for given in re.findall(r"fp8_cast\.default\((?:reinterpret_tensor\()?(\w+)", body):
+        total += 2 * size(given)
+    return total
 
 
 def noted_in_place(code: str) -> int:
@@ -209,11 +235,14 @@ def main(rung: str, kernel: str = "") -> dict[str, Any]:
             rotary(TOKENS, DIM // HEADS, gpu),
         )
         with backend.context():
-            forward, backward = codes_of(next(iter(model.blocks)), *inputs)
+            (forward, in_forward), (backward, in_backward) = codes_of(
+                next(iter(model.blocks)), *inputs
+            )
     return {
         "layers": len(backend.layers),
         "forward": launches(forward),
         "backward": launches(backward),
+        "moved": {"forward": in_forward, "backward": in_backward},
         "noted in place": noted_in_place(forward) + noted_in_place(backward),
         "fp8 in forward": sorted(set(re.findall(r"tl\.float8e\w+", forward))),
         "fp8 in backward": sorted(set(re.findall(r"tl\.float8e\w+", backward))),

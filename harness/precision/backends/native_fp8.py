@@ -91,7 +91,7 @@ class _Linear(torch.autograd.Function):
         gradient: str,
         own_casts: bool,
     ) -> Tensor:
-        scales = _ops.fp8_scales_apart(handle, rows)
+        scales = _ops.fp8_scales_apart(handle, weight)
         wants_weight = ctx.needs_input_grad[1]
         cast_rows = _own_cast if own_casts else _cast
         _, amax, left, columns = cast_rows(
@@ -112,9 +112,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         columns, then, weight, handle = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-        # Read again, as scales may have rolled since forward. The argument `grad` keeps the compiler from merging
+        # Read again, as scales may have rolled since forward. The argument `then` keeps the compiler from merging
         # this call with forward's.
-        scales = _ops.fp8_scales_apart(handle, grad)
+        scales = _ops.fp8_scales_apart(handle, then)
         values, amax, left, turned = ctx.cast(
             grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
         )
@@ -199,7 +199,8 @@ def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
 
     First come the scales of input, weight and grad_output and a filler, then each inverse with its filler.
 
-    after: a tensor that exists at the moment of the call; it orders this call after the one that made the tensor.
+    after: a tensor of the device. Calls with different ones are not merged. Not an activation: the compiler would write
+        one to memory for this call, although it is fused with what uses it.
     """
     layer = layer_of(handle)
     buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
