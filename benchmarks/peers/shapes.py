@@ -83,7 +83,7 @@ class Shape:
 def _shipped(name: str, config: str, batch: int, tokens: int, **more: Any) -> Shape:
     """The model of a shipped config. more: arguments of the model that replace the config's.
 
-    The loss is never computed in chunks: torch.utils.checkpoint, which does that, fails around a head of TE's.
+    The loss is never computed in chunks: a head of TE's needs torch.utils.checkpoint for that, which fails around it.
     """
     args = {**load_config(config).model.args, "loss_chunk": 0, **more}
     return Shape(name, GPT, args, batch, tokens, {"vocab": args["vocab"]})

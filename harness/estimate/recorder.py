@@ -174,6 +174,12 @@ def traffic(
     if name == "embedding_dense_backward":
         return touched(ins[0]) + touched(ins[1]), touched(outs[0])
 
+    # Of each row of logits a gather reads one, and a scatter writes one.
+    if name == "gather":
+        return touched(args[2]) + touched(outs[0]), touched(outs[0])
+    if name == "scatter_" and isinstance(args[3], Tensor):
+        return touched(args[2]) + touched(args[3]), touched(args[3])
+
     # Reads: each input once, but not one that is only overwritten.
     distinct = {id(tensor): touched(tensor) for tensor in ins}
     if name in _WRITE_ONLY and ins:
@@ -616,7 +622,8 @@ class Recorder(TorchDispatchMode):
         count = kernels(func, name, args, ins, outs)
         if not count:
             return
-        reads, writes = traffic(name, args, ins, outs)
+        read = [tensor for tensor in ins if tensor is not kwargs.get("out")]
+        reads, writes = traffic(name, args, read, outs)
 
         # Where in the model and in the step the operation belongs.
         frames = _frames()

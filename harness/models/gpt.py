@@ -10,8 +10,8 @@ token ids to a loss:
     loss = cross_entropy(lm_head(norm(x)), targets)
 
 Attention scores and the loss are modules of their own, so that a recipe can keep them in float32 by name. Two options
-trade time for memory: `recompute` keeps fewer activations for backward, and `loss_chunk` never holds the logits of all
-tokens at once. `llama.py` converts weights from and to Llama's and Qwen3's names.
+save memory: `recompute` keeps fewer activations for backward, and `loss_chunk` never holds the logits of all tokens at
+once, nor any of them in float32 (`token_loss.py`). `llama.py` converts weights from and to Llama's and Qwen3's names.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.facts import IGNORED
 from harness.models.room import require_room
+from harness.models.token_loss import loss_of_head, sum_of_losses
 
 ROPE_BASE = 10000.0
 EPS = 1e-5
@@ -191,20 +192,18 @@ class TokenLoss(nn.Module):
         counted: number of targets with a loss in the whole micro-batch, if `logits` is one chunk of it. The chunk's sum
             is divided by it, so that the results of all chunks add up to the mean.
         """
-        rows = logits.float().flatten(0, -2)
         targets = targets.flatten()
-        if counted is None:
-            loss = F.cross_entropy(rows, targets)
-        else:
-            loss = F.cross_entropy(rows, targets, reduction="sum") / counted
+        if counted is not None:
+            return sum_of_losses(logits.flatten(0, -2), targets, self.z_loss) / counted
+        rows = logits.float().flatten(0, -2)
+        loss = F.cross_entropy(rows, targets)
         if not self.z_loss:
             return loss
 
         # Only targets that count: padding would pull on Z as well.
         kept = targets != IGNORED
         squares = rows.logsumexp(-1).square()
-        total = torch.where(kept, squares, 0.0).sum()
-        penalty = self.z_loss * total / (kept.sum() if counted is None else counted)
+        penalty = self.z_loss * torch.where(kept, squares, 0.0).sum() / kept.sum()
         # The value of this difference is 0; its gradient is the penalty's.
         return loss + (penalty - penalty.detach())
 
@@ -279,9 +278,31 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(self.norm(x))
         chunk = self.settings.loss_chunk
-        if not 0 < chunk < targets.numel():
+        if not chunk:
             return self.loss(self.lm_head(self.norm(x)), targets)
-        return self._chunked(x.flatten(0, 1), targets.flatten(), chunk)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        dtype = self._head_dtype(x)
+        if dtype is None:
+            return self._chunked(x, targets, chunk)
+        weight, z_loss = self.lm_head.weight, self.loss.z_loss
+        return loss_of_head(self.norm(x), weight, targets, chunk, z_loss, dtype)
+
+    def _head_dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype in which `loss_of_head` computes what head and loss would; None where it cannot stand for them.
+
+        It can for a plain Linear in float32 or bfloat16, which nobody has replaced. Its weight must be there: outside
+        of the Linear's own forward, a sharded one may not be. A compiler takes the modules, which it fuses itself.
+        """
+        plain = type(self.lm_head) is nn.Linear and type(self.loss) is TokenLoss
+        weight = self.lm_head.weight
+        # A DTensor holds this rank's rows alone.
+        whole = isinstance(weight, nn.Parameter) and not hasattr(weight, "to_local")
+        if not plain or not whole or torch.compiler.is_compiling():
+            return None
+        dtype = autocast_dtype(x.device.type)
+        if dtype is None and x.dtype == weight.dtype:
+            dtype = x.dtype
+        return dtype if dtype in (torch.float32, torch.bfloat16) else None
 
     def _recomputes(self, index: int) -> bool:
         """Whether block `index` is one of those that `recompute` applies to."""

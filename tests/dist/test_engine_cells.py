@@ -72,7 +72,7 @@ def ran(folder: Path, variant: Variant, rung: Rung) -> dict[str, Any]:
             "data": {"path": str(text), "context": 16, "val_samples": 2},
             "model": {
                 "target": "harness.models.gpt:build",
-                "args": {"dim": 32, "layers": 2, "heads": 2, "ffn": 64, "tied": False},
+                "args": {"dim": 32, "layers": 2, "heads": 2, "ffn": 64, "loss_chunk": 10},
             },
             "engine": {"name": variant.engine, "timeout_seconds": 60, **variant.settings},
             "checkpoint": {"every": 0},
