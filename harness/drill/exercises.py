@@ -48,6 +48,8 @@ from harness.tracking.journal import delivered
 _TRIES = 3
 _CLI = ("-m", "harness.cli")
 _MOST_FINDINGS = 20
+# The fault of exercises that do none to the run.
+_UNDISTURBED = "no fault"
 # Seconds between two looks at a log.
 _LOOK = 0.1
 
@@ -58,7 +60,8 @@ def preflight(bench: Bench) -> Account:
     code = doctor.finish(bench.patience)
     found = _findings(doctor.screen)
     errors = [each for each in found if each["severity"] == "error"]
-    seen = f"{code_text(code)}: {len(errors)} errors, {len(found) - len(errors)} warnings"
+    counts = f"{_counted(len(errors), 'error')}, {_counted(len(found) - len(errors), 'warning')}"
+    seen = f"{code_text(code)}: {counts}"
     checks = [Check("harness doctor finds no error", seen, code == ExitCode.DONE)]
 
     # What doctor calls sound must also be what a start accepts.
@@ -71,7 +74,13 @@ def preflight(bench: Bench) -> Account:
 
     notes = [f"{each['severity']} {each['code']}: {each['what']}" for each in found]
     done = "harness doctor and harness train --dry-run on the config as it is"
-    return Account(done, "none is meant", checks, notes=notes[:_MOST_FINDINGS])
+    fault = f"{_UNDISTURBED}; harness doctor: {counts}"
+    return Account(done, fault, checks, notes=notes[:_MOST_FINDINGS])
+
+
+def _counted(number: int, what: str) -> str:
+    """`1 warning`, `2 warnings`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _findings(text: str) -> list[dict[str, Any]]:
@@ -88,9 +97,8 @@ def soak(bench: Bench) -> Account:
     try:
         first = bench.undisturbed()
     except Missed as error:
-        return Account(
-            done, "none is meant", [Check("the first run ends as planned", str(error), False)]
-        )
+        ended = Check("the first run ends as planned", str(error), False)
+        return Account(done, _UNDISTURBED, [ended])
     ran, second = bench.to_its_end("soak-2")
     checks = [
         ended_well(ran, bench.steps),
@@ -100,7 +108,7 @@ def soak(bench: Bench) -> Account:
     if bench.delivers:
         got = "has all rows" if delivered(first.run_dir) else "had not got all rows in time"
         notes.append(f"MLflow ({TRACKER} in the drill's folder) {got}")
-    return Account(done, "none is meant", checks, notes=notes)
+    return Account(done, f"{_UNDISTURBED}; two runs of {bench.steps} steps", checks, notes=notes)
 
 
 def sigterm(bench: Bench) -> Account:
@@ -252,7 +260,6 @@ def disk(bench: Bench) -> Account:
     """No room for checkpoints for a while: a limit on the size of the run's files, set from outside."""
     reference = bench.undisturbed()
     name, child, limit = _limited(bench)
-    run = bench.run(name)
 
     # A run that pauses waits for room; with another checkpoint.on_failure it comes to its end without.
     policy = bench.config.checkpoint.on_failure
@@ -273,7 +280,7 @@ def disk(bench: Bench) -> Account:
     why = failed_save(child.screen)
     fault = ""
     if why:
-        fault = f"with files of at most {limit:,} bytes (RLIMIT_FSIZE of {run.name}): {why}"
+        fault = f"files limited to {limit:,} bytes (RLIMIT_FSIZE): {why}"
     done = "after its first save the run's files may not grow beyond half a checkpoint's; later they may again"
     return Account(done, fault, checks)
 
@@ -346,7 +353,9 @@ def _refused(log: Path, port: int) -> str:
     except OSError:
         return ""
     refused = [line for line in lines if f":{port}" in line and "refused" in line]
-    return f"{log.name}: {len(refused)} calls were refused at port {port}" if refused else ""
+    if not refused:
+        return ""
+    return f"{log.name}: {_counted(len(refused), 'call')} refused at port {port}"
 
 
 @contextmanager

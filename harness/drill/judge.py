@@ -206,7 +206,7 @@ def failed_save(text: str) -> str:
     for place, line in enumerate(lines):
         if "checkpoint.failed: " in line:
             reason = lines[place + 1 : place + 2]
-            return " ".join(each.strip(" !") for each in [line, *reason])
+            return "; ".join(each.strip(" !") for each in [line, *reason])
     return ""
 
 

@@ -108,7 +108,7 @@ def facts_of(bench: Bench, began: float, overrides: Sequence[str]) -> dict[str, 
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began)),
         "took": clock(time.time() - began),
         "folder": str(bench.folder),
-        "overrides": scrubbed(" ".join(overrides)),
+        "overrides": scrubbed(" ".join(overrides)) or "none",
         "steps of a run": str(bench.steps),
         "config, SHA-256": file_sha256(bench.folder / USERS),
         "config of the runs, SHA-256": file_sha256(bench.folder / SHORT),
@@ -142,9 +142,9 @@ def _html(drill: Drill) -> str:
     name = escape(shown(drill.config_name))
     sections = [
         f"<h1>Drill of {name}: {escape(drill.summary)}</h1>",
-        _table((), list(drill.facts.items())),
-        "<h2>Verdicts</h2>",
         _verdicts(drill.results),
+        "<h2>When, where and with what</h2>",
+        _table((), list(drill.facts.items())),
     ]
     for result in drill.results:
         sections += _section(result)
@@ -160,9 +160,15 @@ def _verdicts(results: Sequence[Result]) -> str:
     rows: list[Sequence[str]] = []
     for result in results:
         account = result.account
-        cells = (result.name, result.about, account.verdict, clock(result.seconds), _why(account))
+        cells = (
+            result.name,
+            result.about,
+            account.verdict,
+            clock(result.seconds),
+            _evidence(account),
+        )
         rows.append(cells)
-    return _table(("exercise", "of", "verdict", "took", "why"), rows)
+    return _table(("exercise", "what is tried", "verdict", "took", "evidence"), rows)
 
 
 def _section(result: Result) -> list[str]:
@@ -181,8 +187,8 @@ def _section(result: Result) -> list[str]:
     return sections
 
 
-def _why(account: Account) -> str:
-    """One line for the table of verdicts.
+def _evidence(account: Account) -> str:
+    """One line of evidence for the table of verdicts.
 
     Of a failed exercise it is the first check that does not hold; of one that was not judged, the reason; of one that
     passed, the fault.

@@ -104,11 +104,13 @@ def page(server: str) -> Iterator[browser.Browser]:
         opened.open(f"{server}/#/")
         opened.wait("document.body && document.body.innerText.includes('Experiments')", 300)
         _wait_until_quiet()
+        # MLflow opens a panel of its own beside the first page, and keeps in mind that it was closed.
+        opened.ask("""document.querySelector('[aria-label="Close"]')?.click()""")
         yield opened
 
 
 def _wait_until_quiet(seconds: float = 120.0) -> None:
-    """Let the server's helpers come up, so that a page is not measured beside them."""
+    """Let the server's helpers come up, or a page's charts, until nothing computes any more."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         before = _processor_seconds()
@@ -128,7 +130,7 @@ def show(page: browser.Browser, address: str, ready: str, name: str) -> float:
         f"\n{name}: usable after {seconds:.2f} s, {_processor_seconds() - before:.2f} s of processor time"
     )
     if folder := os.environ.get("UI_IMAGES"):
-        time.sleep(2.0)
+        _wait_until_quiet()
         page.photograph(Path(folder) / f"mlflow_{name}.png")
     assert seconds < SECONDS, f"{name}: {seconds:.1f} s"
     return seconds
