@@ -201,6 +201,10 @@ def _set_threads(threads: int, launch: Launch) -> None:
         torch.set_num_threads(threads)
 
 
+# ZeRO gives each rank a part of the gradients, so DeepSpeed measures them.
+_DEEPSPEED_NORM = "gradient norms are DeepSpeed's own: it adds up what ranks measure in float32, other engines in float64"
+
+
 def build_plan(
     config: RunConfig,
     recipe: Recipe,
@@ -220,6 +224,8 @@ def build_plan(
     # The model, once it is built: for the first rung that is tried. Later rungs are tried with the same one.
     built: list[nn.Module] = []
     notes: list[str] = []
+    if worker.engine == "deepspeed" and config.engine.zero_stage > 0:
+        notes.append(_DEEPSPEED_NORM)
 
     def plan_for(rung: Rung, verdicts: list[RungVerdict]) -> Plan:
         # What does not fit the rung is refused before the model takes its time and memory.

@@ -20,7 +20,8 @@ those of a CPU, because some of torch's initialisers (truncated normal) do nothi
 
 A few calls still fail on a tensor without memory, or give another answer: `numpy()`, `data_ptr()`, a pickle. A
 constructor may catch such an error, or compare such an answer, and then initialise the model in another way. So the
-first such call is noted (`_Differences`), and the model is built whole.
+first such call is noted (`_Differences`), and the model is built whole. So it is where the constructor compares the
+exact type of a tensor (`core/exact_types.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from harness.core.exact_types import comparing, functions_called
 
 SMALL = 4096
 """Tensors that are made with at most this many elements have memory from the start."""
@@ -743,6 +746,7 @@ def build(
             _Record(recording),
             _Differences(recording),
             _converting(),
+            functions_called() as called,
             warnings.catch_warnings(),
         ):
             # torch copies such a tensor as it should, and warns of how it looks at it.
@@ -755,6 +759,8 @@ def build(
         raise CannotDeferError(recording.refused or _short(error)) from error
     finally:
         _active.pop()
+    if asks := comparing(called.values()):
+        raise CannotDeferError(f"{asks} compares the exact type of a tensor")
     recording.finish(model)
     _RECORDINGS[model] = recording
     return model

@@ -1,6 +1,6 @@
 """The estimate of a sharded run: storages counted with imagined ranks, against two real ones over gloo.
 
-Run as a script, this file is one rank.
+Run as a script, this file is one rank, of the runs of the model after which its folder is called.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def measured(model: str, recipe_name: str, sync: str, fake: bool) -> dict[str, A
         for each in usual:
             sizes[f"{each.name}, {each.phase}"] += each.bytes
         found["collectives"] = {name: [counts[name], sizes[name]] for name in counts}
+        found["largest"] = max(each.bytes for each in usual)
     if not fake:
         found["allocator"] = allocated(profiler)
     return found
@@ -94,19 +95,24 @@ def rank_main(folder: Path) -> None:
     os.environ["PATH"] = ""
     from harness.engines.process_group import leave
 
+    runs = [run for run in RUNS if run[0] == folder.name]
     found: dict[str, Any] = {}
-    found["real"] = {name: measured(*run, fake=False) for name, run in zip(IDS, RUNS, strict=True)}
+    found["real"] = {", ".join(run): measured(*run, fake=False) for run in runs}
     leave()
     rank = os.environ["RANK"]
     if rank == "0":
-        runs = zip(IDS, RUNS, strict=True)
-        found["imagined"] = {name: measured(*run, fake=True) for name, run in runs}
+        found["imagined"] = {", ".join(run): measured(*run, fake=True) for run in runs}
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def first_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(__file__, tmp_path_factory.mktemp("sharded"), RANKS)[0]
+    found: dict[str, Any] = {"real": {}, "imagined": {}}
+    for model in MODELS:
+        part = run_ranks(__file__, tmp_path_factory.mktemp(model, numbered=False), RANKS)[0]
+        for kind in found:
+            found[kind] |= part[kind]
+    return found
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -116,8 +122,10 @@ def test_the_estimate_is_within_a_tenth_of_real_storages(
     imagined, real = first_rank["imagined"][name], first_rank["real"][name]
     assert imagined["recorded"] == pytest.approx(real["recorded"], rel=0.10)
     assert imagined["static"] == pytest.approx(real["static"], rel=1e-2)
-    # The allocator also counts a copy that gloo makes of what it reduces, which is a seventh of these small models.
-    assert imagined["recorded"] == pytest.approx(real["allocator"], rel=0.20)
+    # The allocator also counts copies that gloo makes of what it reduces: of the reduction that runs, and of those
+    # before it that its two threads have not let go of yet. On a busy machine that takes them a while.
+    assert real["allocator"] > 0.9 * imagined["recorded"]
+    assert real["allocator"] < 1.1 * imagined["recorded"] + 3 * imagined["largest"]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -15,6 +15,13 @@ _DEFERRED = "tests/unit/core/test_deferred.py"
 
 SHARDED: tuple[Mutation, ...] = (
     Mutation(
+        22,
+        "a constructor that compares the exact type of a weight is built whole",
+        "if asks := comparing(called.values()):",
+        'if asks := "":',
+        f"{_DEFERRED} -k cannot_be_recorded",
+    ),
+    Mutation(
         1,
         "rank 0 does not commit its own half",
         "waits = sorted(set(range(1, self.ranks)) - found.keys())",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,12 @@ EXPECTS_ERRORS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def scale_by_type(weight: Tensor) -> None:
+    """As libraries find out whether somebody else has quantised a weight."""
+    if type(weight) is not nn.Parameter:
+        weight.data.zero_()
+
+
 class Odd(nn.Module):
     """Does one thing that cannot be recorded."""
 
@@ -374,6 +381,8 @@ class Odd(nn.Module):
         elif kind == "printed":
             if "FakeTensor" in repr(weight):
                 weight.data.zero_()
+        elif kind == "exact type":
+            scale_by_type(weight)
         elif kind == "shared":
             self.again = nn.Parameter(weight.data)
         elif kind == "lazy":
@@ -397,6 +406,7 @@ class Odd(nn.Module):
         ("address", "Tensor.data_ptr asks for memory"),
         ("each", "Tensor.apply_ asks for memory"),
         ("printed", "Tensor.__repr__ asks for memory"),
+        ("exact type", r"scale_by_type .test_deferred.py:\d+. compares the exact type of a tensor"),
         ("shared", "linear.weight and again share memory|again and linear.weight share memory"),
         ("lazy", "lazy.weight gets its shape in the first forward"),
     ],
@@ -408,8 +418,25 @@ def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
     assert not deferred.is_building()
     made: Any = Odd(kind)
     assert made.linear.weight.shape == (100, 100)
-    if kind in EXPECTS_ERRORS or kind in ("address", "each", "printed"):
+    if kind in EXPECTS_ERRORS or kind in ("address", "each", "printed", "exact type"):
         assert made.linear.weight.any(), "a whole build does not come to the error"
+
+
+def test_other_types_may_be_compared() -> None:
+    """Also where a function only asks what a tensor is an instance of, or compares types of something else."""
+
+    def make() -> nn.Module:
+        made = nn.Linear(100, 100)
+        is_linear = type(made) is nn.Linear and made.__class__.__name__ == "Linear"
+        if is_linear and isinstance(made.weight, nn.Parameter) and isinstance(made.bias, Tensor):
+            made.weight.data.fill_(2)
+        return made
+
+    seed_everything(3)
+    whole = make()
+    seed_everything(3)
+    assert assert_same(whole, deferred.build(make, CPU)) == 1
+    assert sys.getprofile() is None
 
 
 @pytest.mark.slow

@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from harness.build import Worker, build_plan
+from harness.capability.probe import MachineFacts
+from harness.core.config import load_config
 from harness.core.errors import ConfigError
 from harness.engines.deepspeed_setup import PrecisionName, build_config, check, preflight
+from harness.engines.process_group import Launch, ProcessGroup
+from harness.precision.recipe import load_recipe
 
 
 def build(
@@ -154,6 +160,16 @@ def test_a_broken_json_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_missing_json_names_the_shipped_ones() -> None:
     with pytest.raises(ConfigError, match="buckets"):
         build(user="no_such_name")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_plan_names_the_norm_that_deepspeed_measures(stage: int) -> None:
+    config = load_config("tiny", [f"engine.zero_stage={stage}"])
+    cpu = torch.device("cpu")
+    launch = Launch(rank=0, local_rank=0, world_size=1, local_world_size=1, launched=True)
+    worker = Worker(launch, "deepspeed", cpu, MachineFacts(), ProcessGroup(cpu))
+    plan, _ = build_plan(config, load_recipe("fp32"), worker)
+    assert any("DeepSpeed's own" in note for note in plan.notes) == (stage > 0)
 
 
 def test_checks_need_neither_torch_nor_deepspeed() -> None:
