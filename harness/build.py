@@ -405,11 +405,7 @@ def build_run(
     task: of `build_task`; None: one that was not tried on the data.
     """
     # What depends on the model as it was built, before it is converted.
-    with computing(model):
-        text = too_high(model, config.train)
-    if text:
-        telemetry.event(0, "train.lr_high", text=text)
-        telemetry.screen.event(f"train.lr_high: {text}")
+    _report_high_rate(config, model, telemetry)
     card = _card(worker)
     task = task or Task(model, config.model.target)
     flops = _flops(config, worker, card, model, task, data)
@@ -418,18 +414,7 @@ def build_run(
     # Convert the model to compute as planned, and give its update to an engine.
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
-    watch: EagerWatch | None = None
-    if plan.compiled:
-        if text := remove_unfinished():
-            telemetry.tell(0, "compile.cache", text)
-        watch = compile_blocks(model, may_fall_back=config.engine.compile == "auto")
-        telemetry.screen.say(
-            f"the first step waits for torch.compile; its code is kept in {cache_dir()}"
-        )
-    elif plan.compile_failed:
-        telemetry.tell(
-            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
-        )
+    watch = _compile(config, plan, model, telemetry)
     fp8_names = plan.names_of(fp8_weights, model)
     del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
@@ -456,25 +441,8 @@ def build_run(
 
     # Saving, stopping, judging and rolling back.
     stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
-    saver = Saver(
-        store,
-        Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
-        _staging(config, engine, model, telemetry),
-    )
-    recovery = Recovery(
-        state=state,
-        engine=engine,
-        tracker=telemetry,
-        store=store,
-        good=RollbackTargets(store, config.checkpoint.healthy_steps, saver.committed),
-        saver=saver,
-        keep_ledger=lambda current: save_ledger(folder, current),
-        config=config.checkpoint,
-        asked=stop.requested,
-        fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
-        # A save that gives up on a rank must end before the collectives do.
-        wait_seconds=config.engine.timeout_seconds / 2,
-    )
+    staging = _staging(config, engine, model, telemetry)
+    recovery = _recovery(config, folder, state, engine, telemetry, store, staging, stop)
     # Ranks that hold different rows have nothing to compare.
     comparison = None
     if not engine.sharded:
@@ -512,6 +480,63 @@ def build_run(
         keep_flight=keep_flight,
         ideal=_ideal(flops, worker, card, plan),
         fp8_weights=fp8_weights,
+    )
+
+
+def _report_high_rate(config: RunConfig, model: nn.Module, telemetry: Telemetry) -> None:
+    """Report a learning rate that is high for this model."""
+    with computing(model):
+        text = too_high(model, config.train)
+    if text:
+        telemetry.event(0, "train.lr_high", text=text)
+        telemetry.screen.event(f"train.lr_high: {text}")
+
+
+def _compile(
+    config: RunConfig, plan: Plan, model: nn.Module, telemetry: Telemetry
+) -> EagerWatch | None:
+    """Have the blocks compiled in the first step, if the plan says so. Returns the watch for blocks that are not."""
+    if plan.compiled:
+        if text := remove_unfinished():
+            telemetry.tell(0, "compile.cache", text)
+        watch = compile_blocks(model, may_fall_back=config.engine.compile == "auto")
+        telemetry.screen.say(
+            f"the first step waits for torch.compile; its code is kept in {cache_dir()}"
+        )
+        return watch
+    if plan.compile_failed:
+        telemetry.tell(
+            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
+        )
+    return None
+
+
+def _recovery(
+    config: RunConfig,
+    folder: Path,
+    state: TrainState,
+    engine: Engine,
+    telemetry: Telemetry,
+    store: Store,
+    staging: Staging | None,
+    stop: StopRequest,
+) -> Recovery:
+    """What saves the run and returns to a save."""
+    keep = config.checkpoint
+    saver = Saver(store, Retention(store, keep.keep, keep.best).prune, staging)
+    return Recovery(
+        state=state,
+        engine=engine,
+        tracker=telemetry,
+        store=store,
+        good=RollbackTargets(store, keep.healthy_steps, saver.committed),
+        saver=saver,
+        keep_ledger=lambda current: save_ledger(folder, current),
+        config=keep,
+        asked=stop.requested,
+        fallback_folder=fallback_folder(keep.emergency_path, folder),
+        # A save that gives up on a rank must end before the collectives do.
+        wait_seconds=config.engine.timeout_seconds / 2,
     )
 
 
