@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.rollback import seconds
 from harness.build import (
     build_data,
     build_plan,
@@ -83,12 +84,6 @@ def tutorial(params: Iterable[nn.Parameter], zeros: bool) -> tuple[float, bool, 
         if zeros:
             exact_zeros += int((param.grad == 0).sum().item())
     return math.sqrt(squares), finite, exact_zeros
-
-
-def seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
 
 
 def spread(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

@@ -447,27 +447,14 @@ def build_run(
     # Convert the model to compute as planned, and give its update to an engine.
     loss_scale = build_loss_scale(plan, recipe, worker.device)
     backend = build_backend(plan, recipe, model, worker.device, loss_scale)
-    watch: EagerWatch | None = None
-    if plan.compiled:
-        if text := remove_unfinished():
-            telemetry.tell(0, "compile.cache", text)
-        watch = compile_blocks(model, may_fall_back=config.engine.compile == "auto")
-        telemetry.screen.say(
-            f"the first step waits for torch.compile; its code is kept in {cache_dir()}"
-        )
-    elif plan.compile_failed:
-        telemetry.tell(
-            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
-        )
+    watch = _compile(config, plan, model, telemetry)
     fp8_names = plan.names_of(fp8_weights, model)
     del fp8_weights
     engine = _build_engine(config, worker, plan, model, loss_scale, telemetry)
     if engine.sharded:
         backend.gather_weights()
     # Ranks that share a model can look at its initial weights only now.
-    if text := too_high(model, config.train):
-        telemetry.event(0, "train.lr_high", text=text)
-        telemetry.screen.event(f"train.lr_high: {text}")
+    _report_high_rate(config, model, telemetry)
     held = dict(model.named_parameters())
 
     # Monitors watch the run; the state is everything that a resume needs, theirs included.
@@ -489,25 +476,8 @@ def build_run(
 
     # Saving, stopping, judging and rolling back.
     stop = StopRequest(config.train.max_minutes, launched=worker.launch.launched)
-    saver = Saver(
-        store,
-        Retention(store, config.checkpoint.keep, config.checkpoint.best).prune,
-        _staging(config, engine, model, telemetry),
-    )
-    recovery = Recovery(
-        state=state,
-        engine=engine,
-        tracker=telemetry,
-        store=store,
-        good=RollbackTargets(store, config.checkpoint.healthy_steps, saver.committed),
-        saver=saver,
-        keep_ledger=lambda current: save_ledger(folder, current),
-        config=config.checkpoint,
-        asked=stop.requested,
-        fallback_folder=fallback_folder(config.checkpoint.emergency_path, folder),
-        # A save that gives up on a rank must end before the collectives do.
-        wait_seconds=config.engine.timeout_seconds / 2,
-    )
+    staging = _staging(config, engine, model, telemetry)
+    recovery = _recovery(config, folder, state, engine, telemetry, store, staging, stop)
     # Ranks that hold different rows have nothing to compare.
     comparison = None
     if not engine.sharded:
@@ -545,6 +515,61 @@ def build_run(
         keep_flight=keep_flight,
         ideal=_ideal(flops, worker, card, plan),
         fp8_weights=fp8_weights,
+    )
+
+
+def _report_high_rate(config: RunConfig, model: nn.Module, telemetry: Telemetry) -> None:
+    """Report a learning rate that is high for this model."""
+    if text := too_high(model, config.train):
+        telemetry.event(0, "train.lr_high", text=text)
+        telemetry.screen.event(f"train.lr_high: {text}")
+
+
+def _compile(
+    config: RunConfig, plan: Plan, model: nn.Module, telemetry: Telemetry
+) -> EagerWatch | None:
+    """Have the blocks compiled in the first step, if the plan says so. Returns the watch for blocks that are not."""
+    if plan.compiled:
+        if text := remove_unfinished():
+            telemetry.tell(0, "compile.cache", text)
+        watch = compile_blocks(model, may_fall_back=config.engine.compile == "auto")
+        telemetry.screen.say(
+            f"the first step waits for torch.compile; its code is kept in {cache_dir()}"
+        )
+        return watch
+    if plan.compile_failed:
+        telemetry.tell(
+            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
+        )
+    return None
+
+
+def _recovery(
+    config: RunConfig,
+    folder: Path,
+    state: TrainState,
+    engine: Engine,
+    telemetry: Telemetry,
+    store: Store,
+    staging: Staging | None,
+    stop: StopRequest,
+) -> Recovery:
+    """What saves the run and returns to a save."""
+    keep = config.checkpoint
+    saver = Saver(store, Retention(store, keep.keep, keep.best).prune, staging)
+    return Recovery(
+        state=state,
+        engine=engine,
+        tracker=telemetry,
+        store=store,
+        good=RollbackTargets(store, keep.healthy_steps, saver.committed),
+        saver=saver,
+        keep_ledger=lambda current: save_ledger(folder, current),
+        config=keep,
+        asked=stop.requested,
+        fallback_folder=fallback_folder(keep.emergency_path, folder),
+        # A save that gives up on a rank must end before the collectives do.
+        wait_seconds=config.engine.timeout_seconds / 2,
     )
 
 

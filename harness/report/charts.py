@@ -52,6 +52,12 @@ class Chart:
     settled: int = 0
 
 
+def drawable(points: Points) -> tuple[Ints, Floats]:
+    """Steps and figures of what a curve can show."""
+    drawn = np.abs(points.figures) < BEYOND
+    return points.steps[drawn], points.figures[drawn]
+
+
 def shipped(history: RunHistory) -> list[Chart]:
     """The charts of the metrics that this project writes, in the order of the page."""
     counted = str(history.run["data"].get("counted", "tokens"))

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.report import label
+from harness.report.charts import BEYOND, drawable
+from harness.report.decimate import Floats, Ints
 from harness.report.fp8_pictures import GRID, INK, save
 from harness.report.sides import Side, shared_steps
 from harness.tracking.existing import LOSS, VAL_LOSS
-from harness.tracking.figures import Points
 from harness.tracking.history import SWITCHED, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"A": "#2c7fb8", "B": "#d95f0e"}
-BEYOND = 1e100
-"""Figures over this are not drawn, like those that are not finite."""
 # Event -> the mark that stands for it, and its meaning.
 _MARKS = {
     "guard.rollback": ("v", "rollback"),
@@ -33,7 +31,6 @@ _MARKS = {
 _SKIPPED = ("x", "update skipped")
 # Longest name of a run in the picture's title, and in its file's name.
 _LONGEST, _LONGEST_IN_NAME = 60, 100
-Floats = npt.NDArray[np.float64]
 
 
 def picture_path(a: Side, b: Side, folder: Path) -> Path:
@@ -75,19 +72,14 @@ def draw(a: Side, b: Side, path: Path, divergence: int | None) -> Path:
     return save(figure, path)
 
 
-def _finite(points: Points) -> tuple[npt.NDArray[np.int64], Floats]:
-    drawn = np.abs(points.figures) < BEYOND
-    return points.steps[drawn], points.figures[drawn]
-
-
 def _draw_losses(axes: Axes, side: Side) -> None:
     """A line for each run's training loss, and points for its validations."""
     colour = COLOURS[side.letter]
     for place, run in enumerate(side.runs):
-        steps, values = _finite(run.points(LOSS))
+        steps, values = drawable(run.points(LOSS))
         name = f"{side.letter}, training" if not place else None
         axes.plot(steps, values, color=colour, linewidth=1.0, label=name)
-        steps, values = _finite(run.points(VAL_LOSS))
+        steps, values = drawable(run.points(VAL_LOSS))
         name = f"{side.letter}, validation" if not place and len(steps) else None
         axes.plot(steps, values, "o", color=colour, markersize=4, label=name)
 
@@ -128,9 +120,7 @@ def _draw_gap(axes: Axes, a: Side, b: Side) -> None:
     axes.plot(steps[drawn], gap[drawn], color=INK, linewidth=1.0)
 
 
-def _means(
-    a: Sequence[RunHistory], b: Sequence[RunHistory]
-) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+def _means(a: Sequence[RunHistory], b: Sequence[RunHistory]) -> tuple[Ints, Floats, Floats]:
     """(steps that all runs have, mean loss of a's runs, mean loss of b's runs)."""
     shared = np.array(shared_steps((*a, *b), LOSS), np.int64)
     points = [run.points(LOSS) for run in (*a, *b)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from harness.core.facts import ROLES
 from harness.report import label
-from harness.report.charts import BEYOND
+from harness.report.charts import drawable
 from harness.report.fp8_pictures import GRID, INK, ROLE_COLOURS, pictures, save
 from harness.report.hunt import hunt_plot
 from harness.tracking.figures import Points
@@ -51,9 +51,9 @@ def loss_plot(history: RunHistory, path: Path) -> bool:
 
     # The curves; what a rollback discarded is behind them.
     _branch(axes, history.abandoned.get("train/loss"), train)
-    steps, values = _finite(train)
+    steps, values = drawable(train)
     axes.plot(steps, values, color="#2c7fb8", linewidth=1.0, label="training")
-    steps, values = _finite(history.points("val/loss"))
+    steps, values = drawable(history.points("val/loss"))
     axes.plot(
         steps, values, color="#d95f0e", marker="o", markersize=4, linewidth=1.4, label="validation"
     )
@@ -163,16 +163,11 @@ def _figure(width: float, height: float) -> tuple[Any, Axes]:
     return figure, figure.add_subplot()
 
 
-def _finite(points: Points) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    drawn = np.abs(points.figures) < BEYOND
-    return points.steps[drawn], points.figures[drawn]
-
-
 def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
     """The losses that a rollback discarded, and a line where the run went on."""
-    if abandoned is None or not len(_finite(abandoned)[0]):
+    if abandoned is None or not len(drawable(abandoned)[0]):
         return
-    steps, values = _finite(abandoned)
+    steps, values = drawable(abandoned)
     axes.plot(steps, values, color="#bdbdbd", linewidth=1.0, label="thrown away by a rollback")
     before = train.steps[train.steps < steps[0]]
     axes.axvline(before.max(initial=0), color="#969696", linestyle="--", linewidth=0.8)
@@ -180,7 +175,7 @@ def _branch(axes: Axes, abandoned: Points | None, train: Points) -> None:
 
 def _limits(axes: Axes, train: Points, unigram: float | None) -> None:
     """End the loss axis a little over the start or the unigram line, so that a spike does not flatten the curve."""
-    _, values = _finite(train)
+    _, values = drawable(train)
     if not len(values):
         return
     usual = max(values[0], (unigram or 0.0) * math.log(2))

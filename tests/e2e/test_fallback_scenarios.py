@@ -112,7 +112,7 @@ def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_fault_no_layer_leaves_fp8(work: Path) -> None:
     found = read(run(work, SCENARIOS[0], "control"))
     assert found["switches"] == found["verdicts"] == []

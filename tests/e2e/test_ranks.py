@@ -173,7 +173,7 @@ def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        pytest.param(torchrun, 2, marks=pytest.mark.slow),
+        pytest.param(torchrun, 2, marks=pytest.mark.nightly),
         pytest.param(deepspeed, 1, marks=pytest.mark.nightly),
         # Its ranks spin while they wait for each other: minutes of processor time on a busy machine.
         pytest.param(deepspeed, 2, marks=pytest.mark.slow),

@@ -326,6 +326,7 @@ def test_no_branch_repeats_steps_from_before_a_change_of_the_recipe(
 GROWING = {"layer": "blocks.0.mlp.down", "per_window": 1.0, "dim": 64, "layers": 2, "heads": 2}
 
 
+@pytest.mark.nightly
 def test_the_layer_that_leaves_fp8_is_predicted_and_the_recipe_keeps_it_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from reliability_page import attacks, figures_table, merged
 
 from harness.checkpoint.store import Store
 from harness.tracking.journal import encode
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, train
 
 pytestmark = [pytest.mark.faults(1, 3, 4, 6, 27)]
@@ -97,9 +98,13 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
 # What is counted has fired: a disk has refused something, a server was found gone and denied access.
 @pytest.mark.parametrize(
     ("family", "faults"),
-    [("suspend", 4), ("no inodes", 2), pytest.param("read-only", 2, marks=pytest.mark.nightly),
-     pytest.param("threads", 2, marks=pytest.mark.nightly), pytest.param("server", 4, marks=pytest.mark.attack)],
-)  # fmt: skip
+    [
+        *rest_nightly(
+            [("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2)], ("suspend", 4)
+        ),
+        pytest.param("server", 4, marks=pytest.mark.attack),
+    ],
+)
 @pytest.mark.slow
 def test_a_family_fires(tmp_path: Path, family: str, faults: int) -> None:
     line = recorded(tmp_path, "--seed=7000", f"--family={family}")

@@ -204,6 +204,7 @@ def test_stopped_while_it_holds_it_names_the_steps_that_are_lost(disk: Disk) -> 
     finishes(disk.folder)
 
 
+@pytest.mark.nightly
 def test_stopped_while_it_holds_it_saves_if_there_is_room_by_then(disk: Disk) -> None:
     job = disk.start("checkpoint.max_failures=1", "checkpoint.retry_seconds=100")
     holds(job)
@@ -235,6 +236,7 @@ def test_stopped_while_it_holds_it_saves_elsewhere_and_comes_back(
     assert metrics(disk.run)[-1] == undisturbed()[0][-1]
 
 
+@pytest.mark.nightly
 def test_it_halts_where_that_is_wanted(disk: Disk) -> None:
     job = disk.start("checkpoint.max_failures=1", "checkpoint.on_failure=halt")
     assert job.process.wait(timeout=60) == 3, job.output()

@@ -14,6 +14,7 @@ from launch_support import (
     script,
 )
 
+from tests.support.matrix import rest_nightly
 from tests.support.runs import wait_for_step
 
 _LISTENS = "0A"
@@ -52,7 +53,7 @@ def test_alone_a_run_listens_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("kind", rest_nightly(["torchrun", "deepspeed"], "torchrun"))
 def test_under_the_launch_scripts_it_listens_on_loopback(tmp_path: Path, kind: str) -> None:
     job = script(tmp_path, kind, "train.steps=1000000")
     wait_for_step(job.run, 3, job.process, START_SECONDS)

@@ -361,7 +361,7 @@ def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -
         assert json.loads((job.run / "outcome.json").read_text())["status"] == "stopped"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_step_or_save_longer_than_torchruns_patience_is_finished(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLEEPY)

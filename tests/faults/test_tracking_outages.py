@@ -138,7 +138,7 @@ def check_whole(run_dir: Path, database: Path) -> None:
     assert points > 4 * len(done)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_database_that_is_locked_delays_delivery_and_nothing_else(
     tmp_path: Path, figure: Tell
 ) -> None:

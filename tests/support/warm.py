@@ -219,7 +219,8 @@ def _execute(program: Sequence[str]) -> None:
     own = str(Path(__file__).parent)
     sys.path[:] = [here, *extra, *(path for path in sys.path if path not in (own, str(ROOT)))]
     importlib.invalidate_caches()
-    if stop := sys.modules.get("harness.stop"):
+    stop: Any = sys.modules.get("harness.stop")
+    if stop is not None:
         # It was imported in the server, and looks up its launcher at its import.
         stop._PARENT, stop._GRANDPARENT = stop._launchers()
     if first == "-c":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.matrix import rest_nightly
+from tests.support.matrix import rest_nightly, rest_slow
 from tests.support.runs import ROOT, program
 
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
@@ -25,7 +25,11 @@ STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "resolved", "slots"), [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)]
+    ("recipe", "resolved", "slots"),
+    rest_slow(
+        [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)],
+        ("fp8_hybrid", "native:fp8", 6),
+    ),
 )
 def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
     done = program(PLAIN_LOOP, tmp_path, recipe)
@@ -77,7 +81,7 @@ def test_convnet_digits(tmp_path: Path) -> None:
     assert float(accuracy) > 85
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None:
     done = run_example(CONVNET_DIGITS, tmp_path, "fp8_hybrid")
     assert "fp8_hybrid runs as autocast:bf16" in done.stdout
