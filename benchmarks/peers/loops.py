@@ -21,6 +21,7 @@ from torch.optim import AdamW
 from benchmarks.peers.shapes import MAX_NORM
 from harness import Precision
 from harness.core.protocols import Batch
+from harness.precision.recipe import load_recipe
 
 Step = Callable[[Batch], Tensor]
 
@@ -272,6 +273,27 @@ def bare(job: Job) -> Step:
     return step
 
 
+def bare_compiled(job: Job) -> Step:
+    recipe = load_recipe("fp8_hybrid")
+    # Transformer Engine does not compile. Without its rung the recipe takes the native one.
+    ladder = [rung for rung in recipe.ladder if rung.backend != "transformer_engine"]
+    precision = Precision(recipe.model_copy(update={"ladder": ladder}))
+    model = precision.prepare(job.model)
+    for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for block in blocks:
+            block.compile()
+    optimizer = precision.wrap(AdamW(model.parameters(), **job.adamw), max_grad_norm=MAX_NORM)
+
+    def step(batch: Batch) -> Tensor:
+        loss = job.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def _page(repository: str, commit: str, path: str) -> str:
     return f"https://github.com/{repository}/blob/{commit}/{path}"
 
@@ -379,5 +401,12 @@ LOOPS = {
             None,
         ),
         Loop("harness.Precision", "fp8", "recipe fp8_hybrid alone", "docs/guide/api.md", bare),
+        Loop(
+            "harness.Precision, compiled",
+            "fp8",
+            "recipe fp8_hybrid without Transformer Engine's rung, blocks compiled",
+            "docs/guide/api.md#torchcompile",
+            bare_compiled,
+        ),
     )
 }

@@ -230,11 +230,25 @@ ROWS: tuple[Row, ...] = (
         "benchmarks.proof.training:watching",
     ),
     Row(
+        "snapshots",
+        "Step time as shipped over a bare step, with snapshots that training waits for and with overlapped ones",
+        ("trainer",),
+        70,
+        "benchmarks.proof.training:snapshots",
+    ),
+    Row(
         "saves",
         "How long does a background save hold up training?",
         ("trainer",),
         50,
         "benchmarks.proof.saves:saves",
+    ),
+    Row(
+        "recovery",
+        "How long do a save, a rollback from memory and a resume take?",
+        ("trainer",),
+        40,
+        "benchmarks.proof.saves:recovery",
     ),
     Row(
         "estimated",

@@ -1,17 +1,19 @@
-"""The row about checkpoints: how much a save in the background slows down the steps beside it."""
+"""The rows about checkpoints: what a save costs the steps beside it, and how long it takes to get a state back."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
 from benchmarks.proof.registry import Answer, NotHere, Task
-from benchmarks.proof.training import TOY, best, llama, recipe_of, start, warm
+from benchmarks.proof.training import NEVER, TOY, Size, best, llama, recipe_of, start, warm
 from harness.core.memory import free_memory
-from harness.core.timing import spread
+from harness.core.timing import spread, wait
+from harness.run import Run
 
 # 277M parameters, 3.3 GB of state: large enough to be seen, small enough to be written several times.
 SIZE = llama(1280, 512, layers=12)
@@ -24,13 +26,7 @@ def saves(task: Task) -> Answer:
     The first is the time of a turn that begins with a save, minus that of a turn without one.
     """
     size = TOY if task.rehearsal else SIZE
-    state = CHECKPOINT_BYTES * size.parameters
-    disk, memory = shutil.disk_usage(task.folder).free, free_memory()
-    if disk < 4 * state or memory < 5 * state:
-        have = f"{disk / 1e9:.0f} GB of disk in the temporary folder and {memory / 1e9:.0f} GB of memory are free"
-        raise NotHere(
-            f"a save of {state / 1e9:.1f} GB needs four times that on disk and five times in memory; {have}"
-        )
+    state = _bytes_with_room(task, size)
     with ExitStack() as stack:
         over = {"checkpoint": {"every": 0, "background": True, "keep": 2}}
         contender = start(stack, task, "saves", size, recipe_of(best(task)), over)
@@ -75,3 +71,90 @@ def saves(task: Task) -> Answer:
         f"{begin['median']:.3f} s; the first save {stalls[0]:.3f} s"
     )
     return Answer(summary, figures)
+
+
+def recovery(task: Task) -> Answer:
+    """Wall seconds of a save, of a rollback to a snapshot in memory, and of a resume.
+
+    save: until the checkpoint is verified on disk; training waits.
+    rollback: until the state is on the card again.
+    resume: from building the run to the end of its first step, without the start of Python.
+    """
+    size = TOY if task.rehearsal else SIZE
+    state = _bytes_with_room(task, size)
+    recipe = recipe_of(best(task))
+    # There is memory for snapshots, and none is due: they are taken here.
+    over = {"guard": {"snapshot_every": NEVER}}
+    seconds: dict[str, list[float]] = {"save": [], "rollback": [], "resume": []}
+    figures: dict[str, Any] = {}
+    for number in range(3):
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            contender = start(stack, task, "recovery", size, recipe, over)
+            run = contender.run
+            stack.callback(run.recovery.settle)
+            if number:
+                run.recovery.load(run.recovery.store.steps()[-1])
+            contender.steps(1)
+            if number:
+                seconds["resume"].append(time.perf_counter() - began)
+
+            contender.steps(2)
+            seconds["save"].append(_timed(task, lambda run=run: _save(run)))
+            if run.guard.memory is None:
+                raise NotHere(f"no memory for two copies of {state / 1e9:.1f} GB")
+            step = run.state.step
+            _snapshot(run)
+            contender.steps(2)
+            seconds["rollback"].append(_timed(task, lambda run=run: _roll_back(run)))
+            if run.state.step != step:
+                raise RuntimeError(f"rolled back to step {run.state.step}, not to {step}")
+        spreads = {name: spread(values) for name, values in seconds.items() if values}
+        figures = {"bytes": state, "size": size.name, "seconds": spreads}
+        task.note(figures)
+    told: list[str] = []
+    for name, found in figures["seconds"].items():
+        told.append(f"{name} {found['median']:.3f} s ({found['min']:.3f}-{found['max']:.3f})")
+    return Answer(f"{', '.join(told)}, of {state / 1e9:.2f} GB", figures)
+
+
+def _timed(task: Task, action: Callable[[], None]) -> float:
+    """Seconds of `action`, on the device as well."""
+    wait(task.device)
+    began = time.perf_counter()
+    action()
+    wait(task.device)
+    return time.perf_counter() - began
+
+
+def _save(run: Run) -> None:
+    if not run.recovery.save_and_verify({}):
+        raise RuntimeError(f"the save of step {run.state.step} failed: see its journal")
+
+
+def _snapshot(run: Run) -> None:
+    """Take a snapshot, and count the healthy steps that make it good."""
+    memory = run.guard.memory
+    assert memory is not None
+    memory.take(run.state.step, *run.state.state_dict())
+    for step in range(run.config.checkpoint.healthy_steps):
+        memory.observe(run.state.step + step, True)
+
+
+def _roll_back(run: Run) -> None:
+    memory = run.guard.memory
+    assert memory is not None
+    memory.newest_good()
+    run.state.load_state_dict(*memory.load())
+
+
+def _bytes_with_room(task: Task, size: Size) -> int:
+    """Bytes of a checkpoint. Raises NotHere if disk or memory lack room for what these rows do with it."""
+    state = CHECKPOINT_BYTES * size.parameters
+    disk, memory = shutil.disk_usage(task.folder).free, free_memory()
+    if disk < 4 * state or memory < 5 * state:
+        have = f"{disk / 1e9:.0f} GB of disk in the temporary folder and {memory / 1e9:.0f} GB of memory are free"
+        raise NotHere(
+            f"a save of {state / 1e9:.1f} GB needs four times that on disk and five times in memory; {have}"
+        )
+    return state

@@ -25,6 +25,7 @@ from harness.core.timing import spread, wait
 from harness.measure.contender import Contender
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import next_step
+from harness.tracking.journal import JOURNAL, read_rows
 
 GIB = 2**30
 NEVER = 10**6
@@ -112,7 +113,7 @@ def start(
     combination, or if a library does not load.
     """
     folder = task.folder / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     text = task.folder / "text.txt"
     if not text.exists():
         text.write_bytes(
@@ -304,6 +305,12 @@ def torchao_compiled(task: Task) -> Answer:
     return race(task, recipe_of("torchao"), "blocks")
 
 
+# A contender of a row about monitoring: sections of the recipe's `fp8`, and of the config.
+Way = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]
+_NO_GUARD = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
+_BARE: Way = ({"stats_every": NEVER}, _NO_GUARD)
+
+
 def watching(task: Task) -> Answer:
     """Compare steps with monitoring to steps without: what the journal, the guard and FP8 statistics cost.
 
@@ -311,26 +318,51 @@ def watching(task: Task) -> Answer:
     guard. The third is as shipped: the guard, statistics of one step in ten, and, as in the first 200 steps, a copy of
     the state at one step in twenty. MLflow is not part of this: it runs in a process of its own and reads the journal.
     """
-    off = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
-    shipped = 2 if task.rehearsal else GuardConfig().snapshot_every
-    ways = {
-        "neither": ({"stats_every": NEVER}, off),
-        "telemetry": ({"stats_every": 1}, {**off, "tracking": {"fp8_every": 1}}),
-        "guard": ({"stats_every": NEVER}, {**off, "guard": {"enabled": True}}),
-        "as shipped": ({}, {"guard": {"snapshot_every": shipped}}),
+    ways: dict[str, Way] = {
+        "telemetry": ({"stats_every": 1}, {**_NO_GUARD, "tracking": {"fp8_every": 1}}),
+        "guard": ({"stats_every": NEVER}, {**_NO_GUARD, "guard": {"enabled": True}}),
+        "as shipped": ({}, {"guard": {"snapshot_every": _snapshot_gap(task)}}),
     }
+    return over_bare(task, ways)
+
+
+def snapshots(task: Task) -> Answer:
+    """Compare steps as shipped to steps without monitoring, by the way in which snapshots are copied.
+
+    As in the first 200 steps, a snapshot is taken at one step in twenty. A CPU has one way of copying alone.
+    """
+    every = _snapshot_gap(task)
+    ways: dict[str, Way] = {}
+    for copy in ("blocking", "overlapped"):
+        ways[copy] = ({}, {"guard": {"snapshot_every": every, "snapshot_copy": copy}})
+    return over_bare(task, ways)
+
+
+def _snapshot_gap(task: Task) -> int:
+    return 2 if task.rehearsal else GuardConfig().snapshot_every
+
+
+def over_bare(task: Task, ways: Mapping[str, Way]) -> Answer:
+    """Steps of each of `ways`, over those of a run without journal, guard and FP8 statistics."""
 
     def measure(stack: ExitStack, size: Size) -> Answer:
         contenders: dict[str, Contender] = {}
-        for name, (fp8, over) in ways.items():
+        for name, (fp8, over) in {"neither": _BARE, **ways}.items():
             contenders[name] = start(stack, task, name, size, recipe_of(best(task), **fp8), over)
             warm(contenders[name], 2)
+        begun = _with_snapshots(contenders)
         figures: dict[str, Any] = {"size": size.name, "rung": contenders["neither"].rung}
         turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
-        times = in_rounds(task, contenders, figures, turn, rounds, period=shipped)
+        period = _snapshot_gap(task)
+        times = in_rounds(task, contenders, figures, turn, rounds, period=period)
         for contender in contenders.values():
             contender.told()
-        figures["snapshots"] = contenders["as shipped"].run.guard.memory is not None
+
+        # Snapshots that ended while they were timed make a run look fast.
+        left = _with_snapshots(contenders)
+        events = {name: _snapshot_events(contender) for name, contender in contenders.items()}
+        figures["snapshots"] = bool(left)
+        figures["snapshot_events"] = {name: found for name, found in events.items() if found}
         figures["contenders"] = compared(times, "neither")
         told = ", ".join(
             f"{name} {row['ratio']['median']:.4f} ({row['ratio']['min']:.4f}-{row['ratio']['max']:.4f})"
@@ -338,12 +370,26 @@ def watching(task: Task) -> Answer:
             if name != "neither"
         )
         without = "" if figures["snapshots"] else "; without snapshots, for want of memory"
-        return Answer(f"of a step without: {told}; {size.name}{without}", figures)
+        ended = "; ".join(f"{name}: {events[name][-1]}" for name in begun if name not in left)
+        failed = f"snapshots ended while they were timed: {ended}" if ended else ""
+        return Answer(f"of a step without: {told}; {size.name}{without}", figures, failed)
 
     # At this width a step is not bound by Python, and four states fit a card of 80 GB.
     return at_the_largest(
         task, sizes(task, 4.6, (llama(4096, 4096, layers=4), *SIZES[1:])), measure
     )
+
+
+def _with_snapshots(contenders: Mapping[str, Contender]) -> list[str]:
+    return [name for name, each in contenders.items() if each.run.guard.memory is not None]
+
+
+def _snapshot_events(contender: Contender) -> list[str]:
+    """What the run's journal says of its snapshots."""
+    contender.run.telemetry.flush()
+    rows = read_rows(contender.run.folder / JOURNAL, metrics=False)
+    events = [row for row in rows if row["kind"] == "event" and row["code"].startswith("snapshot.")]
+    return [f"{event['code']}: {event['text']}" for event in events]
 
 
 def syncs(task: Task) -> Answer:

@@ -48,6 +48,17 @@ def buffer_bytes(state: int, free: int, total: int, slice_bytes: int = _SLICE_BY
     return state if state + total * _MARGIN <= free else least
 
 
+def copy_bytes(tensors: Tensors, on_device: Callable[[Tensor], bool]) -> int:
+    """Bytes that a whole copy of a state takes on the device. on_device: which tensors are there."""
+    size = 0
+    for named in tensors.values():
+        for tensor in named.values():
+            if on_device(tensor):
+                lines = -(-tensor.nbytes // ALIGNMENT)  # rounded up
+                size += lines * ALIGNMENT
+    return size
+
+
 @dataclass
 class _Slice:
     """What one copy to the host takes along.
@@ -101,9 +112,7 @@ class Carrier:
         """
         if self._whole is not None:
             return
-        size = 0
-        for named in tensors.values():
-            size += sum(_room(tensor) for tensor in named.values() if self.stream.has(tensor))
+        size = copy_bytes(tensors, self.stream.has)
         fitting = buffer_bytes(size, *self.stream.memory(), self._most)
         self._whole = not any_rank(fitting < size, self.stream.device)
         text = f"snapshots take {size_text(size)} of the card: training does not wait for their way to the host"
@@ -238,8 +247,3 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 def _begin(view: Tensor) -> int:
     """The first byte of a view into a block, counted from the block's beginning."""
     return int(view.storage_offset()) * view.element_size()
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes of the block that a tensor takes."""
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from harness.core.config import RunConfig, merge, parse_overrides
 from harness.core.errors import ConfigError, clipped
 from harness.core.schema import find_target, validate
-from harness.estimate.prediction import Prediction, Timing, Traces, time_steps, trace_rung
+from harness.estimate.prediction import (
+    Prediction,
+    Timing,
+    Traces,
+    snapshot_bytes,
+    time_steps,
+    trace_rung,
+)
 from harness.estimate.recorder import COPIES, LASTING, OPTIMIZER_STATE
 from harness.estimate.trace import Trace
 from harness.models.huggingface import PREFIX
@@ -231,10 +238,11 @@ class _Search:
             text = clipped(" ".join(str(error).split()), _LONGEST_REASON)
             self._say(f"{tried} is left out: it raised {type(error).__name__}: {text}")
             return None
-        if there.peak > self._room:
+        snapshots = snapshot_bytes(config, there, made.card, rates)
+        if there.peak + snapshots > self._room:
             return None
         timing = time_steps(there, rates, self._recipe.fp8.stats_every)
-        needed = there.peak + rates.context_bytes
+        needed = there.peak + snapshots + rates.context_bytes
         return Way(tuple(overrides), ranks, there, timing, needed, retrains)
 
 

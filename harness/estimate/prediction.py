@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from harness.build import refusals
 from harness.capability.cards import GIB, Card
+from harness.checkpoint.overlapped import buffer_bytes
 from harness.core.config import RunConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import RungVerdict
@@ -86,6 +87,7 @@ class Prediction:
     steps: of the whole run.
     ranks: processes that share the global batch.
     calibration: the card's rates.
+    snapshots: bytes on the card for copies of the state (`guard.snapshot_copy: overlapped`).
     notes: what the reader has to know of the estimate.
     """
 
@@ -101,12 +103,13 @@ class Prediction:
     steps: int
     ranks: int
     calibration: Calibration
+    snapshots: int
     notes: tuple[str, ...]
 
     @property
     def needed(self) -> int:
-        """Bytes on the card: the allocator's peak, plus what CUDA itself takes."""
-        return self.trace.peak + self.calibration.rates.context_bytes
+        """Bytes on the card: the allocator's peak, plus what snapshots and CUDA itself take."""
+        return self.trace.peak + self.snapshots + self.calibration.rates.context_bytes
 
     @property
     def fits(self) -> bool:
@@ -161,6 +164,7 @@ class Prediction:
             "passed_over": skipped,
             "peak_gib": _gib(self.trace.peak),
             "bf16_peak_gib": None if self.bf16 is None else _gib(self.bf16.peak),
+            "snapshots_gib": _gib(self.snapshots),
             "context_gib": _gib(self.calibration.rates.context_bytes),
             "card_gib": _gib(self.card.memory),
             "fits": self.fits,
@@ -298,8 +302,19 @@ def predict(
         steps=config.train.steps,
         ranks=ranks,
         calibration=calibration,
+        snapshots=snapshot_bytes(config, made, card, calibration.rates),
         notes=(*replaced, *_assumed(plan.rung), *routed, *notes, *calibration.notes),
     )
+
+
+def snapshot_bytes(config: RunConfig, made: Trace, card: Card, rates: Rates) -> int:
+    """Bytes of `card` that overlapped snapshots take: a copy of the state, or less where there is no room for it."""
+    guard, first = config.guard, config.guard.snapshot_every
+    taken = guard.enabled and 0 < first <= config.train.steps
+    if not taken or guard.snapshot_copy == "blocking":
+        return 0
+    free = card.memory - rates.context_bytes - made.peak
+    return buffer_bytes(made.state, free, card.memory)
 
 
 def _check_estimable(config: RunConfig, ranks: int) -> None:

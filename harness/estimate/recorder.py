@@ -536,6 +536,8 @@ class Recorder(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if kwargs.get("pin_memory"):
+            self._pinned[outs[0].untyped_storage()] = True
         if fake:
             self._remember(func, name, args, outs)
 

@@ -43,6 +43,7 @@ from torch.overrides import TorchFunctionMode
 from harness.build import ENGINES, Worker, build_run
 from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
+from harness.checkpoint.overlapped import copy_bytes
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.facts import Window, is_sampled, sampled_step
@@ -282,6 +283,7 @@ class Trace:
     plan: the plan of `harness train` on the card. Where `rung` is a stand-in, it has the rung that `rung` stands for.
     steps: the operations of each step by the step's name, for all micro-batches.
     static: bytes that live between steps.
+    state: bytes of a copy of the state on the card.
     lasting: bytes that an update needs whatever the micro-batch is: weights, optimizer state, gradients.
     peak: the most bytes that were live at one time.
     peak_kinds: the bytes at that time, by kind.
@@ -296,6 +298,7 @@ class Trace:
     plan: Plan
     steps: dict[str, list[Op]]
     static: int
+    state: int
     lasting: int
     peak: int
     peak_kinds: Counter[str]
@@ -387,6 +390,7 @@ def trace(
             plan=made.intended,
             steps={name: _operations(recorder, name, batches) for name in (USUAL, SAMPLED)},
             static=static,
+            state=_state_on_card(run),
             lasting=recorder.lasting,
             peak=recorder.peak,
             peak_kinds=recorder.kinds_at_peak,
@@ -396,6 +400,13 @@ def trace(
             parameters=sum(parameter.numel() for parameter in made.model.parameters()),
             routed=recorder.routing.asked,
         )
+
+
+def _state_on_card(run: Run) -> int:
+    # The state of random generators is in host memory, and fakes have none.
+    parts = [name for name in run.state.parts if name != "rng"]
+    tensors, _ = run.state.state_dict(parts)
+    return copy_bytes(tensors, lambda tensor: tensor.device.type == "cuda")
 
 
 def engine_of(config: RunConfig) -> str:
@@ -468,7 +479,8 @@ def built(
     """
     worker = Worker(read_launch(), engine, device, facts, ProcessGroup(device))
 
-    # Background saves and snapshots copy the state to host memory. They take no memory of the card, so they are off.
+    # Background saves and snapshots copy the state to host memory. They are off: what overlapped snapshots take of the
+    # card follows from the state's size (`Trace.state`).
     checkpoint = config.checkpoint.model_copy(update={"background": False})
     guard = config.guard.model_copy(update={"snapshot_every": 0})
     config = config.model_copy(update={"checkpoint": checkpoint, "guard": guard})

@@ -240,7 +240,8 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
     else:
         verdict = "fits"
     peak = _gib(made.trace.peak)
-    text = f"{peak} at the peak + {_gib(context)} for CUDA itself, of {_gib(card)}: {verdict}"
+    snapshots = f" + {_gib(made.snapshots)} for snapshots" if made.snapshots else ""
+    text = f"{peak} at the peak{snapshots} + {_gib(context)} for CUDA itself, of {_gib(card)}: {verdict}"
     kinds = [f"{kind} {_gib(size)}" for kind, size in largest(made.trace)]
     rows = [("memory", text), ("", ", ".join(kinds))]
     if made.bf16 is not None and made.bf16 is not made.trace:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
@@ -29,10 +30,13 @@ if __name__ == "__main__" and sys.argv[1] != "memory":
 
 import torch  # noqa: E402
 
+from harness.checkpoint.copy_stream import CudaCopyStream  # noqa: E402
+from harness.checkpoint.overlapped import Carrier, copy_bytes  # noqa: E402
+from harness.checkpoint.snapshots import Snapshots  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import Op, find_card, step_seconds, usual_rates  # noqa: E402
-from harness.estimate.trace import FakeRun, built, facts_of, on_card, trace  # noqa: E402
+from harness.estimate.trace import FakeEvent, FakeRun, built, facts_of, on_card, trace  # noqa: E402
 from harness.precision.plan import resolve  # noqa: E402
 from harness.precision.recipe import Recipe, Rung, load_recipe  # noqa: E402
 
@@ -135,6 +139,41 @@ def scene_waits(_: str) -> dict[str, Any]:
                     made.run.precision.switch([], [first])
                     made.step(22, "promoted")
                 found[f"{name}, {optimizer}"] = seen(made)
+    return found
+
+
+def scene_snapshots(_: str) -> dict[str, Any]:
+    """A snapshot that training does not wait for, on a card with room for a copy of the state, and on one without."""
+    found: dict[str, Any] = {}
+    recipe, card, rung = load_recipe("fp8_hybrid"), find_card("H100"), rung_of("native:fp8")
+    for name, free in (("room", card.memory), ("no room", 0)):
+        with (
+            on_card(config_of(), recipe, card, rung, 2) as made,
+            mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, card.memory)),
+            mock.patch.object(FakeEvent, "synchronize") as synchronize,
+        ):
+            made.step(1, "first")
+            stream = CudaCopyStream(torch.device("cuda", 0))
+            carrier = Carrier(stream, lambda *_, **__: None, slice_bytes=1 << 20)
+            snapshots = Snapshots(1, carrier=carrier)
+            # Fakes have no random generators.
+            parts = [part for part in made.run.state.parts if part != "rng"]
+            tensors, meta = made.run.state.state_dict(parts)
+
+            recorder = made.recorder
+            recorder.forget()
+            synchronize.reset_mock()
+            before = recorder.live
+            snapshots.take(1, tensors, meta)
+            found[name] = {
+                **seen(made),
+                "kept": recorder.live - before,
+                "at_peak": recorder.peak - before,
+                "state": copy_bytes(tensors, stream.has),
+                "transfers": [asdict(each) for each in recorder.transfers],
+                "synchronised": synchronize.call_count,
+            }
+            del tensors
     return found
 
 

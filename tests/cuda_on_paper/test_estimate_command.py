@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -132,6 +133,16 @@ def test_overrides_and_ranks() -> None:
     reduced = sum(each["bytes"] for each in two["collectives"])
     assert {each["what"] for each in two["collectives"]} == {"all-reduce"}
     assert reduced == 4 * two["parameters"]
+
+
+def test_snapshots_that_training_does_not_wait_for_take_a_copy_of_the_state() -> None:
+    asked = ("--card", "H100", *QUICK, "model.args={vocab: 8192, dim: 256, layers: 2}")
+    waits = answer(*asked)
+    text = run(*asked, "guard.snapshot_copy=overlapped").stdout
+    assert waits["snapshots_gib"] == 0
+    # Weights and two moments in fp32, and FP8's scales.
+    (size,) = re.findall(r"at the peak \+ ([\d.]+) MiB for snapshots", text)
+    assert float(size) == pytest.approx(12 * waits["parameters"] / 2**20, rel=0.02)
 
 
 def test_a_sharded_run_on_eight_ranks() -> None:

@@ -86,6 +86,24 @@ def test_a_size_that_only_the_card_knows_ends_the_trace(scene: Scene) -> None:
     assert scene("planted")["mask"]["error"] == "DynamicOutputShapeException"
 
 
+@pytest.mark.parametrize("name", ["room", "no room"])
+def test_an_overlapped_snapshot_lets_nobody_wait_and_takes_its_buffer_alone(
+    scene: Scene, name: str
+) -> None:
+    found, slice_bytes = scene("snapshots")[name], 1 << 20
+    assert (found["waits"], found["pageable"], found["synchronised"]) == ([], [], 0)
+    # The allocator hands out multiples of 512 bytes.
+    buffer = found["state"] if name == "room" else 2 * slice_bytes
+    assert buffer <= found["kept"] < buffer + 512
+    assert found["at_peak"] == found["kept"]
+
+    copies = found["transfers"]
+    assert {each["direction"] for each in copies} == {"cuda->cpu"}
+    assert all(each["pinned"] and each["non_blocking"] for each in copies)
+    assert all(each["bytes"] <= slice_bytes for each in copies)
+    assert sum(each["bytes"] for each in copies) == pytest.approx(found["state"], rel=0.01)
+
+
 def test_a_sample_at_a_cards_peak_is_palms_flops_over_its_datasheet(scene: Scene) -> None:
     """The driver's model: 256 tokens, 2 layers of width 256, 4 heads and 2 of keys, ffn 704, a vocabulary of 256."""
     layer = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 704
