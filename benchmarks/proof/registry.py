@@ -202,6 +202,13 @@ ROWS: tuple[Row, ...] = (
         "benchmarks.proof.training:native_compiled",
     ),
     Row(
+        "native_fused",
+        "The same with layers.fuse: casts in the kernels that make the tensors",
+        ("fp8", "compiling", "trainer"),
+        70,
+        "benchmarks.proof.training:native_fused",
+    ),
+    Row(
         "torchao_compiled",
         "Step time, torchao FP8 over bf16, both compiled by blocks",
         ("fp8", "torchao", "compiling", "trainer"),

@@ -297,6 +297,10 @@ def native_compiled(task: Task) -> Answer:
     return race(task, recipe_of("native"), "blocks")
 
 
+def native_fused(task: Task) -> Answer:
+    return race(task, recipe_of("native", fuse=True), "blocks")
+
+
 def te_compiled(task: Task) -> Answer:
     return race(task, recipe_of("transformer_engine"), "blocks")
 

@@ -9,7 +9,8 @@ module's class is replaced by a subclass of it. So Parameters, hooks, names and 
 activation checkpointing recomputes the same, and equal modules still share their compiled code.
 
 `layers.fuse` (`plan_fusion`): a norm with the Linear that it feeds, or a whole MLP, is computed as one block. A module
-declares this for its own parts, by their names as seen from the module. Nothing is guessed.
+declares this for its own parts, by their names as seen from the module. Nothing is guessed. The native backend has no
+such blocks. It lets torch.compile fuse casts with what makes a tensor, for which no declaration is needed.
 - `fusible_norms`: from a Linear to the norm whose output is the Linear's input.
 - `fusible_swiglu`: from a Linear to the one that takes silu(first half of its output) * second half.
 
@@ -397,6 +398,10 @@ def plan_fusion(
     # Whether this rung fuses at all.
     nothing = "layers.fuse: nothing is fused,"
     fuses = BACKENDS[rung.backend].fuses
+    if rung.precision == "fp8" and BACKENDS[rung.backend].fuses_casts:
+        where = "in blocks compiled for a GPU, by the kernel that makes a tensor"
+        unless = "not in sampled steps, or beside a layer in BF16"
+        return list(rows), f"layers.fuse: {rung.name} casts {where}; {unless}"
     if rung.precision != "fp8" or not fuses:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
         return list(rows), f"{nothing} {rung.name} has no fused blocks ({able} has)"

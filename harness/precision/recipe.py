@@ -153,7 +153,8 @@ class LayersConfig(Strict):
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine, delayed: norm and Linear, or a SwiGLU MLP, in one, if declared",
+        description="transformer_engine, delayed: norm and Linear, or a SwiGLU MLP, in one, if declared; "
+        "native, compiled: cast to FP8 by the kernel that makes a tensor",
     )
 
 

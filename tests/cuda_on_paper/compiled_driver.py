@@ -1,8 +1,9 @@
 """Run in a process of its own: inductor's code for a block of a GPT on an H100 that is not there, as a line of JSON.
 
-    python tests/cuda_on_paper/compiled_driver.py RUNG [KERNEL]
+    python tests/cuda_on_paper/compiled_driver.py RUNG [CASTS]
 
-KERNEL: "without" our cast kernel, as where it does not compile (an estimate assumes that it does).
+CASTS: "without" our cast kernel, as where it does not compile (an estimate assumes that it does); "fused" by
+`layers.fuse`.
 
 The code is generated, never run: a Triton driver that knows its target and no more, and compiled modules that stop.
 """
@@ -40,7 +41,7 @@ from harness.capability.cards import Card  # noqa: E402
 from harness.capability.probe import probe  # noqa: E402
 from harness.estimate.roofline import find_card  # noqa: E402
 from harness.estimate.trace import fake_card  # noqa: E402
-from harness.models.gpt import build, rotary  # noqa: E402
+from harness.models.gpt import Scores, build, rotary  # noqa: E402
 from harness.precision.backends import native_triton  # noqa: E402
 from harness.precision.convert import build_backend  # noqa: E402
 from harness.precision.plan import make_plan  # noqa: E402
@@ -167,6 +168,13 @@ def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[tuple[str, int]
     raise RuntimeError("nothing was compiled")
 
 
+def flash_attention(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What a card would choose for `Scores`. torch without CUDA would decompose it."""
+    half = (q.bfloat16(), k.bfloat16(), v.bfloat16())
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    return attend(*half, dropout_p=0.0, is_causal=True)[0]
+
+
 def launches(code: str) -> list[str]:
     """What `call` launches, in order."""
     patterns = (
@@ -199,6 +207,10 @@ def moved(graph: GraphLowering, code: str) -> int:
     # A cast reads bfloat16 and writes FP8 twice.
     for given in re.findall(r"fp8_cast\.default\((?:reinterpret_tensor\()?(\w+)", body):
         total += 2 * size(given)
+    # A backward without a transpose reads and writes the FP8 bytes of both operands.
+    backward = r"fp8_backward\.default\((\w+), None, (?:reinterpret_tensor\(.*?\)|\w+), \w+, (\w+)"
+    for grad, kept in re.findall(backward, body):
+        total += 2 * (size(grad) + size(kept))
     return total
 
 
@@ -211,18 +223,20 @@ def noted_in_place(code: str) -> int:
     return sum(name in products for name in noted)
 
 
-def main(rung: str, kernel: str = "") -> dict[str, Any]:
-    if kernel == "without":
+def main(rung: str, casts: str = "") -> dict[str, Any]:
+    if casts == "without":
         native_triton._unusable = lambda device, checked: "left out"
     card = find_card("H100")
     backend_name, _, precision = rung.partition(":")
     recipe = Recipe.model_validate(
         {
             "name": "paper",
+            "layers": {"fuse": casts == "fused"},
             "ladder": [{"backend": backend_name, "precision": precision, "tiers": ["HOPPER"]}],
         }
     )
-    with fake_card(card), compiler_on_paper(card):
+    attention = mock.patch.object(Scores, "forward", flash_attention)
+    with fake_card(card), compiler_on_paper(card), attention:
         gpu = torch.device("cuda", 0)
         with gpu:
             model = build(vocab=256, dim=DIM, layers=1, heads=HEADS, ffn=FFN)

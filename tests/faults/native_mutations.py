@@ -91,6 +91,13 @@ NATIVE = (
     ),
     Mutation(
         16,
+        "casts are fused only where our kernel transposes",
+        "if self.turn is not native_triton.turned:",
+        "if True:",
+        "tests/unit/precision/test_fuse.py -k casts_stay_apart",
+    ),
+    Mutation(
+        16,
         "a demoted layer's gradient is measured in every window",
         "            if record:\n                buffers.observe(grad, slot)",
         "            if record and buffers.sampling:\n                buffers.observe(grad, slot)",

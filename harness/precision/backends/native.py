@@ -489,6 +489,8 @@ class NativeBackend:
             on_units = has_fp8_units(device)
         buffers = _buffers_of(on_units)
         self.slot_buffers = buffers(plan.slot_names(), formats, recipe.fp8, device)
+        if recipe.layers.fuse:
+            self.slot_buffers.fuse_casts()
 
         # Each planned layer is replaced by one of ours with the same Parameters.
         def native(linear: nn.Linear) -> NativeLayer:

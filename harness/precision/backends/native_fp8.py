@@ -15,10 +15,14 @@ operators read and write of the FP8 state.
     forward    fp8_scales_apart -> cast of x  -> fp8_forward  (weight, GEMM 1)
     backward   fp8_scales_apart -> cast of dy -> fp8_backward (weight, GEMMs 2 and 3)
 
-The cast is the operator fp8_cast where our kernel casts. Elsewhere it is torch operations, which the compiler fuses
-with their neighbours, but it transposes slowly. On an H100 with torch 2.13 a step took 1.05 of bf16's time that way and
-0.81 with our kernel (docs/studies/hopper.md). An amax reaches its slot through the GEMM that follows its cast. The
-compiler can therefore drop none, and recomputed activations record the same amax again.
+The cast is the operator fp8_cast where our kernel casts. It reads a bfloat16 tensor from memory and writes FP8 and its
+transpose. With `layers.fuse`, or where our kernel does not work, the cast is torch operations. The compiler fuses them
+with what makes the tensor: a norm, SwiGLU, a gradient of one. The tensor then leaves that kernel as FP8, and bfloat16
+is never written. The compiler transposes slowly (a step of 1.05 of bf16's time on an H100, and 0.81 with our kernel,
+docs/studies/hopper.md), so the FP8 bytes are transposed in backward, by a kernel of ours, right before GEMM 3.
+
+An amax reaches its slot through the GEMM that follows its cast. The compiler can therefore drop none, and recomputed
+activations record the same amax again.
 
 `switching` is for blocks in which a layer is demoted, and for all blocks in a sampled step. One operator does
 everything when it runs. A block is compiled twice at most, however often layers switch.
@@ -72,7 +76,7 @@ def linear(
     rows: x [m, k] of any float dtype; it is rounded to bfloat16.
     record: whether to record amaxes.
     gradient: format of grad_output.
-    own_casts: whether our kernel casts; else the compiler makes kernels of torch operations.
+    own_casts: whether our kernel casts; else the compiler casts in the kernels that make the tensors.
     """
     return _Linear.apply(rows, weight, bias, handle, record, gradient, own_casts)
 
@@ -98,19 +102,20 @@ class _Linear(torch.autograd.Function):
             rows, _scale(scales, _INPUT), handle, "e4m3", wants_weight
         )
 
-        # Backward needs the transposed input, and the scales that it was cast under.
+        # Backward needs the input, which is transposed now or there, and the scales that it was cast under.
+        kept = columns if own_casts or not wants_weight else left
         ctx.record = record
         ctx.gradient = gradient
         ctx.dtype = rows.dtype
         ctx.cast = cast_rows
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(columns, scales, weight, handle)
+        ctx.save_for_backward(kept, scales, weight, handle)
         return _ops.fp8_forward(left, amax, scales, weight, bias, handle, record)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        columns, then, weight, handle = ctx.saved_tensors
+        kept, then, weight, handle = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:3]]
         # Read again, as scales may have rolled since forward. The argument `then` keeps the compiler from merging
         # this call with forward's.
@@ -119,7 +124,7 @@ class _Linear(torch.autograd.Function):
             grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
         )
         rows, weights = _ops.fp8_backward(
-            left, turned, amax, scales, columns, then, weight, handle, ctx.record, needs[:2]
+            left, turned, amax, scales, kept, then, weight, handle, ctx.record, needs[:2]
         )
         bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
         # Autograd wants None for the operators' empty tensors, and for what is no tensor of the model.
@@ -131,7 +136,7 @@ class _Linear(torch.autograd.Function):
 def _own_cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `_cast`, by our kernel, which also casts for the layer when it is not compiled."""
+    """As `_cast`, and the transpose if asked for: by our kernel, which also casts for a layer that is not compiled."""
     given = x.detach().to(torch.bfloat16)
     amax, rows, turned = _ops.fp8_cast(given, scale, handle, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
@@ -139,24 +144,18 @@ def _own_cast(
 
 def _cast(
     x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """x rounded to bfloat16 (as float32), its amax [1], its FP8 bytes and their transpose, as `quantize_pair` has them.
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """x rounded to bfloat16 (as float32), its amax [1], and its FP8 bytes. `fp8_backward` makes the transpose.
 
-    In torch operations, of which the compiler makes kernels. The transpose is None unless asked for.
+    In torch operations, of which the compiler makes one kernel together with what makes x.
     """
-    spec = FORMATS[fmt]
     values = _rounded(x)
-    # NaN is no amax.
+    # NaN is no amax. A maximum of each row is found in the kernel that casts the row; one of the whole tensor is not.
     sizes = torch.where(values.isnan(), 0.0, values.abs())
-    amax = sizes.amax().reshape(1) if x.numel() else values.new_zeros(1)
-    rows = (values * scale).clamp(-spec.max, spec.max).to(spec.dtype)
-    if not transpose:
-        return values, amax, rows, None
-    turned = rows.view(torch.uint8).t()
-    # The GEMM takes a number of tokens that is a multiple: zeros add nothing to a product.
-    missing = padded(len(x)) - len(x)
-    columns = F.pad(turned, (0, missing)).contiguous().view(spec.dtype)
-    return values, amax, rows, columns
+    amax = sizes.amax(1).amax().reshape(1) if x.numel() else values.new_zeros(1)
+    # Rounded before the conversion to FP8, which on Ada goes through float16 and would round twice.
+    rows = scaling.quantize(values, scale, fmt).to(FORMATS[fmt].dtype)
+    return values, amax, rows, None
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -268,7 +267,7 @@ def _fp8_backward(
     turned: Tensor | None,
     amax: Tensor,
     scales: Tensor,
-    columns: Tensor | None,
+    kept: Tensor | None,
     then: Tensor,
     weight: Tensor,
     handle: Tensor,
@@ -279,11 +278,17 @@ def _fp8_backward(
 
     grad, turned: dy as FP8 [m, n] and its transpose, cast under `scales`.
     amax: of dy; it is recorded here.
-    columns: x transposed, as FP8, cast in forward under the scales `then`.
+    kept: x transposed, as FP8, cast in forward under the scales `then`.
+
+    Where the compiler casts, `turned` is None and `kept` is x as it is. Both are transposed here.
     """
     layer = layer_of(handle)
     if record:
         layer.slot_buffers.stage(layer.slot + 2, amax)
+    if needs[1] and turned is None:
+        assert kept is not None
+        turn = cast("Fp8SlotBuffers", layer.slot_buffers).turn
+        turned, kept = turn(grad), turn(kept)
     left = Fp8Pair(grad, turned, _inverse(scales, _GRADIENT))
 
     # The weight is forward's operand, or one under a newer scale if scales moved since. Both are right.
@@ -292,7 +297,7 @@ def _fp8_backward(
         rows = left.nn(layer.quantized_weight(weight, record))
     # x was cast under forward's scale, so forward's inverse goes with it.
     if needs[1]:
-        weights = left.tn(Fp8Pair(None, columns, _inverse(then, _INPUT)))
+        weights = left.tn(Fp8Pair(None, kept, _inverse(then, _INPUT)))
     layer.release(record)
 
     # Two tensors of their own: an operator's outputs may not share memory.
@@ -308,7 +313,7 @@ def _fake_backward(
     turned: Tensor | None,
     amax: Tensor,
     scales: Tensor,
-    columns: Tensor | None,
+    kept: Tensor | None,
     then: Tensor,
     weight: Tensor,
     handle: Tensor,
@@ -440,6 +445,7 @@ class Fp8SlotBuffers(SlotBuffers):
 
     sampled: the sums behind the statistics of a sampled step.
     cast: the function that casts, our kernel or `quantize_pair`.
+    turn: the function that transposes FP8 bytes, our kernel or `native_triton.turned`.
     apart: inverse scales, float32 [slots, _APART]: each padded to 16 bytes, as cuBLASLt takes their addresses.
 
     A quantised weight serves all micro-batches of a window. In the last micro-batch backward drops it layer by layer,
@@ -458,10 +464,18 @@ class Fp8SlotBuffers(SlotBuffers):
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
         self.own_casts = self.cast is not native_triton.quantize_pair
+        self.turn = native_triton.turned
         # Backwards of this window so far, how many are expected, and whether this one is the last.
         self._backwards = 0
         self._expected = 1
         self._last = True
+
+    def fuse_casts(self) -> None:
+        """As `SlotBuffers.fuse_casts`. Without a kernel that transposes it would be slower, and nothing changes."""
+        self.turn = native_triton.load_turn(self.device)
+        if self.turn is not native_triton.turned:
+            self.own_casts = False
+            self.kernel_note += ", in compiled blocks by the compiler"
 
     def begin_window(self, sample: bool = False) -> None:
         """As `SlotBuffers.begin_window`."""

@@ -1,8 +1,9 @@
 # pyright: reportInvalidTypeForm=false
-"""FP8 casts and their statistics on a GPU: three Triton kernels, and torch operations that give the same results.
+"""FP8 casts and their statistics on a GPU: four Triton kernels, and torch operations that give the same results.
 
 kernel             operator          one pass over a tensor gives
 _kernel            fp8_quantize      FP8 bytes, their transpose, and the amax
+_turn_kernel       (none)            the transpose of FP8 bytes
 _stats_kernel      fp8_cast_stats    sums of each row behind the statistics of a cast
 _channel_kernel    fp8_cast_stats    sums of each channel behind them
 
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -56,6 +58,7 @@ class Cast(Protocol):
 
 
 Stats = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
+Turn = Callable[[Tensor], Tensor]
 
 # `_kernel`: a program takes a tile of ROWS x COLS elements with WARPS x 32 threads.
 ROWS, COLS, WARPS = 64, 64, 8
@@ -84,15 +87,36 @@ def quantize_pair(
     if amax is not None:
         torch.maximum(amax, scaling.amax(x), out=amax)
     rows = scaling.cast(x, scale, fmt)
-    if not transpose:
-        return rows, rows.new_empty(0)
-    turned = rows.view(torch.uint8).t()
-    if x.shape[0] % padded(1):
-        columns = turned.new_zeros(x.shape[1], padded(x.shape[0]))
-        columns[:, : x.shape[0]] = turned
-    else:
-        columns = turned.contiguous()
-    return rows, columns.view(rows.dtype)
+    return rows, turned(rows) if transpose else rows.new_empty(0)
+
+
+def turned(rows: Tensor) -> Tensor:
+    """The transpose of FP8 `rows` [r, c], contiguous [c, r], where zeros pad r to a multiple of 16."""
+    columns = rows.view(torch.uint8).t()
+    missing = padded(len(rows)) - len(rows)
+    if missing:
+        columns = F.pad(columns, (0, missing))
+    return columns.contiguous().view(rows.dtype)
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """`turned`, in one launch."""
+    m, n = rows.shape
+    columns = rows.new_empty(n, padded(m))
+    tiles = -(-columns.shape[1] // ROWS) * -(-n // COLS)
+    if tiles:
+        launch: Any = _turn_kernel[(tiles,)]
+        launch(
+            rows.view(torch.uint8),
+            columns.view(torch.uint8),
+            m,
+            n,
+            columns.shape[1],
+            ROWS=ROWS,
+            COLS=COLS,
+            num_warps=WARPS,
+        )
+    return columns
 
 
 def _fp8_quantize(
@@ -281,6 +305,18 @@ if triton is not None:
             tl.store(columns + j[:, None] * m_padded + i[None, :], turned, mask=filled)
 
     @triton.jit
+    def _turn_kernel(x, columns, m, n, m_padded, ROWS: tl.constexpr, COLS: tl.constexpr):
+        # Tiles, offsets and padding are those of `_kernel`. As there, a byte is 16 bits wide while it is transposed.
+        tiles = tl.cdiv(n, COLS)
+        i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        j = (tl.program_id(0) % tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+        inside = (i[:, None] < m) & (j[None, :] < n)
+        value = tl.load(x + i[:, None] * n + j[None, :], mask=inside, other=0).to(tl.int16)
+        filled = (j[:, None] < n) & (i[None, :] < m_padded)
+        turned = tl.trans(value).to(tl.uint8)
+        tl.store(columns + j[:, None] * m_padded + i[None, :], turned, mask=filled)
+
+    @triton.jit
     def _stats_kernel(
         x,
         scale,
@@ -435,6 +471,20 @@ def load_stats(device: torch.device) -> Stats:
     return scaling.cast_stats
 
 
+def load_turn(device: torch.device) -> Turn:
+    """The function that transposes FP8 bytes on `device`: the kernel if it works, else `turned`.
+
+    On a GPU the reason is logged as `load` does.
+    """
+    if device.type != "cuda":
+        return turned
+    reason = _unusable(device, lambda: check_turn(device))
+    if not reason:
+        return _turned
+    _log.warning("layers.fuse: casts are not fused: %s", reason)
+    return turned
+
+
 def _unusable(device: torch.device, check_kernel: Callable[[], list[str]]) -> str:
     """Why a kernel cannot be used on `device`; empty if it can. check_kernel: the differences that it found."""
     # An estimate on fake tensors launches nothing, and the machine with the card has Triton.
@@ -483,6 +533,19 @@ def check(device: torch.device, thorough: bool = True) -> list[str]:
             for scale in (1.0, 0.37, 2.0**20, 2.0**-20, scaling.SMALLEST_SCALE):
                 for running, through_bf16 in ((None, False), (0.0, True), (3.0, False)):
                     found += _differences(x, scale, running, fmt, through_bf16, device)
+    return found
+
+
+def check_turn(device: torch.device) -> list[str]:
+    """Each difference in a byte between the kernel on `device` and `turned` on the CPU. Raises as `check`."""
+    found: list[str] = []
+    random = torch.Generator().manual_seed(0)
+    for m, n in ((256, 192), (97, 71), (1, 1), (0, 16)):
+        bytes_ = torch.randint(256, (m, n), generator=random, dtype=torch.uint8, device="cpu")
+        rows = bytes_.view(torch.float8_e4m3fn)
+        actual = _turned(rows.to(device)).cpu()
+        if not torch.equal(actual.view(torch.uint8), turned(rows).view(torch.uint8)):
+            found.append(f"transpose of {[m, n]} bytes")
     return found
 
 

@@ -38,6 +38,7 @@ class Backend:
     multiples: by fp8.scaling, the number that an FP8 layer's features must be a multiple of, if not 16.
     keeps_amax: whether amaxes of its FP8 layers last from step to step. Non-zero ones prove that FP8 ran.
     fuses: values of fp8.scaling under which it has fused blocks.
+    fuses_casts: whether torch.compile can fuse its casts with what makes the tensor.
     not_compiled: why torch.compile cannot compile it; empty if it can.
     transposed: whether it also takes weights stored as [in, out] (Conv1D).
     stand_in: the backend that an estimate uses in its place, if its kernels do not run on fake tensors.
@@ -50,6 +51,7 @@ class Backend:
     multiples: Mapping[str, int] = field(default_factory=dict[str, int])
     keeps_amax: bool = False
     fuses: tuple[str, ...] = ()
+    fuses_casts: bool = False
     not_compiled: str = ""
     transposed: bool = False
     stand_in: str = ""
@@ -206,6 +208,7 @@ BACKENDS: dict[str, Backend] = {
         computes={"fp8": _native_fp8},
         scalings=("delayed",),
         keeps_amax=True,
+        fuses_casts=True,
         transposed=True,
     ),
     "torchao": Backend(

@@ -132,7 +132,7 @@ class SlotBuffers(ScalingState):
     traced: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
     """`linear` and `switching` of native_fp8, where the compiler sees the casts; None: it sees one operator."""
     own_casts = True
-    """Whether `linear` casts by our own kernel, which the compiler cannot look into."""
+    """Whether `linear` casts by our own kernel, which the compiler cannot look into and fuses with nothing."""
 
     def __init__(
         self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
@@ -219,6 +219,9 @@ class SlotBuffers(ScalingState):
         """Raise the slot's amax in the staging row to `amax`, float32 of one element."""
         staged = self.history[0, slot : slot + 1]
         torch.maximum(staged, amax.reshape(1), out=staged)
+
+    def fuse_casts(self) -> None:
+        """`layers.fuse`: compiled blocks are to cast where a tensor is made. Emulated casts stay where they are."""
 
     def may_release(self) -> bool:
         """Whether a layer may drop its quantised weight after backward has used it. Here it stays for the window."""

@@ -1,16 +1,22 @@
-"""`layers.fuse` in the plan: what is fused, and by name what is not and why. What it computes: tests/te_cpu."""
+"""`layers.fuse` in the plan: what is fused, and by name what is not and why. What native computes; TE: tests/te_cpu."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from torch import nn
+import torch
+from compile_support import State, assert_same_bits, state_after, step
+from native_support import CPU
+from torch import Tensor, nn
 
 from harness.capability.probe import probe
 from harness.core.errors import ConfigError
 from harness.core.plan_text import fold
-from harness.models.gpt import build
+from harness.models.gpt import FeedForward, Settings, build
+from harness.precision.backends import native_triton
+from harness.precision.backends.native import NativeBackend
 from harness.precision.layers import DECLARATION
 from harness.precision.plan import Plan, make_plan
 from harness.precision.recipe import Recipe, Rung
@@ -75,11 +81,6 @@ def test_off_by_default_nothing_is_fused_and_nothing_is_said() -> None:
     ("rung", "fp8", "why"),
     [
         (
-            Rung(backend="native", precision="fp8", tiers=["CPU"]),
-            {},
-            "native:fp8 has no fused blocks",
-        ),
-        (
             Rung(backend="torchao", precision="fp8", tiers=["CPU"]),
             {},
             "torchao:fp8 has no fused blocks",
@@ -101,6 +102,101 @@ def test_what_fuses_nothing_is_named_with_the_reason(
     assert plan.fused_norms() == {}
     assert plan.notes[-1].startswith(f"layers.fuse: nothing is fused, {why}")
     assert plan.layers == plan_for(model, rung, fuse=False, fp8=fp8).layers
+
+
+def test_native_fuses_casts_without_a_declaration_and_says_where_not() -> None:
+    rung = Rung(backend="native", precision="fp8", tiers=["CPU"])
+    model = nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16))
+    plan = plan_for(model, rung)
+    assert plan.notes[-1] == (
+        "layers.fuse: native:fp8 casts in blocks compiled for a GPU, by the kernel that makes a tensor; "
+        "not in sampled steps, or beside a layer in BF16"
+    )
+    assert plan.layers == plan_for(model, rung, fuse=False).layers
+
+
+class NormAndMlp(nn.Module):
+    """Where casts can be fused: after a norm and SwiGLU, and after the gradient of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32, eps=1e-5)
+        self.mlp = FeedForward(
+            Settings(8, dim=32, layers=1, heads=1, kv_heads=1, ffn=48, tied=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def hostile() -> list[Tensor]:
+    """Inputs of 20 rows, which no GEMM on FP8 units takes as they are."""
+    torch.manual_seed(1)
+    usual = torch.randn(20, 32)
+    some_zero = torch.where(usual > 0, usual, 0.0)
+    overflowing, broken = usual.clone(), usual.clone()
+    overflowing[3] = 3e38
+    broken[0, 0], broken[7, 5] = torch.nan, torch.inf
+    return [usual, 1e6 * usual, some_zero, 0.0 * usual, 1e-39 * usual, overflowing, broken]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_fused_casts_have_the_bits_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the default compiler: outputs, gradients, scales and histories, with NaN, infinities and subnormal values.
+
+    A layer is demoted in one window and another one is sampled: there nothing is fused.
+    """
+    turns: list[torch.Size] = []
+
+    def turn(rows: Tensor) -> Tensor:
+        turns.append(rows.shape)
+        return native_triton.turned(rows)
+
+    kernel = partial(native_triton.quantize_pair)
+    monkeypatch.setattr(native_triton, "load", lambda _: (kernel, "in the place of the kernel"))
+    monkeypatch.setattr(native_triton, "load_turn", lambda _: turn)
+
+    def run(fuse: bool) -> list[State]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = NormAndMlp()
+        backend = native(model, fuse)
+        model.compile(fullgraph=True)
+        found: list[State] = []
+        for number, x in enumerate([*hostile(), *hostile()]):
+            backend.switch(*([["mlp.down"], []] if number == 2 else [[], ["mlp.down"]]))
+            out = step(backend, model, x.requires_grad_(), sample=number == 4)
+            assert x.grad is not None
+            found.append({"out": out.detach(), "x": x.grad, **state_after(backend, model)})
+        return found
+
+    apart = run(fuse=False)
+    assert not turns, "our kernel writes the transpose"
+    fused = run(fuse=True)
+    assert len(turns) == 4 * (len(fused) - 2), "of two layers an input and a gradient"
+    for mine, theirs in zip(fused, apart, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_without_a_kernel_that_transposes_casts_stay_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = partial(native_triton.quantize_pair)
+    monkeypatch.setattr(native_triton, "load", lambda _: (kernel, "ours"))
+    assert native(NormAndMlp(), fuse=True).note == "ours"
+    monkeypatch.setattr(native_triton, "load_turn", lambda _: partial(native_triton.turned))
+    assert native(NormAndMlp(), fuse=False).note == "ours"
+    assert native(NormAndMlp(), fuse=True).note == "ours, in compiled blocks by the compiler"
+
+
+def native(model: nn.Module, fuse: bool) -> NativeBackend:
+    """As on a GPU with FP8 units."""
+    rung = Rung(backend="native", precision="fp8", tiers=["CPU"])
+    layers = {"min_features": 16, "fuse": fuse}
+    recipe = Recipe.model_validate({"name": "r", "ladder": [rung.model_dump()], "layers": layers})
+    return NativeBackend(make_plan(recipe, probe(), rung, [], model), recipe, model, CPU, True)
 
 
 def test_a_model_that_declares_nothing_is_told() -> None:

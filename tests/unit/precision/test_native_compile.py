@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-WAYS = ["carriers", pytest.param("compiler's casts", marks=pytest.mark.nightly), "own casts"]
+WAYS = ["carriers", "compiler's casts", "own casts"]
 
 
 @pytest.fixture(autouse=True, params=WAYS)

@@ -48,6 +48,13 @@ def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
 
 
 @needs_triton
+def test_the_interpreted_transpose_has_the_bytes_of_torch() -> None:
+    code = "import torch; from harness.precision.backends import native_triton as n; "
+    code += "print(n.check_turn(torch.device('cpu')))"
+    assert interpreted(code) == "[]"
+
+
+@needs_triton
 @pytest.mark.nightly
 def test_the_interpreted_statistics_are_those_of_torch() -> None:
     code = "import torch; from harness.precision.backends import native_triton as n\n"
