@@ -92,6 +92,10 @@ class Fp8Config(Strict):
     scrub_inf: bool = Field(
         default=True, description="drop an infinite amax; false: as TE, it freezes the scale"
     )
+    weight_gradients: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="native rungs: as their GEMM gives them; float32 saves a rounding and a cast",
+    )
     stats_every: int = Field(
         default=10,
         ge=1,
@@ -233,13 +237,32 @@ class Recipe(Strict):
             raise ValueError(f"{what} (torchao rungs go by fp8.dynamic)")
         return self
 
+    @model_validator(mode="after")
+    def _gradients_are_computed(self) -> Recipe:
+        if self.fp8.weight_gradients == "bfloat16":
+            return self
+        backends = dict.fromkeys(rung.backend for rung in self.ladder if rung.precision == "fp8")
+        unable = [name for name in backends if not BACKENDS[name].wide_gradients]
+        asked = "fp8.weight_gradients is float32"
+        if unable:
+            what = f"{' and '.join(unable)} rungs give weight gradients in bfloat16"
+            raise ValueError(f"{what}, {asked}: take them out")
+        if not backends:
+            able = [name for name, backend in BACKENDS.items() if backend.wide_gradients]
+            raise ValueError(f"{asked}, which needs a {' or '.join(able)} rung")
+        return self
+
     def fp8_multiple(self, backend: str) -> int:
         """Under `backend`, in and out features of an FP8 layer must be multiples of this number."""
         return BACKENDS[backend].multiples.get(self.fp8.scaling, 16)
 
     def sha256(self) -> str:
-        """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written.
+
+        A key that the hash did not have from the beginning is in it only where it changes something.
+        """
+        later = {"weight_gradients"} if self.fp8.weight_gradients == "bfloat16" else set[str]()
+        return hashlib.sha256(self.model_dump_json(exclude={"fp8": later}).encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -39,6 +39,7 @@ class Backend:
     fuses: values of fp8.scaling under which it has fused blocks.
     not_compiled: why torch.compile cannot compile it; empty if it can.
     transposed: whether it also takes weights stored as [in, out] (Conv1D).
+    wide_gradients: whether it can give weight gradients in float32 (fp8.weight_gradients).
     stand_in: the backend that an estimate uses in its place, if its kernels do not run on fake tensors.
     """
 
@@ -51,6 +52,7 @@ class Backend:
     fuses: tuple[str, ...] = ()
     not_compiled: str = ""
     transposed: bool = False
+    wide_gradients: bool = False
     stand_in: str = ""
 
     def load(self) -> Callable[..., Any]:
@@ -206,6 +208,7 @@ BACKENDS: dict[str, Backend] = {
         scalings=("delayed",),
         keeps_amax=True,
         transposed=True,
+        wide_gradients=True,
     ),
     "torchao": Backend(
         place="harness.precision.backends.torchao:TorchaoBackend",
