@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.cards import Tier, tier_of
-from harness.core.errors import ConfigError, MachineError, Problem
+from harness.core.errors import ConfigError, MachineError, Problem, some
 from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran, pad_numbers
 from harness.core.plan_text import plan_text
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
@@ -308,6 +308,8 @@ def make_plan(
     tier, _ = tier_of(facts)
     keep = tuple(names[module][0] for module in kept)
     notes = _notes(recipe, rung, tier)
+    if fp8 and recipe.fp8.weight_gradients == "float32":
+        notes = (*notes, _gradient_note(model, rows))
     if recipe.layers.fuse:
         rows, note = plan_fusion(model, rows, recipe, rung, kept)
         notes = (*notes, note)
@@ -435,6 +437,21 @@ def _notes(recipe: Recipe, rung: Rung, tier: Tier) -> tuple[str, ...]:
             f"within {scale.floor:g} and {scale.cap:g}"
         )
     return tuple(notes)
+
+
+def _gradient_note(model: nn.Module, rows: Sequence[LayerPlan]) -> str:
+    """What `fp8.weight_gradients: float32` does for the FP8 layers of `rows`."""
+    narrow: list[str] = []
+    for row in rows:
+        if row.precision != "fp8":
+            continue
+        dtype = model.get_parameter(f"{row.module}.weight").dtype
+        if str(dtype) != "torch.float32":
+            narrow.append(row.module)
+    note = "weight gradients of FP8 layers: float32"
+    if narrow:
+        note += f", but not of {some(narrow, 3)}: their weights are no float32"
+    return note
 
 
 def take_rung(

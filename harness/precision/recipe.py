@@ -25,6 +25,8 @@ TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "C
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
 
 # Keys that have no effect without an amax history.
+# Keys of the section fp8 that recipes did not have from the beginning, with the values that change nothing.
+_LATER_KEYS = {"backend": "first", "weight_gradients": "bfloat16"}
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
 
 
@@ -100,6 +102,10 @@ class Fp8Config(Strict):
     backend: Annotated[str, BeforeValidator(_way_to_choose)] = Field(
         default="first",
         description="of the ladder's: first, auto (the fastest with the same rule, timed) or a name",
+    )
+    weight_gradients: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="native rungs: as their GEMM gives them; float32 saves a rounding and a cast",
     )
     stats_every: int = Field(
         default=10,
@@ -251,6 +257,25 @@ class Recipe(Strict):
             raise ValueError(f"{what}: add one, or set fp8.backend to first")
         return self
 
+    @model_validator(mode="after")
+    def _gradients_are_computed(self) -> Recipe:
+        if self.fp8.weight_gradients == "bfloat16":
+            return self
+        # Rungs that may be taken: those of the backend that fp8.backend names, if it names one.
+        rungs = [rung for rung in self.ladder if rung.precision == "fp8"]
+        if self.named_backend:
+            rungs = [rung for rung in rungs if self.names(rung)]
+        backends = dict.fromkeys(rung.backend for rung in rungs)
+        unable = [name for name in backends if not BACKENDS[name].wide_gradients]
+        asked = "fp8.weight_gradients is float32"
+        if unable:
+            what = f"{' and '.join(unable)} rungs give weight gradients in bfloat16"
+            raise ValueError(f"{what}, {asked}: take them out, or name another (fp8.backend)")
+        if not backends:
+            able = [name for name, backend in BACKENDS.items() if backend.wide_gradients]
+            raise ValueError(f"{asked}, which needs a {' or '.join(able)} rung")
+        return self
+
     @property
     def named_backend(self) -> str:
         """The backend that fp8.backend names; empty if it names none."""
@@ -266,10 +291,15 @@ class Recipe(Strict):
         return BACKENDS[backend].multiples.get(self.fp8.scaling, 16)
 
     def sha256(self) -> str:
-        """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written."""
-        # Without fp8.backend a hash is what it was before there was that key.
-        unset = {"fp8": {"backend"}} if self.fp8.backend == "first" else None
-        return hashlib.sha256(self.model_dump_json(exclude=unset).encode()).hexdigest()
+        """Hash of the validated policy. Equal recipes have equal hashes, however their YAML is written.
+
+        A key that the hash did not have from the beginning is in it only where it changes something.
+        """
+        unset: set[str] = set()
+        for key, usual in _LATER_KEYS.items():
+            if getattr(self.fp8, key) == usual:
+                unset.add(key)
+        return hashlib.sha256(self.model_dump_json(exclude={"fp8": unset}).encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -333,12 +333,18 @@ def scene_budget(_: str) -> dict[str, Any]:
         "native": per_linear(recipe, "native:fp8", 256, 512),
         "bf16": per_linear(recipe, "autocast:bf16", 256, 512),
     }
-    for name in ("native:fp8", "autocast:bf16"):
-        made = trace(config, recipe, card, rung_of(name))
+    wide = changed("fp8_hybrid", weight_gradients="float32")
+    for name, policy, rung in (
+        ("native:fp8", recipe, "native:fp8"),
+        ("autocast:bf16", recipe, "autocast:bf16"),
+        ("native:fp8, float32 gradients", wide, "native:fp8"),
+    ):
+        made = trace(config, policy, card, rung_of(rung))
         found[f"llama {name}"] = {
             "usual_ms": step_seconds(made.steps["usual"], rates) * 1e3,
             "sampled_ms": step_seconds(made.steps["sampled"], rates) * 1e3,
             "kernels": sum(op.kernels for op in made.steps["usual"]),
+            "bytes": sum(op.reads + op.writes for op in made.steps["usual"]),
             "peak": made.peak,
             "static": made.static,
             "waits": [asdict(wait) for wait in made.waits],

@@ -35,6 +35,18 @@ def test_the_predicted_time_is_under_that_of_bf16(scene: Scene) -> None:
     assert native["usual_ms"] / bf16["usual_ms"] <= RATIO
 
 
+def test_float32_weight_gradients_save_a_cast(scene: Scene) -> None:
+    """A GEMM writes 4 bytes instead of 2, and no cast reads 2 and writes 4."""
+    plain = scene("budget")["llama native:fp8"]
+    wide = scene("budget")["llama native:fp8, float32 gradients"]
+    dim, ffn, layers = 4096, 14336, 8
+    weights = layers * dim * (dim + 2 * 1024 + dim + 3 * ffn)
+    assert plain["bytes"] - wide["bytes"] == pytest.approx(4 * weights, rel=0.01)
+    assert plain["kernels"] - wide["kernels"] == 4 * layers
+    assert wide["usual_ms"] < plain["usual_ms"]
+    assert wide["peak"] <= plain["peak"]
+
+
 def test_sampling_every_tenth_step_is_cheap(scene: Scene) -> None:
     """The mean of ten steps, one of them sampled."""
     native, bf16 = scene("budget")["llama native:fp8"], scene("budget")["llama autocast:bf16"]

@@ -63,6 +63,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.native_gemm import (
     Carrier,
     Operand,
+    gradient_dtype,
     has_fp8_units,
     operands_as_they_are,
     plain_operand,
@@ -143,6 +144,11 @@ class NativeLayer(nn.Module):
             return out
         return out.to(input.dtype)
 
+    @property
+    def wide(self) -> bool:
+        """Whether the weight's gradient leaves its GEMM in float32, the Parameter's own dtype."""
+        return self.slot_buffers.wide and self.weight.dtype == torch.float32
+
     def _compiled(self, rows: Tensor, weight: Tensor, record: bool) -> Tensor:
         """`forward` as the compiler traces it.
 
@@ -150,11 +156,12 @@ class NativeLayer(nn.Module):
         """
         given = (weight, self.bias, self.handle, record)
         if self.slot_buffers.traced is None:
-            return linear_operator(rows.to(torch.bfloat16), *given)[0]
+            return linear_operator(rows.to(torch.bfloat16), *given, self.wide)[0]
         linear, switching = self.slot_buffers.traced
         if self.block.switching:
-            return switching(rows.to(torch.bfloat16), *given)
-        return linear(rows, *given, self.slot_buffers.gradient, self.slot_buffers.own_casts)
+            return switching(rows.to(torch.bfloat16), *given, self.wide)
+        buffers = self.slot_buffers
+        return linear(rows, *given, buffers.gradient, buffers.own_casts, self.wide)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -238,7 +245,7 @@ class NativeLayer(nn.Module):
     def gradients(
         self, grad: Tensor, left: Operand, right: Operand | None, record: bool, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """GEMMs 2 and 3: dx (bfloat16 [m, k]), dW (bfloat16 [n, k]), and the bias gradient (float32 [n]).
+        """GEMMs 2 and 3: dx (bfloat16 [m, k]), dW (bfloat16 [n, k], or float32), and the bias gradient (float32 [n]).
 
         Each is None where `needs` does not ask for it.
 
@@ -258,7 +265,7 @@ class NativeLayer(nn.Module):
             scaled = buffers.activation(grad, slot, record, needs[1])
 
         grad_rows = None if right is None or not needs[0] else scaled.nn(right)
-        grad_weight = scaled.tn(left) if needs[1] else None
+        grad_weight = scaled.tn(left, self.wide) if needs[1] else None
         self.release(record)
         return grad_rows, grad_weight, grad_bias
 
@@ -342,12 +349,18 @@ class _Matmul(torch.autograd.Function):
 
 
 def _linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compiled Linear's forward: y, and the quantised x with its inverse scale, which only backward uses.
 
     rows: x, bfloat16 [m, k].
     handle: of the layer.
+    wide: as the layer's. Only the fake kernel of backward needs it, which cannot find the layer.
 
     Returns y bfloat16 [m, n], x as a carrier's bfloat16 [m, k], and its inverse scale float32 [1]. The quantised
     weight stays with the layer: it serves several calls, and the compiler may reuse the memory of an operator's output.
@@ -364,7 +377,12 @@ def _linear(
 
 
 def _fake_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = rows.new_empty(rows.shape[0], weight.shape[0])
     return out, rows.new_empty(rows.shape), rows.new_empty(1, dtype=torch.float32)
@@ -378,8 +396,9 @@ def _linear_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The compiled Linear's backward: gradients of x, W (bfloat16) and bias (float32).
+    """The compiled Linear's backward: gradients of x, W (bfloat16, or float32 if `wide`) and bias (float32).
 
     An operator must return tensors: a gradient that `needs` does not ask for has shape [0].
 
@@ -400,7 +419,7 @@ def _linear_backward(
     if rows is None:
         rows = grad.new_empty(0)
     if weights is None:
-        weights = grad.new_empty(0)
+        weights = grad.new_empty(0, dtype=gradient_dtype(wide))
     if bias is None:
         bias = grad.new_empty(0, dtype=torch.float32)
     return rows, weights, bias
@@ -414,16 +433,17 @@ def _fake_linear_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = (0,)
     rows = grad.new_empty(left.shape if needs[0] else nothing)
-    weights = grad.new_empty(weight.shape if needs[1] else nothing)
+    weights = grad.new_empty(weight.shape if needs[1] else nothing, dtype=gradient_dtype(wide))
     bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
     return rows, weights, bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, weight, bias, handle, ctx.record = inputs
+    _, weight, bias, handle, ctx.record, ctx.wide = inputs
     _, left, left_inverse = output
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(left, left_inverse, weight, handle)
@@ -431,12 +451,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    rows, weights, bias = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    rows, weights, bias = _ops.fp8_linear_backward(
+        grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide
+    )
     # Autograd wants None for the operator's empty tensors.
     return (
         rows if needs[0] else None,
         weights if needs[1] else None,
         bias.to(ctx.bias_dtype) if needs[2] else None,
+        None,
         None,
         None,
     )

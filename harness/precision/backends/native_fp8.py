@@ -45,6 +45,7 @@ from harness.precision.backends.native_gemm import (
     Carrier,
     Fp8Pair,
     Operand,
+    gradient_dtype,
     operands_as_they_are,
     padded,
     plain_operand,
@@ -70,6 +71,7 @@ def linear(
     record: bool,
     gradient: str,
     own_casts: bool,
+    wide: bool = False,
 ) -> Tensor:
     """y = x W^T + b of the FP8 layer behind `handle`, bfloat16 [m, n], for a compiled graph.
 
@@ -77,8 +79,9 @@ def linear(
     record: whether to record amaxes.
     gradient: format of grad_output.
     own_casts: whether our kernel casts; else the compiler casts in the kernels that make the tensors.
+    wide: whether the weight's gradient leaves its GEMM in float32.
     """
-    return _Linear.apply(rows, weight, bias, handle, record, gradient, own_casts)
+    return _Linear.apply(rows, weight, bias, handle, record, gradient, own_casts, wide)
 
 
 class _Linear(torch.autograd.Function):
@@ -94,6 +97,7 @@ class _Linear(torch.autograd.Function):
         record: bool,
         gradient: str,
         own_casts: bool,
+        wide: bool,
     ) -> Tensor:
         scales = _ops.fp8_scales_apart(handle, weight)
         wants_weight = ctx.needs_input_grad[1]
@@ -106,6 +110,7 @@ class _Linear(torch.autograd.Function):
         kept = columns if own_casts or not wants_weight else left
         ctx.record = record
         ctx.gradient = gradient
+        ctx.wide = wide
         ctx.dtype = rows.dtype
         ctx.cast = cast_rows
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -124,13 +129,23 @@ class _Linear(torch.autograd.Function):
             grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
         )
         rows, weights = _ops.fp8_backward(
-            left, turned, amax, scales, kept, then, weight, handle, ctx.record, needs[:2]
+            left,
+            turned,
+            amax,
+            scales,
+            kept,
+            then,
+            weight,
+            handle,
+            ctx.record,
+            needs[:2],
+            ctx.wide,
         )
         bias = values.sum(0).to(ctx.bias_dtype) if needs[2] else None
         # Autograd wants None for the operators' empty tensors, and for what is no tensor of the model.
         grad_rows = rows.to(ctx.dtype) if needs[0] else None
         grad_weights = weights if needs[1] else None
-        return grad_rows, grad_weights, bias, None, None, None, None
+        return grad_rows, grad_weights, bias, None, None, None, None, None
 
 
 def _own_cast(
@@ -273,12 +288,14 @@ def _fp8_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator fp8_backward, GEMMs 2 and 3: dx and dW, bfloat16. One that `needs` does not ask for has shape [0].
 
     grad, turned: dy as FP8 [m, n] and its transpose, cast under `scales`.
     amax: of dy; it is recorded here.
     kept: x transposed, as FP8, cast in forward under the scales `then`.
+    wide: whether dW is float32.
 
     Where the compiler casts, `turned` is None and `kept` is x as it is. Both are transposed here.
     """
@@ -297,14 +314,14 @@ def _fp8_backward(
         rows = left.nn(layer.quantized_weight(weight, record))
     # x was cast under forward's scale, so forward's inverse goes with it.
     if needs[1]:
-        weights = left.tn(Fp8Pair(None, kept, _inverse(then, _INPUT)))
+        weights = left.tn(Fp8Pair(None, kept, _inverse(then, _INPUT)), wide)
     layer.release(record)
 
     # Two tensors of their own: an operator's outputs may not share memory.
     if rows is None:
         rows = grad.new_empty(0, dtype=torch.bfloat16)
     if weights is None:
-        weights = grad.new_empty(0, dtype=torch.bfloat16)
+        weights = grad.new_empty(0, dtype=gradient_dtype(wide))
     return rows, weights
 
 
@@ -319,21 +336,29 @@ def _fake_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     nothing = (0,)
     of_rows = (grad.shape[0], weight.shape[1]) if needs[0] else nothing
     of_weight = weight.shape if needs[1] else nothing
     grad_rows = grad.new_empty(of_rows, dtype=torch.bfloat16)
-    grad_weight = grad.new_empty(of_weight, dtype=torch.bfloat16)
+    grad_weight = grad.new_empty(of_weight, dtype=gradient_dtype(wide))
     return grad_rows, grad_weight
 
 
 def _fp8_switching(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator fp8_switching_apart: y, and the scales that x was cast under.
 
     It computes in FP8, or in BF16 while the layer is demoted, and measures statistics in sampled steps.
+
+    wide: as the layer's. Only the fake kernel of backward needs it, which cannot find the layer.
 
     rows: x, bfloat16. Backward keeps it as it is and casts it again under these scales. What an operator gives to
     backward must not depend on the precision.
@@ -345,7 +370,12 @@ def _fp8_switching(
 
 
 def _fake_switching(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape[0], weight.shape[0]), _fake_scales(handle, rows)
 
@@ -358,8 +388,9 @@ def _fp8_switching_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator fp8_switching_backward: gradients of x, W (bfloat16) and bias (float32).
+    """The operator fp8_switching_backward: gradients of x, W (bfloat16, or float32 if `wide`) and bias (float32).
 
     One that `needs` does not ask for has shape [0].
 
@@ -383,7 +414,7 @@ def _fp8_switching_backward(
     if grad_rows is None:
         grad_rows = grad.new_empty(0)
     if grad_weight is None:
-        grad_weight = grad.new_empty(0)
+        grad_weight = grad.new_empty(0, dtype=gradient_dtype(wide))
     if grad_bias is None:
         grad_bias = grad.new_empty(0, dtype=torch.float32)
     return grad_rows, grad_weight, grad_bias
@@ -397,28 +428,33 @@ def _fake_switching_backward(
     handle: Tensor,
     record: bool,
     needs: list[bool],
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nothing = (0,)
     grad_rows = grad.new_empty(rows.shape if needs[0] else nothing)
-    grad_weight = grad.new_empty(weight.shape if needs[1] else nothing)
+    of_weight = weight.shape if needs[1] else nothing
+    grad_weight = grad.new_empty(of_weight, dtype=gradient_dtype(wide))
     grad_bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
     return grad_rows, grad_weight, grad_bias
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, weight, bias, handle, ctx.record = inputs
+    rows, weight, bias, handle, ctx.record, ctx.wide = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(rows, output[1], weight, handle)
 
 
 def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    rows, weights, bias = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs)
+    rows, weights, bias = _ops.fp8_switching_backward(
+        grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide
+    )
     # Autograd wants None for the operator's empty tensors.
     return (
         rows if needs[0] else None,
         weights if needs[1] else None,
         bias.to(ctx.bias_dtype) if needs[2] else None,
+        None,
         None,
         None,
     )
@@ -434,10 +470,15 @@ _ops: Any = torch.ops.hopper_harness
 
 
 def switching(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    handle: Tensor,
+    record: bool,
+    wide: bool = False,
 ) -> Tensor:
     """As `linear`, for a layer that decides when it runs: FP8 or BF16, with or without statistics."""
-    return _ops.fp8_switching_apart(rows, weight, bias, handle, record)[0]
+    return _ops.fp8_switching_apart(rows, weight, bias, handle, record, wide)[0]
 
 
 class Fp8SlotBuffers(SlotBuffers):

@@ -53,7 +53,8 @@ def operands_as_they_are(device_type: str) -> AbstractContextManager[Any]:
 class Operand(Protocol):
     """A matrix [r, c] ready for a GEMM, with the inverse of the scale that it was cast under.
 
-    Products are bfloat16, and each output is rounded once. The other operand has to be of the same class.
+    Products are bfloat16, and each output is rounded once. A weight gradient may also leave in the float32 that the
+    GEMM adds up in. The other operand has to be of the same class.
     """
 
     def nt(self, other: Any, bias: Tensor | None = None) -> Tensor:
@@ -67,8 +68,8 @@ class Operand(Protocol):
         """self [m, n] times other [n, k]."""
         ...
 
-    def tn(self, other: Any) -> Tensor:
-        """self^T [n, m] times other [m, k]."""
+    def tn(self, other: Any, wide: bool = False) -> Tensor:
+        """self^T [n, m] times other [m, k]. wide: in float32; of operands without FP8, still rounded to bfloat16."""
         ...
 
     def kept(self) -> tuple[tuple[Tensor | None, ...], Callable[..., Operand]]:
@@ -95,8 +96,15 @@ class Carrier:
     def nn(self, other: Any) -> Tensor:
         return _product(self.values, other.values, self.inverse, other.inverse)
 
-    def tn(self, other: Any) -> Tensor:
-        return _product(self.values.t(), other.values, self.inverse, other.inverse)
+    def tn(self, other: Any, wide: bool = False) -> Tensor:
+        left, right = self.values.t(), other.values
+        if not wide:
+            return _product(left, right, self.inverse, other.inverse)
+        if self.inverse is None:
+            return _product(left, right, None, None).float()
+        # Autocast would take the operands for bfloat16.
+        with torch.autocast(left.device.type, enabled=False):
+            return _product(left.float(), right.float(), self.inverse, other.inverse)
 
     def kept(self) -> tuple[tuple[Tensor, ...], Callable[..., Carrier]]:
         return (self.values,), partial(Carrier, inverse=self.inverse)
@@ -125,8 +133,9 @@ class Fp8Pair:
     def nn(self, other: Any) -> Tensor:
         return _scaled_mm(self.rows, other.columns, self.inverse, other.inverse)
 
-    def tn(self, other: Any) -> Tensor:
-        return _scaled_mm(self.columns, other.columns, self.inverse, other.inverse)
+    def tn(self, other: Any, wide: bool = False) -> Tensor:
+        dtype = gradient_dtype(wide)
+        return _scaled_mm(self.columns, other.columns, self.inverse, other.inverse, dtype=dtype)
 
     def kept(self) -> tuple[tuple[Tensor | None, Tensor], Callable[..., Fp8Pair]]:
         return (self.columns, self.inverse), partial(Fp8Pair, None)
@@ -135,6 +144,11 @@ class Fp8Pair:
 def plain_operand(x: Tensor) -> Carrier:
     """`x` [r, c] of any float dtype as a bfloat16 operand without FP8."""
     return Carrier(x.detach().to(torch.bfloat16).contiguous())
+
+
+def gradient_dtype(wide: bool) -> torch.dtype:
+    """The dtype of a weight's gradient, as `Operand.tn` returns it."""
+    return torch.float32 if wide else torch.bfloat16
 
 
 def padded(rows: int) -> int:
@@ -149,7 +163,7 @@ def _product(
     right_inverse: float | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """left right / (both scales) + bias in bfloat16, for carriers.
+    """left right / (both scales) + bias in their dtype, for carriers.
 
     The inverse scales go into the GEMM's alpha. Multiplying its bfloat16 output by them would round twice.
     """
@@ -161,16 +175,16 @@ def _product(
             wide = left.double() @ right.double() * left_inverse * right_inverse
             if bias is not None:
                 wide = wide + bias.detach().to(torch.bfloat16)
-            return wide.to(torch.bfloat16)
+            return wide.to(left.dtype)
     if bias is not None:
         return torch.addmm(bias.detach().to(torch.bfloat16), left, right, alpha=scale)
     # addmm is the product with an alpha. beta=0 ignores what it would add.
-    return torch.addmm(_ignored_bias(left.device), left, right, beta=0, alpha=scale)
+    return torch.addmm(_ignored_bias(left.device, left.dtype), left, right, beta=0, alpha=scale)
 
 
 @cache
-def _ignored_bias(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.bfloat16, device=device)
+def _ignored_bias(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(1, dtype=dtype, device=device)
 
 
 def _scaled_mm(
@@ -180,8 +194,12 @@ def _scaled_mm(
     right_inverse: Tensor,
     bias: Tensor | None = None,
     fast: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """left [m, k] times right^T [k, n] on FP8 units. Both are row-major, the layouts that cuBLASLt takes."""
+    """left [m, k] times right^T [k, n] on FP8 units. Both are row-major, the layouts that cuBLASLt takes.
+
+    dtype: of the result.
+    """
     assert left is not None
     assert right is not None
     # On a CPU `_scaled_mm` decomposes into operations that autocast would cast to bfloat16.
@@ -197,6 +215,6 @@ def _scaled_mm(
             scale_a=left_inverse,
             scale_b=right_inverse,
             bias=bias,
-            out_dtype=torch.bfloat16,
+            out_dtype=dtype,
             use_fast_accum=fast,
         )

@@ -41,6 +41,7 @@ class Backend:
     fuses_casts: whether torch.compile can fuse its casts with what makes the tensor.
     not_compiled: why torch.compile cannot compile it; empty if it can.
     transposed: whether it also takes weights stored as [in, out] (Conv1D).
+    wide_gradients: whether it can give weight gradients in float32 (fp8.weight_gradients).
     stand_in: the backend that an estimate uses in its place, if its kernels do not run on fake tensors.
     """
 
@@ -54,6 +55,7 @@ class Backend:
     fuses_casts: bool = False
     not_compiled: str = ""
     transposed: bool = False
+    wide_gradients: bool = False
     stand_in: str = ""
 
     def load(self) -> Callable[..., Any]:
@@ -210,6 +212,7 @@ BACKENDS: dict[str, Backend] = {
         keeps_amax=True,
         fuses_casts=True,
         transposed=True,
+        wide_gradients=True,
     ),
     "torchao": Backend(
         place="harness.precision.backends.torchao:TorchaoBackend",

@@ -117,6 +117,7 @@ class SlotBuffers(ScalingState):
     active: whether a precision context is entered.
     sampling: whether this window measures the statistics that cost more than an amax.
     gradient: format of every grad_output.
+    wide: whether weight gradients of float32 Parameters are float32 (fp8.weight_gradients).
     demoted: first slots of the layers in BF16.
     weights: quantised weights by their layer's first slot. An entry is a key, the operand and the plain weight. The key
         says which weight and which scale the operand is of.
@@ -146,6 +147,7 @@ class SlotBuffers(ScalingState):
         self.active = False
         self.sampling = False
         self.gradient = formats[-1] if formats else "e5m2"
+        self.wide = config.weight_gradients == "float32"
         self.demoted: set[int] = set()
         self.weights: dict[int, tuple[tuple[int, ...], Operand, Tensor]] = {}
         self.gathered = False
