@@ -321,7 +321,7 @@ def _divergence_lines(made: Comparison) -> list[str]:
     others = [f"{each.tensor} {each.kind}" for each in compared.splits[1:]]
     if others:
         lines.append(f"  also in that step: {some(others, _MOST_NAMED)}")
-    if not compared.slots:
+    if not compared.slots and any(map(_quantises, made.pair)):
         lines.append(f"  {_NOT_EVERY_SLOT}: an earlier tensor may differ")
     if made.causes is not None:
         lines.append(f"  {made.causes.evidence}")

@@ -245,7 +245,7 @@ def _side(
     folder = history.run_dir
     where = short(folder)
     if not (folder / "config.yaml").is_file():
-        why = "a loop of your own trained it, and only that loop can run its steps again"
+        why = "it was deleted, or a loop of your own trained the run: only that loop can run its steps"
         fix = "leave --replay out: the recorded figures are compared without it"
         raise ConfigError(Problem("the run has no config.yaml", where, why, fix))
     branches = Branches(folder)
