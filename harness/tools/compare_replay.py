@@ -142,6 +142,8 @@ class Replay:
                 f"from the checkpoints of step {parting.base}" if parting.base else "from the start"
             )
         lines = [f"replay, {begin}: no tensor differs up to step {parting.last}"]
+        if parting.base is None and not parting.last:
+            lines = ["replay: nothing was run or compared"]
         if parting.parted is not None:
             lines = [f"replay, {begin}: {_parted_text(parting.parted)}"]
         lines.append(f"  {self.meaning}")
