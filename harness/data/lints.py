@@ -17,6 +17,8 @@ from harness.core.protocols import Batch, Batches
 LOOKED_AT = 256
 """Training samples that are read, from the first windows on."""
 _NAMED = 3
+# Fewer values are all equal by chance, as two features of a table may be.
+_FEWEST_VALUES = 16
 # Fewer repetitions than this share say nothing: some texts do repeat themselves.
 _REPEATED_SHARE = 0.01
 # Code, severity, what, why and fix by the kind of fault.
@@ -128,11 +130,11 @@ def _is_empty(sample: Batch) -> bool:
         for name, values in sample.items()
         if name not in (*LABELS, "attention_mask", "segments")
     ]
-    # A sample of one value is a number, and not empty.
-    sized = [values for values in inputs if values.numel() > 1]
     if any(not values.numel() for values in inputs):
         return True
-    return bool(sized) and all(_is_constant(values) for values in sized)
+    count = sum(values.numel() for values in inputs)
+    sized = [values for values in inputs if values.numel() > 1]
+    return count >= _FEWEST_VALUES and bool(sized) and all(_is_constant(values) for values in sized)
 
 
 def _is_constant(values: Tensor) -> bool:

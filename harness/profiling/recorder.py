@@ -9,6 +9,7 @@ steps. A profile that cannot be made never fails the run: `Profiled` says why.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        # Without this the profiler's library writes a line to the terminal at its start and its end.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         # With shapes the profiler also records the types of operands, which say in which precision a GEMM runs.
         profiler = profile(activities=activities, record_shapes=True)
         # Kernels of earlier steps must have ended: they are none of this profile.

@@ -295,7 +295,8 @@ class Branches:
             return self.records[step].attempt
         attempts = [*self._rows(step)]
         if not attempts:
-            what = f"step {step} has no record, and the journal does not have it: its steps are 1 to {self._last}"
+            there = f"its steps are 1 to {self._last}" if self._last else "it has no step"
+            what = f"step {step} has no record, and the journal does not have it: {there}"
             recorded = ", ".join(map(str, sorted(self.records))) or "none"
             fix = f"give --step one of the steps with a record ({recorded}), or another that the run has done"
             raise ConfigError(Problem(what, str(self.folder / FOLDER), fix=fix))

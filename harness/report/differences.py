@@ -100,7 +100,12 @@ def differences(a: RunHistory, b: RunHistory) -> list[Difference]:
     found += _differing(PLAN, _layers(a), _layers(b))
     found += _differing(DATA, _hash(a, "data", "data."), _hash(b, "data", "data."))
     found += _differing(START, read_start(a), read_start(b))
-    found += _differing(LIBRARY, libraries(a), libraries(b))
+    # A run whose checkpoints are gone has not lost a library.
+    saved = [_saved_versions(run) for run in (a, b)]
+    if not all(saved):
+        saved = [{}, {}]
+    of_a, of_b = saved[0] | _tagged_versions(a), saved[1] | _tagged_versions(b)
+    found += _differing(LIBRARY, of_a, of_b)
     found += _differing(MACHINE, machine(a), machine(b))
     return found
 
@@ -135,18 +140,21 @@ def read_start(history: RunHistory) -> dict[str, Any]:
     return {"started_from": path} if isinstance(path, str) else {}
 
 
-def libraries(history: RunHistory) -> dict[str, str]:
-    """Library -> version, from the run's tags and its newest checkpoint that can be read."""
-    found: dict[str, str] = {}
+def _saved_versions(history: RunHistory) -> dict[str, str]:
+    """Library -> version, from the run's newest checkpoint that can be read; empty if there is none."""
     checkpoints = sorted((history.run_dir / "checkpoints").glob("step-*"), reverse=True)
     for checkpoint in checkpoints:
         try:
             versions = read_manifest(checkpoint)["versions"]
-            found = {str(name): str(version) for name, version in versions.items()}
-            break
+            return {str(name): str(version) for name, version in versions.items()}
         except (HarnessError, OSError, LookupError, TypeError, ValueError, AttributeError):
             continue
-    # What the run itself recorded comes last, and so counts more.
+    return {}
+
+
+def _tagged_versions(history: RunHistory) -> dict[str, str]:
+    """Library -> version, from the run's tags."""
+    found: dict[str, str] = {}
     for name, value in history.run["tags"].items():
         if name.startswith(_VERSION) and value:
             found[name.removeprefix(_VERSION)] = value

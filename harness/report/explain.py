@@ -560,6 +560,7 @@ def _with_code_shown(line: str) -> Text:
 def _explain_run(run_dir: Path, console: Screen) -> None:
     """Every code once, in the order in which they came up; then what to do about each, the worst first."""
     from harness.tracking.history import RunHistory
+    from harness.tracking.journal import JOURNAL
 
     history, known = RunHistory.read(run_dir), catalogue()
 
@@ -567,8 +568,10 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     events = distinct(history.events)
     if events:
         console.print(Text("What happened, each code where it first came up", style="bold"))
-    else:
+    elif any(history.run.values()) or not (history.run_dir / JOURNAL).stat().st_size:
         console.print(Text("No events."))
+    else:
+        console.print(Text(f"No events: {JOURNAL} has no row that can be read."))
     for each in events[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:

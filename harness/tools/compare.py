@@ -307,7 +307,10 @@ def _divergence_lines(made: Comparison) -> list[str]:
     """At which step and tensor the runs first differ, and the likely cause."""
     compared = made.compared
     names = [run.run_dir.name for run in made.pair]
-    span = f"steps {compared.first}-{compared.last} of {names[0]} and {names[1]}"
+    span = f"steps {compared.first}-{compared.last}"
+    if compared.first == compared.last:
+        span = f"step {compared.first}"
+    span += f" of {names[0]} and {names[1]}"
     if not compared.splits:
         lines = [f"no divergence: all recorded figures of {span} agree, to the last bit"]
         if not compared.slots and any(map(_quantises, made.pair)):
@@ -322,7 +325,7 @@ def _divergence_lines(made: Comparison) -> list[str]:
     others = [f"{each.tensor} {each.kind}" for each in compared.splits[1:]]
     if others:
         lines.append(f"  also in that step: {some(others, _MOST_NAMED)}")
-    if not compared.slots:
+    if not compared.slots and any(map(_quantises, made.pair)):
         lines.append(f"  {_NOT_EVERY_SLOT}: an earlier tensor may differ")
     if made.causes is not None:
         lines.append(f"  {made.causes.evidence}")

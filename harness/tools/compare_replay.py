@@ -142,6 +142,8 @@ class Replay:
                 f"from the checkpoints of step {parting.base}" if parting.base else "from the start"
             )
         lines = [f"replay, {begin}: no tensor differs up to step {parting.last}"]
+        if parting.base is None and not parting.last:
+            lines = ["replay: nothing was run or compared"]
         if parting.parted is not None:
             lines = [f"replay, {begin}: {_parted_text(parting.parted)}"]
         lines.append(f"  {self.meaning}")
@@ -247,7 +249,7 @@ def _side(
     folder = history.run_dir
     where = short(folder)
     if not (folder / "config.yaml").is_file():
-        why = "a loop of your own trained it, and only that loop can run its steps again"
+        why = "it was deleted, or a loop of your own trained the run: only that loop can run its steps"
         fix = "leave --replay out: the recorded figures are compared without it"
         raise ConfigError(Problem("the run has no config.yaml", where, why, fix))
     branches = Branches(folder)

@@ -191,6 +191,7 @@ class Diagnosis:
     findings: of machine, versions and, with a config, of the run.
     config: whether a config was examined.
     resolved: the precision that the config's model takes; empty without one.
+    resolved_why: why it is not the one that the tree takes; empty if it is.
     cards: what --card checked on each device; None if it was not asked for.
     speed: what --speed timed; None if it was not asked for, or an error came first.
     """
@@ -202,6 +203,7 @@ class Diagnosis:
     findings: list[Finding]
     config: bool = False
     resolved: str = ""
+    resolved_why: str = ""
     cards: list[CardReport] | None = None
     speed: SpeedReport | None = None
 
@@ -226,6 +228,7 @@ class Diagnosis:
             "tier_why": why,
             "recipe": self.recipe.name,
             "resolved": self.resolved,
+            "resolved_why": self.resolved_why,
             "decision": [question._asdict() for question in self.questions],
             "recipes": self.rungs,
             "machine": {**asdict(self.facts), "libraries": _libraries(self.facts)},
@@ -271,7 +274,16 @@ def diagnose(
     with redirect_stdout(sys.stderr):
         examined = examine(config, recipe, facts)
     findings += examined.findings
-    return Diagnosis(facts, recipe, rungs, questions, findings, True, examined.resolved)
+    return Diagnosis(
+        facts,
+        recipe,
+        rungs,
+        questions,
+        findings,
+        True,
+        examined.resolved,
+        examined.resolved_why,
+    )
 
 
 def _without_a_rung(
@@ -397,7 +409,8 @@ def _tree(console: Console, diagnosis: Diagnosis) -> None:
         for text in (line, f"      {indent}{about}", f"      {indent}{question.why}"):
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     if diagnosis.resolved:
-        console.print(f"the model runs on {diagnosis.resolved}", markup=False, highlight=False)
+        why = f" ({diagnosis.resolved_why})" if diagnosis.resolved_why else ""
+        _print_line(console, f"the model runs on {diagnosis.resolved}{why}")
 
 
 def _machine(console: Console, facts: MachineFacts) -> None:

@@ -43,10 +43,15 @@ from harness.tools.preflight import lacks_memory
 
 @dataclass(slots=True)
 class Examined:
-    """What was found, and the precision that the model takes: `backend:precision`, empty if none could be planned."""
+    """What was found on a run.
+
+    resolved: the precision that the model takes, `backend:precision`; empty if none could be planned.
+    resolved_why: why it is not the one that this machine takes; empty if it is.
+    """
 
     findings: list[Finding] = field(default_factory=list[Finding])
     resolved: str = ""
+    resolved_why: str = ""
 
 
 def examine(config: RunConfig, recipe: Recipe, facts: MachineFacts) -> Examined:
@@ -140,6 +145,10 @@ def _model(
     if plan is None:
         return
     examined.resolved = plan.resolved
+    rung, _ = resolve(recipe, worker.facts)
+    if rung is not None and rung.name != plan.resolved:
+        reasons = {verdict.rung: verdict.reason for verdict in plan.rungs}
+        examined.resolved_why = f"not {rung.name}: {reasons[rung.name]}"
     if config.engine.compile == "blocks":
         found += refused("config.engine", check_compile(plan.rung, model, worker.device))
     task = Task(model, config.model.target, data.unit if data else "loss")

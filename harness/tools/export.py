@@ -135,8 +135,10 @@ def command(
 def _read_config(folder: Path) -> RunConfig:
     path = folder / "config.yaml"
     if not path.is_file():
-        why = "a loop of your own trained it, and only that loop knows its model"
-        fix = "save the model from that loop"
+        why = (
+            "it was deleted, or a loop of your own trained the run: only that loop knows its model"
+        )
+        fix = "put config.yaml back, or save the model from that loop"
         raise ConfigError(Problem("the run has no config.yaml", str(folder), why, fix))
     return validate(RunConfig, read_yaml(path), str(path))
 

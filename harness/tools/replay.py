@@ -13,7 +13,7 @@ import typer
 from harness.core.errors import ConfigError, Problem
 from harness.core.screen import say
 from harness.report import RunFolder
-from harness.tools.restored import check_recipe
+from harness.tools.restored import check_recipe, read_run
 
 if TYPE_CHECKING:
     from harness.build import Worker
@@ -46,7 +46,6 @@ def replay(
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
     from harness.build import join_worker
-    from harness.core.config import load_config
     from harness.core.files import write_json
     from harness.replay.answer import lines, plain
     from harness.replay.flight import Branches, record_folder
@@ -56,7 +55,7 @@ def replay(
     # Raises an error for a step that the run does not have.
     branches.attempt_of(step)
     # One process plays all ranks, whatever engine the run had.
-    config = load_config(str(branches.folder / "config.yaml"), ["engine.name=auto"])
+    _, config = read_run(branches.folder, ["engine.name=auto"])
     check_recipe(branches.folder, config.recipe)
     refuse_foreign_scale(branches, step)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as scratch:

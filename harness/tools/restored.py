@@ -194,10 +194,11 @@ def read_run(run: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
 
     folder = require_run(run)
     if not (folder / "config.yaml").is_file():
-        why = "a loop of your own trained it, and only that loop knows its model"
-        raise ConfigError(
-            Problem("the run has no config.yaml", str(folder), why, "use the model in that loop")
+        why = (
+            "it was deleted, or a loop of your own trained the run: only that loop knows its model"
         )
+        fix = "put config.yaml back, or use the model in that loop"
+        raise ConfigError(Problem("the run has no config.yaml", str(folder), why, fix))
     return folder, load_config(str(folder / "config.yaml"), overrides)
 
 

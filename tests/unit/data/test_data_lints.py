@@ -81,6 +81,12 @@ def test_clean_data_have_no_finding() -> None:
     assert lints((changed(), VALID)) == {}
 
 
+def test_two_features_that_are_equal_are_no_empty_sample() -> None:
+    features = torch.tensor([[place, 64 - place] for place in range(64)], dtype=torch.float32)
+    assert features[32, 0] == features[32, 1]
+    assert lints((Pairs(features, LABELS), Pairs(features + 0.5, LABELS))) == {}
+
+
 def test_the_shipped_digits_have_no_finding() -> None:
     pytest.importorskip("sklearn")
     given["data"] = digits()

@@ -168,6 +168,7 @@ def test_our_loop_is_profiled_and_a_resume_goes_on_inside(tmp_path: Path) -> Non
     for name in ("train/loss", "train/grad_norm"):
         assert list(ours.points(name).items()) == list(theirs.points(name).items())
     assert "ms a step" in done.stdout
+    assert "profiler_start" not in done.stdout, "a line of the profiler's library"
 
     # They have been profiled by now. Others that lie behind were missed.
     for steps, missed in (([3, 4], []), ([1, 1], ["profile.missed"])):

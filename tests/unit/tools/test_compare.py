@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 from typer.testing import CliRunner
 
+from harness.checkpoint.store import Store
 from harness.cli import app
 from harness.core.facts import SlotStats
 from harness.data.order import sample_numbers
@@ -241,6 +243,9 @@ def test_steps_that_a_slot_file_lost_are_compared_by_the_journals_series(
 def test_runs_without_fp8_lack_no_figures(tmp_path: Path) -> None:
     text = shown(make(tmp_path / "a", slots=False), make(tmp_path / "b", slots=False))
     assert "no divergence" in text
+    assert "not in both runs" not in text
+    text = shown(tmp_path / "a", make(tmp_path / "c", of_metric(5, "train/loss"), slots=False))
+    assert "first divergence" in text
     assert "not in both runs" not in text
 
 
@@ -471,6 +476,16 @@ def test_what_differs_is_listed(tmp_path: Path) -> None:
         {"kind": "library", "key": "torch", "a": "2.12", "b": "2.13"},
     ]
     assert found["notes"] == ["the data differ, so losses are of other texts"]
+
+
+def test_a_run_whose_checkpoints_are_gone_has_lost_no_library(tmp_path: Path) -> None:
+    one, other = make(tmp_path / "a"), make(tmp_path / "b")
+    Store(one / "checkpoints", {"numpy": "1.0"}).save(1, {"model": {"w": torch.ones(2)}}, {}, {})
+    assert compared(one, other)["differences"] == []
+    Store(other / "checkpoints", {"numpy": "2.0"}).save(1, {"model": {"w": torch.ones(2)}}, {}, {})
+    assert compared(one, other)["differences"] == [
+        {"kind": "library", "key": "numpy", "a": "1.0", "b": "2.0"}
+    ]
 
 
 # Real runs: what is put into them is named, at its step.

@@ -27,8 +27,8 @@ class Net(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.how = how
-        self.up = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 4)
+        self.up = nn.Linear(64, 63 if how == "odd" else 64)
+        self.head = nn.Linear(self.up.out_features, 4)
 
     def forward(self, images, labels):
         x = F.relu(self.up(images))
@@ -97,6 +97,14 @@ def test_a_sound_run_has_no_finding(doctor: Doctor) -> None:
     assert found["resolved"] == "autocast:bf16"
     answers = {each["precision"]: each["answer"] for each in found["decision"]}
     assert answers == {"fp8": "no", "bf16": "taken", "fp16": "not asked", "fp32": "not asked"}
+
+
+def test_a_model_that_leaves_the_rung_of_the_machine_says_why(doctor: Doctor) -> None:
+    _, found = doctor("recipe=fp8_hybrid")
+    assert (found["resolved"], found["resolved_why"]) == ("native:fp8", "")
+    _, found = doctor("recipe=fp8_hybrid", "model.args={how: odd}")
+    assert found["resolved"] == "autocast:bf16"
+    assert "not native:fp8: no layer of this model can run in FP8" in found["resolved_why"]
 
 
 def test_a_warning_names_module_and_line_and_leaves_exit_code_0(doctor: Doctor) -> None:

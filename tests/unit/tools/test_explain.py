@@ -411,6 +411,12 @@ def test_a_run_without_events(tmp_path: Path) -> None:
     assert cause(RunHistory.read(tmp_path / "r")) is None
 
 
+def test_a_journal_that_cannot_be_read_is_not_one_without_events(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "journal.jsonl").write_bytes(b"\0garbage\n" * 9)
+    assert "has no row that can be read" in printed(str(tmp_path / "r"))
+
+
 def test_text_with_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     with Journal(tmp_path / "r" / "journal.jsonl") as journal:
         journal.event(1, "run.failed", text="ValueError: [bold] of [1, 2]")
