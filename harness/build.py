@@ -203,8 +203,7 @@ def _set_threads(threads: int, launch: Launch) -> None:
 
 # ZeRO gives each rank a part of the gradients, so DeepSpeed measures them.
 _DEEPSPEED_NORM = (
-    "gradient norms are DeepSpeed's own: it adds up what ranks measure in float32, other engines in "
-    "float64"
+    "gradient norms are DeepSpeed's own: those of ranks are added in float32, not float64"
 )
 
 

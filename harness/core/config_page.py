@@ -56,7 +56,8 @@ def _decided() -> str:
     for key, ranks in RESUME_DECIDED_BY.items():
         name = f"{key}*" if key.endswith(".") else key
         keys_of.setdefault(ranks, []).append(f"`{name}`")
-    lines = ["Of the keys with yes, which rank decides while the run trains:", ""]
+    lines = ["Ranks whose configs differ refuse together at the start, whatever the key.", ""]
+    lines += ["Of the keys with yes, which rank decides while the run trains:", ""]
     lines += [f"- {', '.join(keys)}: {ranks}." for ranks, keys in keys_of.items()]
     return "\n".join(lines)
 
