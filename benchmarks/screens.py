@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +32,8 @@ from tests.ui.browser import Browser, browser
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS = 110
+# The table of runs has one line a run, however long.
+WIDER = {"runs": 155}
 # Enough for black text on white with a few colours, in a third of the bytes.
 SHADES = 24
 # Names as of a user's first run.
@@ -141,7 +144,7 @@ class Folder:
         process = self.begin(name, "train.steps=1000")
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step    3/"):
+            if re.match(r"step +3/", line):
                 process.send_signal(number)
                 break
         process.communicate()
@@ -154,6 +157,7 @@ def of_runs(folder: Folder) -> str:
     folder.interrupt("preempted", signal.SIGTERM)
     folder.interrupt("killed", signal.SIGKILL)
     (folder.path / "runs" / "notes").mkdir(exist_ok=True)
+    (folder.path / "runs" / "notes" / "notes.txt").write_text("no run")
     return folder.output(LINES["runs"])
 
 
@@ -175,9 +179,9 @@ def of_profile(folder: Folder) -> str:
     return folder.output(LINES["profile"])
 
 
-def terminal(line: str, text: str) -> str:
+def terminal(line: str, text: str, columns: int) -> str:
     """The page that shows a command and what it printed, with the colours of `text`."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
+    console = Console(record=True, width=columns, file=io.StringIO(), highlight=False)
     console.print(Text(f"$ {line}\n", "bold"))
     console.print(Text.from_ansi(text.rstrip()))
     style = (
@@ -226,7 +230,7 @@ def picture(name: str, folder: Folder, out: Path) -> None:
         made = special[name](folder) if name in special else folder.output(LINES[name])
         if name in BEGINS:
             made = f"...\n{made[made.index(BEGINS[name]) :]}"
-        html.write_text(terminal(LINES[name], made))
+        html.write_text(terminal(LINES[name], made, WIDER.get(name, COLUMNS)))
     with browser(width=1000, height=400) as page:
         photograph(page, html, image, most=900)
 

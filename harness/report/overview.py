@@ -76,6 +76,8 @@ _OF_A_RUN = (JOURNAL, "config.yaml", "plan.json", "checkpoints", "outcome.json")
 _DEMOTED = "guard/demoted_layers"
 
 _ENDS = ("run.failed", "guard.halt", "guard.rollback")
+# Codes of the runbook that say that something went as planned: no reason to look.
+_AS_PLANNED = ("profile.written", "fp8.picked", "precision.promote", "scaler.calibration")
 _MAX_REASON = 300
 _CANDIDATES = 4
 # Rows of a journal that are not parsed here.
@@ -330,6 +332,8 @@ def severities() -> dict[str, Severity]:
     """Code -> its severity, for every code that is more than information."""
     found: dict[str, Severity] = {}
     for code, healthy, _ in catalogue().ranking:
+        if code in _AS_PLANNED:
+            continue
         found[code] = Severity.ERROR if healthy == "no" else Severity.WARNING
     return found | dict.fromkeys(_ENDS, Severity.ERROR)
 
@@ -347,7 +351,8 @@ def _worst(codes: Iterable[str]) -> str:
     given = list(codes)
     ranked = [*catalogue().ranked(given), *(code for code in _ENDS if code in given)]
     known = severities()
-    return min(ranked, key=lambda code: list(Severity).index(known[code]), default="")
+    order = list(Severity)
+    return min(ranked, key=lambda code: order.index(known.get(code, Severity.INFO)), default="")
 
 
 def size_on_disk(folder: Path) -> int:

@@ -165,6 +165,15 @@ def test_events_are_counted_by_severity(tmp_path: Path) -> None:
     assert found["worst"] == "loss.spike", "the cause, not what the guard did about it"
 
 
+def test_what_went_as_planned_is_no_warning(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with Journal(run / "journal.jsonl", resume_step=4) as journal:
+        for code in ("profile.written", "scaler.calibration", "precision.promote"):
+            journal.event(3, code)
+    (found,) = listed(tmp_path)
+    assert found["events"] == {"error": 0, "warning": 0, "info": 3}
+
+
 def test_a_loss_that_is_no_number_is_listed_and_sorted_last(tmp_path: Path) -> None:
     for name, loss in (("nan", math.nan), ("low", 1.0), ("high", 2.0)):
         with Journal(tmp_path / name / "journal.jsonl") as journal:
