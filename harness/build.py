@@ -240,7 +240,8 @@ def build_plan(
             built.append(model)
             notes.extend(why_whole)
         model = built[0]
-        compiling = choose_compiling(config.engine.compile, rung, model, worker.device)
+        fuse = recipe.layers.fuse
+        compiling = choose_compiling(config.engine.compile, rung, model, worker.device, fuse)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
         about = [*notes, compiling.note] if compiling.note else notes

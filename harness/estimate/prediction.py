@@ -44,6 +44,7 @@ from harness.estimate.roofline import (
 )
 from harness.estimate.trace import SAMPLED, USUAL, Policy, Trace, engine_of, facts_of, trace
 from harness.precision.backends.registry import BACKENDS, PLAIN
+from harness.precision.compiling import compiles
 from harness.precision.plan import Plan, take_rung
 from harness.precision.recipe import Fp8Config, Recipe, Rung
 
@@ -236,7 +237,8 @@ def trace_rung(
     if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
         raise ConfigError(problems)
     estimated, stand_in, notes = _stand_in(rung, recipe)
-    if config.engine.may_compile(on_gpu=True) and not BACKENDS[rung.backend].not_compiled:
+    asked = config.engine.compile == "blocks" or not BACKENDS[rung.backend].not_by_default
+    if config.engine.may_compile(on_gpu=True) and asked and compiles(rung, recipe.layers.fuse):
         notes = [
             *notes,
             f"this is the eager step: engine.compile={config.engine.compile} compiles blocks, which is faster",

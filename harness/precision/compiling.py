@@ -43,19 +43,29 @@ class Compiling(NamedTuple):
 
 
 def choose_compiling(
-    asked: Literal["auto", "none", "blocks"], rung: Rung, model: nn.Module, device: torch.device
+    asked: Literal["auto", "none", "blocks"],
+    rung: Rung,
+    model: nn.Module,
+    device: torch.device,
+    fuse: bool = False,
 ) -> Compiling:
     """What `engine.compile` means for `model` on this rung and machine; the same on all ranks. Collective.
+
+    fuse: the recipe's layers.fuse.
 
     Raises ConfigError if blocks are to be compiled and cannot be.
     """
     if asked == "none" or (asked == "auto" and device.type != "cuda"):
         return Compiling(False)
-    problems = check_compile(rung, model, device)
+    problems = check_compile(rung, model, device, fuse)
     if asked == "blocks":
         if problems:
             raise ConfigError(problems)
         return Compiling(True)
+
+    eager = "blocks run eager (engine.compile=auto)"
+    if why := BACKENDS[rung.backend].not_by_default:
+        return Compiling(False, f"{eager}: {why}")
 
     # Every rank takes part, also one that has found a reason: a library may be missing on one machine alone.
     failed = "" if problems else try_compile(device)
@@ -64,7 +74,6 @@ def choose_compiling(
         cannot = bool(max_over_ranks(torch.tensor(float(cannot), device=device)).item())
     if not cannot:
         return Compiling(True, "blocks are compiled (engine.compile=auto)")
-    eager = "blocks run eager (engine.compile=auto)"
     if problems:
         reasons = [f"{each.what}: {each.why}" if each.why else each.what for each in problems]
         return Compiling(False, f"{eager}: {'; '.join(reasons)}")
@@ -89,10 +98,25 @@ def try_compile(device: torch.device) -> str:
     return ""
 
 
-def check_compile(rung: Rung, model: nn.Module, device: torch.device) -> list[Problem]:
-    """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can."""
+def compiles(rung: Rung, fuse: bool) -> bool:
+    """Whether blocks can be compiled on this rung. fuse: the recipe's layers.fuse."""
+    declared = BACKENDS[rung.backend]
+    return not declared.not_compiled and not (fuse and declared.fuses)
+
+
+def check_compile(
+    rung: Rung, model: nn.Module, device: torch.device, fuse: bool = False
+) -> list[Problem]:
+    """Why the blocks of `model` cannot be compiled on this rung and machine; empty if they can.
+
+    fuse: the recipe's layers.fuse.
+    """
     problems: list[Problem] = []
     why = BACKENDS[rung.backend].not_compiled
+    if fuse and BACKENDS[rung.backend].fuses:
+        what = f"layers.fuse does not go with torch.compile on {rung.name}"
+        fix = "set layers.fuse: false in the recipe, or engine.compile=none"
+        problems.append(Problem(what, _WHERE, fix=fix))
     if why:
         *others, last = [name for name, each in BACKENDS.items() if not each.not_compiled]
         what = f"the {rung.backend} backend does not compile"

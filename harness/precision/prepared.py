@@ -40,7 +40,7 @@ from harness.monitors.fp8 import Fp8Monitor
 from harness.monitors.registry import MonitorsPart
 from harness.monitors.responder import Judge
 from harness.precision.backend_choice import Trial, choose_backend
-from harness.precision.backends.registry import BACKENDS
+from harness.precision.compiling import compiles
 from harness.precision.convert import build_backend, monitor_context
 from harness.precision.loss_scale import build_loss_scale
 from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharded_problems
@@ -679,7 +679,7 @@ def _plan(
 
     def plan_on(rung: Rung, rungs: list[RungVerdict]) -> Plan:
         try:
-            compiled = about.compiled and not BACKENDS[rung.backend].not_compiled
+            compiled = about.compiled and compiles(rung, recipe.layers.fuse)
             plan = make_plan(recipe, facts, rung, rungs, model)
             plan = replace(plan, compiled=compiled)
             return probe_layers(plan, recipe, facts, device)

@@ -162,7 +162,7 @@ def _refused(variant: Variant, other: Variant) -> str:
 def _compiled(rung: Rung) -> str:
     """Whether engine.compile=blocks works on this rung."""
     if not BACKENDS[rung.backend].not_compiled:
-        return "works"
+        return "works, not by default" if BACKENDS[rung.backend].not_by_default else "works"
     for name, declared in BACKENDS.items():
         if rung.precision in declared.computes and not declared.not_compiled:
             return f"refused: take `{name}`"

@@ -211,10 +211,10 @@ TRANSFORMER_ENGINE = (
     ),
     Mutation(
         16,
-        "a compiled TE layer is refused",
+        "a compiled TE layer with a fused norm is refused",
         "        if torch.compiler.is_compiling():\n            _refuse_compiled(self",
         "        if False:\n            _refuse_compiled(self",
-        "tests/te_cpu/test_te_refusals.py -k compiled_model",
+        "tests/te_cpu/test_te_compiled.py -k with_fused_layers",
     ),
     Mutation(
         16,

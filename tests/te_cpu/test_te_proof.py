@@ -11,7 +11,7 @@ from te_install import cpu_torch
 
 from benchmarks import te_golden
 from benchmarks.proof import checks, training
-from benchmarks.proof.registry import NotHere, Task
+from benchmarks.proof.registry import Task
 
 
 def task(folder: Path) -> Task:
@@ -37,9 +37,13 @@ def test_fused_steps_are_fused_and_apart_where_not_asked_for(tmp_path: Path) -> 
     assert training.te(task(tmp_path / "apart")).figures["fused"] == 0
 
 
-def test_compiled_steps_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NotHere, match="does not compile"):
-        training.te_compiled(task(tmp_path))
+@pytest.mark.slow
+def test_compiled_steps_compile_what_lies_between_the_layers(tmp_path: Path) -> None:
+    found = training.te_compiled(task(tmp_path))
+    assert not found.failed
+    assert found.figures["compiled"]
+    assert found.figures["contenders"]["fp8"]["rung"] == "transformer_engine:fp8"
+    assert not found.figures["contenders"]["fp8"]["fell_back_to_eager"]
 
 
 def test_the_record_is_kept_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,76 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from te_cpu_support import MLP, Trainer, inputs, plain
-from torch import nn
-from torch._dynamo.exc import Unsupported
+from te_cpu_support import Trainer, inputs, plain
 
 from harness.core.errors import CheckpointError, MachineError, MisuseError
 from harness.precision.backends import te_library
-
-# torch, compiling for the first time.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-
-
-class Blocks(nn.Module):
-    """Two blocks of two FP8 layers each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MLP() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def by_blocks(model: nn.Module) -> nn.Module:
-    for block in model.get_submodule("blocks").children():
-        block.compile()
-    return model
-
-
-def whole(model: nn.Module) -> nn.Module:
-    model.compile()
-    return model
-
-
-@pytest.mark.every_version
-@pytest.mark.parametrize("compiled", [by_blocks, whole])
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
-def test_a_compiled_model_is_refused_by_name(
-    compiled: Callable[[nn.Module], nn.Module], scaling: str
-) -> None:
-    fp8 = (
-        {"scaling": scaling}
-        if scaling == "delayed"
-        else {"scaling": scaling, "roll": "step", "amax_history_len": 16}
-    )
-    trainer = Trainer("transformer_engine", Blocks, {"fp8": fp8})
-    compiled(trainer.model)
-    with pytest.raises(MisuseError, match="transformer_engine backend does not compile") as caught:
-        trainer.loss(inputs(0))
-    (problem,) = caught.value.problems
-    assert problem.where == "layer blocks.0.a"
-    assert "DelayedScaling" in problem.why
-    assert "leave the model eager" in problem.fix
-    torch.compiler.reset()
-
-
-def test_one_graph_or_none_says_which_backend_it_is() -> None:
-    trainer = Trainer("transformer_engine", Blocks)
-    trainer.model.compile(fullgraph=True)
-    with pytest.raises(
-        Unsupported, match="the transformer_engine backend does not compile: leave the model eager"
-    ):
-        trainer.loss(inputs(0))
-    torch.compiler.reset()
 
 
 def test_a_loss_used_twice_is_refused_and_the_step_after_it_is_sound() -> None:

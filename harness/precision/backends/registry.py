@@ -39,7 +39,8 @@ class Backend:
     keeps_amax: whether amaxes of its FP8 layers last from step to step. Non-zero ones prove that FP8 ran.
     fuses: values of fp8.scaling under which it has fused blocks.
     fuses_casts: whether torch.compile can fuse its casts with what makes the tensor.
-    not_compiled: why torch.compile cannot compile it; empty if it can.
+    not_compiled: why torch.compile cannot compile blocks with its layers in them; empty if it can.
+    not_by_default: why engine.compile=auto leaves such blocks eager all the same; empty if it does not.
     transposed: whether it also takes weights stored as [in, out] (Conv1D).
     wide_gradients: whether it can give weight gradients in float32 (fp8.weight_gradients).
     stand_in: the backend that an estimate uses in its place, if its kernels do not run on fake tensors.
@@ -54,6 +55,7 @@ class Backend:
     fuses: tuple[str, ...] = ()
     fuses_casts: bool = False
     not_compiled: str = ""
+    not_by_default: str = ""
     transposed: bool = False
     wide_gradients: bool = False
     stand_in: str = ""
@@ -202,7 +204,7 @@ BACKENDS: dict[str, Backend] = {
         multiples={"block": 128},
         keeps_amax=True,
         fuses=("delayed",),
-        not_compiled="its FP8 modules cannot be traced",
+        not_by_default="only what lies between its modules would be compiled, and no card has run that yet",
         stand_in="native",
     ),
     "native": Backend(

@@ -30,6 +30,8 @@ module/{base,linear,layernorm_mlp}.py, distributed.py), in csrc/quantizer.cpp an
 - te.checkpoint keeps history and scale of the first run in a queue for each module, one entry for each forward. For the
   second run it restores the oldest entry, whichever forward that belongs to (`Recomputations`).
 - A backward frees what its forward saved, and gradients cannot be differentiated.
+- TE refuses delayed scaling in a graph of torch.compile, and hooks that measure would be lost in one. So the compiler
+  breaks its graph at each layer, which runs eager, and compiles what lies between.
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ from harness.precision.layers import swap_linears
 from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
+
+_BREAK = (
+    "a layer of Transformer Engine runs eager: compile without fullgraph, or take a native rung"
+)
 
 
 class TransformerEngineBackend:
@@ -108,6 +114,8 @@ class TransformerEngineBackend:
 
         # Replace the planned layers, each with its three slots.
         converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
+        if not plan.fused_norms():
+            converted.forward = torch.compiler.disable(converted.forward, reason=_BREAK)
         swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
         self.modules: dict[str, Any] = {}
         for index, (name, module) in enumerate(swapped.items()):

@@ -537,17 +537,15 @@ def _not_kept(name: str) -> MisuseError:
     return MisuseError(Problem(what, f"layer {name}", why, fix))
 
 
-@torch.compiler.disable(
-    reason="the transformer_engine backend does not compile: leave the model eager"
-)
+@torch.compiler.disable(reason="layers.fuse does not go with torch.compile: leave the model eager")
 def _refuse_compiled(name: str) -> None:
     """Raise MisuseError outside of the graph.
 
     The compiler breaks the graph at this call. It may swallow an error that is raised while it traces, and run the code
     eager.
     """
-    why = "it refuses DelayedScaling in a graph, and under any scaling the measurements by hooks would be lost"
-    fix = "leave the model eager, or take a recipe whose rung here is native"
+    why = "what a fused norm returns has no values yet, which no graph can hold"
+    fix = "leave the model eager, or set layers.fuse: false in the recipe"
     raise MisuseError(
-        Problem("the transformer_engine backend does not compile", f"layer {name}", why, fix)
+        Problem("layers.fuse does not go with torch.compile", f"layer {name}", why, fix)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from harness.core.blocks import blocks_of
 from harness.core.errors import ConfigError
 from harness.models.gpt import build
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.compiling import (
     Compiling,
     EagerWatch,
@@ -69,9 +71,15 @@ def test_blocks_are_the_elements_of_the_outermost_lists() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    [("native", "fp8"), ("torchao", "fp8"), ("autocast", "bf16"), ("autocast", "fp16")],
+    [
+        ("transformer_engine", "fp8"),
+        ("native", "fp8"),
+        ("torchao", "fp8"),
+        ("autocast", "bf16"),
+        ("autocast", "fp16"),
+    ],
 )
-def test_every_rung_but_transformer_engine_compiles(backend: str, precision: str) -> None:
+def test_every_rung_compiles(backend: str, precision: str) -> None:
     assert (
         check_compile(rung(backend, precision), build(vocab=16, dim=16, layers=1, heads=1), CPU)
         == []
@@ -80,8 +88,12 @@ def test_every_rung_but_transformer_engine_compiles(backend: str, precision: str
 
 def test_every_reason_is_told_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    problems = check_compile(rung("transformer_engine", "fp8"), nn.Sequential(nn.Linear(2, 2)), CPU)
+    made_up = replace(BACKENDS["transformer_engine"], not_compiled="it is made up")
+    monkeypatch.setitem(BACKENDS, "transformer_engine", made_up)
+    model = nn.Sequential(nn.Linear(2, 2))
+    problems = check_compile(rung("transformer_engine", "fp8"), model, CPU, fuse=True)
     assert [problem.what for problem in problems] == [
+        "layers.fuse does not go with torch.compile on transformer_engine:fp8",
         "the transformer_engine backend does not compile",
         "Sequential has no nn.ModuleList with blocks in it",
         "no C++ compiler",
@@ -136,7 +148,7 @@ def test_auto_says_why_blocks_run_eager_on_a_gpu() -> None:
     gpu, model = torch.device("cuda"), build(vocab=16, dim=16, layers=1, heads=1)
     chosen = choose_compiling("auto", rung("transformer_engine", "fp8"), model, gpu)
     assert not chosen.compiled
-    assert "transformer_engine backend does not compile" in chosen.note
+    assert "between its modules would be compiled, and no card has run that" in chosen.note
     chosen = choose_compiling("auto", rung("autocast", "bf16"), nn.Linear(2, 2), gpu)
     assert "no nn.ModuleList" in chosen.note
 
