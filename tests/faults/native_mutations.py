@@ -148,8 +148,8 @@ NATIVE = (
     Mutation(
         16,
         "x is dequantised with the scale that it was cast under",
-        "Fp8Pair(None, columns, _inverse(then, _INPUT))",
-        "Fp8Pair(None, columns, _inverse(scales, _INPUT))",
+        "Fp8Pair(None, kept, _inverse(then, _INPUT))",
+        "Fp8Pair(None, kept, _inverse(scales, _INPUT))",
         "tests/unit/precision/test_native_compile.py -k between_a_forward",
     ),
 )

@@ -56,6 +56,7 @@ def test_the_three_gemms_agree_with_the_cpu_and_the_state_is_bit_equal(
 
 def test_the_fused_kernel_has_the_bits_of_torch_and_is_what_runs(fp8_gpu: torch.device) -> None:
     assert native_triton.check(fp8_gpu) == []
+    assert native_triton.check_turn(fp8_gpu) == []
     backend = backend_on(nn.Sequential(nn.Linear(64, 64)).to(fp8_gpu), "native", fp8_gpu)
     assert backend.note.startswith("fused FP8 casts by triton")
 
@@ -88,11 +89,12 @@ def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device, fuse: bool) -> None:
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(256, 512)).to(fp8_gpu)
     compiled = copy.deepcopy(eager)
-    backends = [backend_on(model, "native", fp8_gpu) for model in (eager, compiled)]
+    backends = [backend_on(model, "native", fp8_gpu, fuse) for model in (eager, compiled)]
     compiled[0].compile(fullgraph=True)
     for number in range(4):
         for backend in backends:
@@ -105,6 +107,8 @@ def test_a_compiled_layer_has_the_state_of_an_eager_one(fp8_gpu: torch.device) -
         ]
         assert distance(results[1][0], results[0][0]) < TOLERANCE
         assert torch.equal(results[1][1][:3], results[0][1][:3]), "amax, scale in use, saturation"
+        for left, right in zip(compiled.parameters(), eager.parameters(), strict=True):
+            assert distance(left.grad, right.grad) < TOLERANCE  # type: ignore[arg-type]
     for name, tensor in clones(backends[0]).items():
         assert torch.equal(clones(backends[1])[name], tensor), name
 

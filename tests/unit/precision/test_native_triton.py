@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.precision import scaling
 from harness.precision.backends import native_triton
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,12 +180,11 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
     assert "triton is not installed" in reason()
 
 
-def compiled(arch: int, dtype: str, fmt: str, folder: Path) -> tuple[str, int, int]:
-    """PTX, registers and bytes of local memory (spills) of the kernel as a GPU of `arch` would run it."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+def cast_source(dtype: str, fmt: str) -> Any:
+    """The kernel that casts, as the launcher specialises it."""
+    from triton.compiler import ASTSource
 
-    spec, pointer = scaling.FORMATS[fmt], {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
+    pointer = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[fmt]
     names: list[str] = native_triton._kernel.arg_names
     kinds = ["*" + dtype, "*fp32", "*fp32", pointer, pointer, "i32", "i32", "i32"]
     constants = native_triton.constants(fmt) | {
@@ -195,13 +193,34 @@ def compiled(arch: int, dtype: str, fmt: str, folder: Path) -> tuple[str, int, i
         "THROUGH_BF16": dtype == "fp32",
     }
     signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
-    # As the launcher specialises for tensors whose addresses, rows and columns are multiples of 16.
-    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 3, 4, 5, 6, 7)}
-    source = ASTSource(native_triton._kernel, signature, constants, aligned)
+    return ASTSource(native_triton._kernel, signature, constants, multiples(0, 3, 4, 5, 6, 7))
+
+
+def turn_source() -> Any:
+    """The kernel that transposes, as the launcher specialises it."""
+    from triton.compiler import ASTSource
+
+    constants = {"ROWS": native_triton.ROWS, "COLS": native_triton.COLS}
+    kinds = ["*u8", "*u8", "i32", "i32", "i32"]
+    signature = dict(zip(native_triton._turn_kernel.arg_names, kinds, strict=False))
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(native_triton._turn_kernel, signature, constants, multiples(0, 1, 2, 3, 4))
+
+
+def multiples(*places: int) -> dict[tuple[int], Any]:
+    """Which arguments are multiples of 16, as addresses, rows and columns usually are."""
+    return {(place,): [["tt.divisibility", 16]] for place in places}
+
+
+def compiled(source: Any, arch: int, folder: Path) -> tuple[str, int, int]:
+    """PTX, registers and bytes of local memory (spills) of a kernel as a GPU of `arch` would run it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+
     made: Any = compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": native_triton.WARPS}
     )
-    cubin = folder / f"{arch}-{dtype}-{spec.name}.cubin"
+    cubin = folder / f"{arch}.cubin"
     cubin.write_bytes(made.asm["cubin"])
     tool = Path(native_triton.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     told = subprocess.run(
@@ -223,7 +242,7 @@ def test_it_compiles_ahead_without_spills(
     arch: int, dtype: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    ptx, registers, spilled = compiled(arch, dtype, fmt, tmp_path)
+    ptx, registers, spilled = compiled(cast_source(dtype, fmt), arch, tmp_path)
     assert registers <= REGISTERS
     assert spilled == 0
     starts_from = "f16x2" if arch == 89 else "f32"
@@ -233,6 +252,20 @@ def test_it_compiles_ahead_without_spills(
     assert re.search(r"(atom|red)\.\S*max\.s32", ptx), "amax by integer maximum"
     assert ".ftz" not in ptx, "denormal values are values"
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="triton's assembler is for Linux")
+@pytest.mark.parametrize("arch", [89, 90, 100])
+def test_the_transpose_compiles_ahead_without_spills(
+    arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ptx, registers, spilled = compiled(turn_source(), arch, tmp_path)
+    assert registers <= REGISTERS
+    assert spilled == 0
+    assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
+    assert re.search(r"st\.global\S*\.v[24]", ptx), "several elements a store"
 
 
 @pytest.mark.slow
