@@ -48,16 +48,17 @@ test-slow: $(TEST_READY) ## the slow tests; the attacks among them are left to m
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "slow and not attack and not nightly and not gpu" $(ARGS)
 
-test-nightly: $(TEST_READY) ## what CI has no time for: studies, rehearsals, the rarer half of a matrix, TE's older versions
+test-nightly: $(EXTRAS_READY) ## what CI has no time for: studies, rehearsals, the rarer half of a matrix, TE's older versions
 	@$(RUN) python tests/te_cpu/te_wheels.py || true
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.18.0 python -m pytest -q --timeout 1200 -n 2 --dist loadfile tests/te_cpu $(ARGS)
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.19.0 python -m pytest -q --timeout 1200 -n 2 --dist loadfile tests/te_cpu $(ARGS)
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "nightly and not gpu" $(ARGS)
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -m nightly tests/cuda_on_paper $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 2400 -W default -m nightly tests/extras $(ARGS)
 
 test-extras: $(EXTRAS_READY) ## with the libraries that people bring: Hugging Face, Lightning, accelerate, peft
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default tests/extras $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -W default -m "not nightly" tests/extras $(ARGS)
 
 test-ui: $(TEST_READY) ## MLflow's real pages in Chromium, on a large run
 	$(RUN) UI=1 OMP_NUM_THREADS=1 python -m pytest -q -s --timeout 3000 tests/ui $(ARGS)

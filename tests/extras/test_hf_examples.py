@@ -39,7 +39,7 @@ def shown(example: Path, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_a_folder_is_tuned_and_loaded_back(tmp_path: Path) -> None:
     told = shown(EXAMPLES[0], tmp_path)
     losses = [float(found) for found in re.findall(r"^step .*loss (\S+)", told, re.MULTILINE)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loop_support import amaxes
 
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, program
 
 PLAIN = "standard_loop"
@@ -29,7 +30,7 @@ def last_loss(example: str, recipe: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+@pytest.mark.parametrize("recipe", rest_nightly(["fp8_hybrid", "fp16_scaler"], "fp8_hybrid"))
 def test_every_library_gives_the_same_losses(recipe: str, tmp_path: Path) -> None:
     found = {
         example: last_loss(example, recipe, tmp_path / example)

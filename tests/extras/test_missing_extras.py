@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from loop_support import ROOT
 
+from tests.support.matrix import rest_nightly
+
 # Set before the example runs: `import name` raises ModuleNotFoundError, and find_spec finds nothing.
 WITHOUT = """
 import runpy, sys
@@ -28,7 +30,17 @@ NEEDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "library"), [(name, each) for name, known in NEEDS.items() for each in known]
+    ("example", "library"),
+    rest_nightly(
+        [(name, each) for name, known in NEEDS.items() for each in known],
+        # Each example, and each library.
+        ("with_lightning", "lightning"),
+        ("with_accelerate", "accelerate"),
+        ("with_trainer", "accelerate"),
+        ("with_huggingface", "transformers"),
+        ("with_lora", "peft"),
+        ("with_tokenizer", "tokenizers"),
+    ),
 )
 def test_a_missing_library_is_one_line_that_says_what_to_install(
     example: str, library: str, tmp_path: Path
