@@ -54,7 +54,7 @@ from harness.precision.backends.te_library import (
     TensorScales,
 )
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
-from harness.precision.layers import swap_linears
+from harness.precision.layers import swap_linears, swiglu_module
 from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
@@ -115,13 +115,15 @@ class TransformerEngineBackend:
             module.slot = 3 * index
             module.name_in_model = name
 
-        # Fuse what the plan fuses. `__dict__` keeps a layer from becoming a submodule of another one.
+        # Fuse what the plan fuses.
+        norms = {name: model.get_submodule(norm) for name, norm in plan.fused_norms().items()}
         for name, norm in plan.fused_norms().items():
-            te_fused.fuse(model.get_submodule(norm), swapped[name])
-            swapped[name].__dict__["around"] = _between(model, name, norm)
+            te_fused.fuse(norms[name], swapped[name])
+            swapped[name].around = _between(model, name, norm)
         for name, first in plan.fused_mlps().items():
-            swapped[first].__dict__["second"] = swapped[name]
-            swapped[name].__dict__["around"] = _between(model, name, first)
+            module = swiglu_module(model, swapped[first], swapped[name])
+            te_fused.fuse_mlp(module, norms[first], swapped[first], swapped[name])
+            swapped[name].around = _between(model, name, first)
 
         # TE allocates its state before ours takes its place.
         self._start()
