@@ -11,7 +11,6 @@ _TE, _LINEAR, _LIBRARY = (
     f"harness/precision/backends/{name}.py" for name in ("te", "te_linear", "te_library")
 )
 _RULE = "harness/precision/scaling.py"
-_FUSED = "harness/precision/backends/te_fused.py"
 _SAME = "tests/te_cpu/test_te_scenarios.py -k same_bits"
 # What both backends share cannot differ between them: beside a rule of its own.
 _SHARED = "tests/unit/precision/test_te_scales.py"
@@ -324,7 +323,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a LayerNorm's bias is not in rows that are filled up",
-        "return te_fused.is_rms(norm) or rows % self.shared.multiple == 0",
+        "return te_block.is_rms(norm) or rows % self.shared.multiple == 0",
         "return True",
         "tests/te_cpu/test_te_fused.py -k both_apart",
     ),

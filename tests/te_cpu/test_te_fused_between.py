@@ -48,7 +48,7 @@ def test_swiglu_is_known_however_it_is_written(name: str, calls: list[int]) -> N
     assert all(map(torch.equal, written, gradients(FeedForward, True, inputs(1, 32))[1]))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["clamped", "second half first", "in place"])
 def test_what_is_no_swiglu_is_computed_as_it_is_written(name: str, calls: list[int]) -> None:
     _, found = gradients(variant(name), True, inputs(1, 32))
     assert not calls
@@ -64,7 +64,7 @@ class Meanwhile(FeedForward):
     when: ClassVar[str]
 
     def forward(self, x: Tensor) -> Tensor:
-        parts: dict[str, Any] = {"x": x * 1}
+        parts: dict[str, Any] = {"x": x}
         extra: Any = 0.0
         for step in ("normed", "hidden", "gate", "silu", "gated", "out"):
             if step == "normed":
@@ -92,13 +92,13 @@ def meanwhile(when: str, do: Callable[[dict[str, Any]], Any]) -> type[FeedForwar
     return type("Meanwhile", (Meanwhile,), {"do": staticmethod(done), "when": when})
 
 
+def test_if_nothing_happens_it_is_fused(calls: list[int]) -> None:
+    gradients(meanwhile("out", lambda parts: None), True, inputs(1, 32))
+    assert len(calls) == 1
+
+
 WRITES = {
-    "the gate before": ("gate", lambda parts: parts["gate"].mul_(2)),
-    "up after silu": ("silu", lambda parts: parts["up"].mul_(2)),
-    "the gate after silu": ("silu", lambda parts: parts["gate"].zero_()),
     "the whole after silu": ("silu", lambda parts: parts["hidden"].zero_()),
-    "silu after the product": ("gated", lambda parts: parts["silu"].zero_()),
-    "the product": ("gated", lambda parts: parts["gated"].mul_(2)),
     "a view of the whole": ("silu", lambda parts: parts["hidden"][:, :3].zero_()),
     "up after the second layer": ("out", lambda parts: parts["up"].zero_()),
 }
@@ -126,14 +126,7 @@ def hooked(parts: dict[str, Any], name: str) -> None:
     parts[name].register_hook(lambda grad: 3 * grad)
 
 
-HOOKS = [
-    ("hidden", "hidden"),
-    ("hidden", "silu"),
-    ("gate", "gated"),
-    ("up", "gate"),
-    ("silu", "silu"),
-]
-HOOKS += [("gated", "gated"), ("hidden", "out"), ("up", "out"), ("gated", "out")]
+HOOKS = [("gate", "gated"), ("silu", "silu"), ("hidden", "out")]
 
 
 @pytest.mark.parametrize(("name", "when"), HOOKS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from te_cpu_support import WIDTH, Trainer, inputs
 from te_fused_support import Pair, blocks, gradients
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import MisuseError
@@ -162,10 +162,12 @@ def test_attributes_of_a_placeholder_have_no_name_of_a_tensors() -> None:
 def test_a_forward_hook_sees_the_tensors_of_both_apart(part: str) -> None:
     seen: list[Tensor] = []
 
+    def see(module: nn.Module, args: Any, out: Any) -> None:
+        seen.extend([args[0], out])
+
     def make() -> Pair:
         made = Pair()
-        module = made.get_submodule(part)
-        module.register_forward_hook(lambda module, args, out: seen.extend([args[0], out]))
+        made.get_submodule(part).register_forward_hook(see)
         return made
 
     trainer, found = gradients(make, True, inputs(1, 32))

@@ -5,7 +5,8 @@ recipe: delayed (DelayedScaling), current (Float8CurrentScaling) or block (Float
 
     te.py          the backend: converts the model, enters TE's autocast, switches layers, saves and restores
     te_linear.py   the layer that replaces a Linear
-    te_fused.py    a norm, or the first half of an MLP, computed in one TE block with the Linear after it
+    te_fused.py    norms and MLPs that leave their work to a Linear
+    te_block.py    TE's fused modules, in which that Linear does it
     te_library.py  TE itself: import and checks, recipe objects, scales, recomputation
 
 It ran on an H100 (docs/studies/hopper.md, tests/gpu). On the CPU its tests run TE's own Python (tests/te_cpu).

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MisuseError, Problem
-from harness.precision.backends import te_fused
+from harness.precision.backends import te_block, te_fused
 from harness.precision.backends.te_library import Library, Recomputations
 from harness.precision.layers import pickled_as_linear
 from harness.precision.scaling import SampledStats
@@ -209,8 +209,6 @@ class PlannedLinear(nn.Module):
         return watch.window if watch.active else None
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            _refuse_compiled(self.name_in_model)
         if not isinstance(input, te_fused.Placeholder):
             return self.compute(input)
         # A norm that was left to this layer is computed in one TE block with it.
@@ -223,6 +221,8 @@ class PlannedLinear(nn.Module):
 
         before: what one TE block computes with it: a norm, maybe also the first layer of an MLP.
         """
+        if torch.compiler.is_compiling():
+            _refuse_compiled(self.name_in_model)
         watch = self.shared.watch
         self._refuse_moved_scales()
 
@@ -286,7 +286,7 @@ class PlannedLinear(nn.Module):
             if not before:
                 self._measure(0, input)
             elif self._samples():
-                self._measure(0, te_fused.quantised(before[0], input))
+                self._measure(0, te_block.quantised(before[0], input))
             self._measure(1, self.weight)
         if out.requires_grad and (watch.everything or self.demoted or self._samples()):
             out.register_hook(lambda grad: self._measure(2, grad))
@@ -320,7 +320,7 @@ class PlannedLinear(nn.Module):
 
         # Rows of zeros may pad an RMSNorm's input: its output there is zero. A LayerNorm's would be its bias.
         rows = x.numel() // x.shape[-1]
-        return te_fused.is_rms(norm) or rows % self.shared.multiple == 0
+        return te_block.is_rms(norm) or rows % self.shared.multiple == 0
 
     def nothing(self, device: torch.device) -> Tensor:
         """What a norm that is computed here returns instead of values: NaN, float32 0-d."""
@@ -359,12 +359,12 @@ class PlannedLinear(nn.Module):
 
     def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
         """The TE block of `before` and this layer, on `rows`."""
-        return te_fused.apply(self._block(before), self, *before)(rows)
+        return te_block.apply(self._block(before), self, *before)(rows)
 
     def _block(self, before: Sequence[Any]) -> Any:
         """The TE block of `before` and this layer, made when it is first needed."""
         if self.fused is None:
-            made = te_fused.block(self.shared.library.pytorch, self, *before)
+            made = te_block.block(self.shared.library.pytorch, self, *before)
             self.__dict__["fused"] = made  # not as a submodule
         return self.fused
 
