@@ -12,7 +12,8 @@ activation checkpointing recomputes the same, and equal modules still share thei
 declares this for its own parts, by their names as seen from the module. Nothing is guessed. The native backend has no
 such blocks. It lets torch.compile fuse casts with what makes a tensor, for which no declaration is needed.
 - `fusible_norms`: from a Linear to the norm whose output is the Linear's input.
-- `fusible_swiglu`: from a Linear to the one that takes silu(first half of its output) * second half.
+- `fusible_swiglu`: from a Linear to the one that takes silu(first half of its output) * second half. The module's
+  forward must be just that MLP, with or without the norm before it (`swiglu`).
 
 Replacing (`swap_linears`). A Linear gives its own Parameters to the layer that replaces it, so tied weights, optimizers
 and hooks survive.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, wraps
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.facts import LayerPlan
 from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import LayersConfig, Recipe, Rung
+from harness.precision.swiglu import difference
 
 
 class LayerFilter:
@@ -384,6 +386,14 @@ _EXAMPLES = {DECLARATION: '{"attn.qkv": "attn_norm"}', SWIGLU: '{"gate_up": "dow
 _Pair = tuple[nn.Module, nn.Module]
 
 
+class _Names(NamedTuple):
+    """How a declaration names a pair, and the module that it belongs to: the innermost one, if several declare it."""
+
+    one: str
+    other: str
+    module: nn.Module
+
+
 def plan_fusion(
     model: nn.Module,
     rows: Sequence[LayerPlan],
@@ -429,12 +439,12 @@ def plan_fusion(
 def _with_norms(
     model: nn.Module,
     rows: Sequence[LayerPlan],
-    declared: Mapping[_Pair, tuple[str, str]],
+    declared: Mapping[_Pair, _Names],
     kept: Mapping[nn.Module, str],
 ) -> tuple[list[LayerPlan], int]:
     """`rows` with the norm that is fused with each Linear, or why it is not, and how many are fused.
 
-    declared: (Linear, norm) -> the names that the declaration gives them.
+    declared: the pairs (Linear, norm).
     """
     names = names_of(model)
     norms: dict[nn.Module, list[nn.Module]] = {}
@@ -451,7 +461,7 @@ def _with_norms(
         if row.precision != "fp8" or linear not in norms:
             continue
         norm = norms[linear][0]
-        linear_name, norm_name = declared[linear, norm]
+        linear_name, norm_name, _ = declared[linear, norm]
 
         # One norm and one Linear, and both as the library computes them.
         count = len(norms[linear])
@@ -487,11 +497,11 @@ def _with_norms(
 def _with_mlps(
     model: nn.Module,
     rows: Sequence[LayerPlan],
-    mlps: Mapping[_Pair, tuple[str, str]],
+    mlps: Mapping[_Pair, _Names],
 ) -> list[LayerPlan]:
     """`rows` with the first Linear of each fused MLP in the row of its second, or why it is not fused.
 
-    mlps: (first Linear, second Linear) -> the names that the declaration gives them.
+    mlps: the pairs (first Linear, second Linear).
     """
     firsts = Counter(first for first, _ in mlps)
     seconds = Counter(second for _, second in mlps)
@@ -502,7 +512,7 @@ def _with_mlps(
             fp8[module] = row
 
     made = {row.module: row for row in rows}
-    for (first, second), (name, _) in mlps.items():
+    for (first, second), (name, _, module) in mlps.items():
         row = fp8.get(second)
         before = fp8.get(first)
         if row is None:
@@ -517,7 +527,8 @@ def _with_mlps(
         elif row.norm:
             why = f"{row.norm} is fused with this one"
         else:
-            why = _unfit_mlp(first, second)
+            norm = model.get_submodule(before.norm)
+            why = _unfit_mlp(first, second) or difference(module, norm, first, second)
         if why or before is None:
             reason = f"{row.reason}, not one MLP with {name}: {why}"
             made[row.module] = replace(row, reason=reason)
@@ -527,11 +538,9 @@ def _with_mlps(
     return list(made.values())
 
 
-def _declared(
-    model: nn.Module, attribute: str
-) -> tuple[dict[_Pair, tuple[str, str]], list[Problem]]:
-    """The pairs of every declaration, each once, with the names that it gives them, and what is wrong with any."""
-    pairs: dict[_Pair, tuple[str, str]] = {}
+def _declared(model: nn.Module, attribute: str) -> tuple[dict[_Pair, _Names], list[Problem]]:
+    """The pairs of every declaration, each once, and what is wrong with any."""
+    pairs: dict[_Pair, _Names] = {}
     problems: list[Problem] = []
     for name, module in model.named_modules():
         declaration = getattr(module, attribute, {})
@@ -553,8 +562,14 @@ def _declared(
                 fix = "name parts of the module itself, as in its named_modules()"
                 problems.append(Problem(what, where, fix=fix))
             else:
-                pairs[parts[one], parts[other]] = (one, other)
+                pairs[parts[one], parts[other]] = _Names(one, other, module)
     return pairs, problems
+
+
+def swiglu_module(model: nn.Module, first: nn.Module, second: nn.Module) -> nn.Module:
+    """The module that declares these two Linears as an MLP, which the plan has fused."""
+    declared, _ = _declared(model, SWIGLU)
+    return declared[first, second].module
 
 
 def _unfit(norm: nn.Module, linear: nn.Module) -> str:

@@ -365,6 +365,10 @@ class Standard:
             return None
         return self._leave_compiled(module, result)
 
+    def looks_at(self, module: nn.Module) -> bool:
+        """Whether these hooks look at the tensors of `module`'s call that runs now. A fused module asks it."""
+        return module is self._entrance
+
     @torch.compiler.disable(reason=_NO_FULL_GRAPH)
     def _leave_compiled(self, module: nn.Module, result: Any) -> Any:
         return self._leave(module, result)

@@ -25,6 +25,7 @@ from te_fused_support import (
     blocks,
     gradients,
     plain,
+    te,
     tiny,
     trained,
     training,
@@ -110,19 +111,24 @@ def demoted(trainer: Trainer, number: int) -> None:
     plain(trainer, number)
 
 
-def test_a_demoted_layer_runs_apart_and_returns_fused() -> None:
-    counts: list[bool] = []
+def test_a_demoted_layer_runs_apart_and_returns_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    real = te.LayerNormLinear.forward
+    monkeypatch.setattr(
+        te.LayerNormLinear,
+        "forward",
+        lambda block, *args: (ran.append(block), real(block, *args))[1],
+    )
     made = training()
     model: Any = made.model
-    model.blocks[0].attn.qkv.register_forward_pre_hook(
-        lambda module, args: counts.append(
-            type(args[0]) is not Tensor
-        )  # whether the norm is still to be applied
-    )
+    layer = model.blocks[0].attn.qkv
+    counts: list[int] = []
     for number in range(6):
         demoted(made, number)
         made.step()
-    assert counts == [True] * 4 + [False] * 4 + [True] * 4
+        counts.append(ran.count(layer.fused))
+        ran.clear()
+    assert counts == [2, 2, 0, 0, 2, 2]
     assert [bool(entry["demoted"]) for entry in made.log] == [
         False,
         False,

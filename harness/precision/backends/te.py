@@ -5,7 +5,8 @@ recipe: delayed (DelayedScaling), current (Float8CurrentScaling) or block (Float
 
     te.py          the backend: converts the model, enters TE's autocast, switches layers, saves and restores
     te_linear.py   the layer that replaces a Linear
-    te_fused.py    a norm, or the first half of an MLP, computed in one TE block with the Linear after it
+    te_fused.py    norms and MLPs that leave their work to a Linear
+    te_block.py    TE's fused modules, in which that Linear does it
     te_library.py  TE itself: import and checks, recipe objects, scales, recomputation
 
 It ran on an H100 (docs/studies/hopper.md, tests/gpu). On the CPU its tests run TE's own Python (tests/te_cpu).
@@ -56,7 +57,7 @@ from harness.precision.backends.te_library import (
     TensorScales,
 )
 from harness.precision.backends.te_linear import Watch, check_convertible, convert, linear_class
-from harness.precision.layers import swap_linears
+from harness.precision.layers import swap_linears, swiglu_module
 from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe
 from harness.precision.scaling import SampledStats
@@ -123,13 +124,15 @@ class TransformerEngineBackend:
             module.slot = 3 * index
             module.name_in_model = name
 
-        # Fuse what the plan fuses. `__dict__` keeps a layer from becoming a submodule of another one.
+        # Fuse what the plan fuses.
+        norms = {name: model.get_submodule(norm) for name, norm in plan.fused_norms().items()}
         for name, norm in plan.fused_norms().items():
-            te_fused.fuse(model.get_submodule(norm), swapped[name])
-            swapped[name].__dict__["around"] = _between(model, name, norm)
+            te_fused.fuse(norms[name], swapped[name])
+            swapped[name].around = _between(model, name, norm)
         for name, first in plan.fused_mlps().items():
-            swapped[first].__dict__["second"] = swapped[name]
-            swapped[name].__dict__["around"] = _between(model, name, first)
+            module = swiglu_module(model, swapped[first], swapped[name])
+            te_fused.fuse_mlp(module, norms[first], swapped[first], swapped[name])
+            swapped[name].around = _between(model, name, first)
 
         # TE allocates its state before ours takes its place.
         self._start()

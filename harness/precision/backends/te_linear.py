@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.core.errors import ConfigError, MisuseError, Problem
-from harness.precision.backends import te_fused
+from harness.precision.backends import te_block, te_fused
 from harness.precision.backends.te_library import Library, Recomputations
 from harness.precision.layers import pickled_as_linear
 from harness.precision.scaling import SampledStats
@@ -193,8 +193,6 @@ class PlannedLinear(nn.Module):
     fused: Any = None
     # Modules whose boundary lies between this layer and what is fused with it.
     around: Sequence[nn.Module] = ()
-    # In the first layer of an MLP with SwiGLU: the second layer, which computes all of it. Not a submodule.
-    second: Any = None
     # Checkpoints hold no extra state of TE: it is a pickle, and empty after a BF16 forward.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -211,30 +209,25 @@ class PlannedLinear(nn.Module):
         return watch.window if watch.active else None
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, te_fused.Placeholder):
+            return self.compute(input)
+        # A norm that was left to this layer is computed in one TE block with it.
+        if input.linear is self and self._takes(input):
+            return self.compute(input.untouched(), (input.normaliser,))
+        return self.compute(input.computed())
+
+    def compute(self, input: Tensor, before: Sequence[Any] = ()) -> Tensor:
+        """This layer's output.
+
+        before: what one TE block computes with it: a norm, maybe also the first layer of an MLP.
+        """
         if torch.compiler.is_compiling():
             _refuse_compiled(self.name_in_model)
-        # The first layer of a fused MLP leaves its work to the second.
-        if isinstance(input, te_fused.Normed) and self._leaves_to_second(input):
-            return te_fused.hidden(input, self.second)
-        return self.separately(input)
-
-    def separately(self, input: Tensor) -> Tensor:
-        """Compute this layer here, with what was left to it, rather than leave it to a second layer."""
         watch = self.shared.watch
         self._refuse_moved_scales()
 
-        # A norm, or the first half of an MLP, that was left to this layer is computed in one TE block with it.
-        autocast_on = torch.is_autocast_enabled(input.device.type)
-        before: Sequence[Any] = ()
-        if isinstance(input, te_fused.Deferred):
-            as_then = input.gradients == torch.is_grad_enabled()
-            is_left_to_this = input.linear is self and as_then
-            if is_left_to_this and autocast_on and self._fuses():
-                before, input = input.hand_over()
-            else:
-                input = input.value()
-
         # TE would quantise a float32 input as it is: every Linear's input is BF16 in the precision context.
+        autocast_on = torch.is_autocast_enabled(input.device.type)
         own_dtype = input.dtype
         if autocast_on:
             own_dtype = torch.get_autocast_dtype(input.device.type)
@@ -293,7 +286,7 @@ class PlannedLinear(nn.Module):
             if not before:
                 self._measure(0, input)
             elif self._samples():
-                self._measure(0, te_fused.quantised(before[0], input))
+                self._measure(0, te_block.quantised(before[0], input))
             self._measure(1, self.weight)
         if out.requires_grad and (watch.everything or self.demoted or self._samples()):
             out.register_hook(lambda grad: self._measure(2, grad))
@@ -327,22 +320,18 @@ class PlannedLinear(nn.Module):
 
         # Rows of zeros may pad an RMSNorm's input: its output there is zero. A LayerNorm's would be its bias.
         rows = x.numel() // x.shape[-1]
-        return te_fused.is_rms(norm) or rows % self.shared.multiple == 0
+        return te_block.is_rms(norm) or rows % self.shared.multiple == 0
 
     def nothing(self, device: torch.device) -> Tensor:
         """What a norm that is computed here returns instead of values: NaN, float32 0-d."""
         return self.shared.watch.nothing(device)
 
-    def _leaves_to_second(self, normed: te_fused.Normed) -> bool:
-        """Whether the second layer of an MLP computes this one and its norm, if only SwiGLU comes between."""
+    def takes_mlp(self, placeholder: te_fused.Placeholder, first: Any) -> bool:
+        """Whether this layer computes a whole MLP: the norm that the placeholder stands for, `first` and SwiGLU."""
         watch = self.shared.watch
-        second = self.second
         grads = torch.is_grad_enabled()
-        # The norm must still wait, for this layer, and for a forward of the same kind.
-        waits = normed.linear is self and normed.settled is None
-        if second is None or not waits or normed.gradients != grads:
-            return False
-        if not _in_bf16_autocast(normed.device.type):
+        is_next = placeholder.linear is first and first._takes(placeholder)
+        if not is_next or not self._fuses():
             return False
 
         # Where casts are sampled the tensors between the layers are needed, and a block does not return them.
@@ -350,14 +339,19 @@ class PlannedLinear(nn.Module):
             return False
 
         # If neither input nor weight wants a gradient, TE's backward asks the norm's bias, which an RMSNorm lacks.
-        wanted = normed.source.requires_grad or normed.normaliser.weight.requires_grad
-        if grads and not wanted:
+        source, norm = placeholder.source, placeholder.normaliser
+        if grads and not source.requires_grad and not norm.weight.requires_grad:
             return False
         # Rows of zeros may pad a first layer without a bias only: else they would not stay zero.
-        rows = normed.numel() // self.in_features
-        if self.use_bias and rows % self.shared.multiple:
+        rows = source.numel() // first.in_features
+        if first.use_bias and rows % self.shared.multiple:
             return False
-        return not te_fused.hooked(self, second, *self.around, *second.around)
+        return not te_fused.hooked(first, self, *self.around)
+
+    def _takes(self, placeholder: te_fused.Placeholder) -> bool:
+        """Whether it may compute this layer's norm now: in FP8, with gradients as they were when it was called."""
+        as_then = placeholder.gradients == torch.is_grad_enabled()
+        return as_then and self._fuses() and _in_bf16_autocast(placeholder.device.type)
 
     def _fuses(self) -> bool:
         """Whether it may run in a fused block now: in FP8, under delayed scaling."""
@@ -365,12 +359,12 @@ class PlannedLinear(nn.Module):
 
     def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
         """The TE block of `before` and this layer, on `rows`."""
-        return te_fused.apply(self._block(before), self, *before)(rows)
+        return te_block.apply(self._block(before), self, *before)(rows)
 
     def _block(self, before: Sequence[Any]) -> Any:
         """The TE block of `before` and this layer, made when it is first needed."""
         if self.fused is None:
-            made = te_fused.block(self.shared.library.pytorch, self, *before)
+            made = te_block.block(self.shared.library.pytorch, self, *before)
             self.__dict__["fused"] = made  # not as a submodule
         return self.fused
 

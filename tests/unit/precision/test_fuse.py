@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compile_support import State, assert_same_bits, state_after, step
 from native_support import CPU
 from torch import Tensor, nn
@@ -268,13 +269,29 @@ class OddMlp(nn.Module):
         self, inner: int = 32, outer: int = 16, biases: tuple[bool, bool] = (True, True)
     ) -> None:
         super().__init__()
-        self.norm, self.inner_norm = nn.RMSNorm(16, eps=1e-5), nn.RMSNorm(inner, eps=1e-5)
+        self.norm = nn.RMSNorm(16, eps=1e-5)
         self.first = nn.Linear(16, 64, bias=biases[0])
-        self.second, self.third = nn.Linear(inner, outer, bias=biases[1]), nn.Linear(inner, outer)
+        self.second = nn.Linear(inner, outer, bias=biases[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(self.norm(x)).chunk(2, dim=-1)
+        out: Tensor = self.second(F.silu(gate) * up)
+        return out
 
 
-def declared(norms: dict[str, str], swiglu: dict[str, str], **sizes: Any) -> nn.Module:
-    made = OddMlp(**sizes)
+def gelu() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.first(self.norm(x)).chunk(2, dim=-1)
+        out: Tensor = self.second(F.gelu(gate) * up)
+        return out
+
+    made: nn.Module = type("Gelu", (OddMlp,), {"forward": forward})()
+    return made
+
+
+def declared(norms: dict[str, str], swiglu: dict[str, str]) -> nn.Module:
+    made = OddMlp()
+    made.inner_norm, made.third = nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 16)
     made.fusible_norms, made.fusible_swiglu = norms, swiglu  # type: ignore[misc]
     return made
 
@@ -301,6 +318,7 @@ NORM = {"first": "norm"}
             "a Linear is declared in several",
         ),
         (OddMlp(), {"keep_fp32": ["norm"]}, "no norm is fused with that"),
+        (gelu(), {}, "its forward calls torch.nn.functional.gelu"),
     ],
 )
 def test_an_mlp_that_does_not_fit_is_named_with_the_reason(
