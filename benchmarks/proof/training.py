@@ -23,6 +23,7 @@ from harness.core.config import GuardConfig, RunConfig
 from harness.core.errors import ConfigError, MachineError, one_line
 from harness.core.timing import spread, wait
 from harness.measure.contender import Contender
+from harness.precision.backends.registry import BACKENDS
 from harness.precision.recipe import TIERS, Recipe, load_recipe
 from harness.run import next_step
 from harness.tracking.journal import JOURNAL, read_rows
@@ -266,7 +267,9 @@ def race(task: Task, fp8: Recipe, compile: str) -> Answer:
         left = [layer for row in facts.values() for layer in row["left_fp8"]]
         wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
         wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
-        wrong += ["nothing was fused"] if fp8.layers.fuse and not contenders["fp8"].fused else []
+        # Native has no blocks to count: its note in the record says who casts.
+        counts_blocks = fp8.layers.fuse and bool(BACKENDS[figures["backend"]].fuses)
+        wrong += ["nothing was fused"] if counts_blocks and not contenders["fp8"].fused else []
         return Answer(summary, figures, "; ".join(wrong))
 
     return at_the_largest(task, sizes(task, 2.4), measure)
