@@ -32,16 +32,15 @@ from tests.ui.browser import Browser, browser
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS = 110
-# The table of runs has one line a run, however long.
-WIDER = {"runs": 155}
+# These tables have one line a row, however long.
+WIDER = {"runs": 155, "profile": 135}
 # Enough for black text on white with a few colours, in a third of the bytes.
 SHADES = 24
 # Names as of a user's first run.
 RUN, OTHER = "quickstart-fp8_hybrid", "slower"
 
 LINES = {
-    "estimate": "harness estimate --card H100 --card A100-80GB --card T4 --price H100=2.20 --price T4=0.35 "
-    "--config gpt_125m",
+    "estimate": "harness estimate --card H100 --card T4 --price H100=2.20 --price T4=0.35 --config tiny",
     "doctor": "harness doctor --config mine.yaml",
     "doctor_card": "harness doctor --card --memory-share 0.0001 --soak 1",
     "runs": "harness runs",
