@@ -147,3 +147,10 @@ def test_the_plan_says_at_which_steps_snapshots_come(
     assert f"every {every} steps" in text
     assert f"the last after step {expected[-1]} " in text
     assert ("then every" in text) == (max(gaps) > min(gaps))
+
+
+def test_the_plan_says_how_snapshots_are_copied() -> None:
+    assert "copied" not in snapshot_plan(GuardConfig(), 1000)
+    text = snapshot_plan(GuardConfig(snapshot_copy="overlapped"), 1000)
+    assert "on a GPU copied while training goes on" in text
+    assert "snapshot_copy)" in text
