@@ -111,8 +111,9 @@ class Attention(nn.Module):
         """x: [batch, time, dim] -> the same shape."""
         batch, time, dim = x.shape
         shape = (batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
-        heads = self.qkv(x).view(shape).transpose(1, 2)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        # Split first, then transposed: so backward joins the gradients in the layout that the GEMMs read.
+        parts = self.qkv(x).view(shape).split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
 
         # In float32 by hand: CUDA's autocast does that for norms, a CPU's does not.
         if self.q_norm is not None and self.k_norm is not None:

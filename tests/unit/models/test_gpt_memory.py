@@ -129,6 +129,30 @@ def test_a_large_vocabulary_does_not_own_the_memory() -> None:
     assert chunked < plain / 4
 
 
+class Copies(TorchDispatchMode):
+    """Shapes of the tensors that are copied into another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_gradients_of_queries_keys_and_values_are_joined_without_a_copy() -> None:
+    model = small(layers=1)
+    drawn = torch.randint(0, 96, (1, 33))
+    loss = model(drawn[:, :-1], drawn[:, 1:])
+    with Copies() as counted:
+        loss.backward()
+    heads = 2 + 2 * 1
+    assert (1, 32, heads, 32) not in counted.shapes, counted.shapes
+
+
 def test_recomputing_keeps_fewer_activations() -> None:
     none, mlp, block = (peak(layers=6, recompute=kind) for kind in ("none", "mlp", "block"))
     every_other = peak(layers=6, recompute="block", recompute_every=2)

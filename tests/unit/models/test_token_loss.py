@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness import Precision
 from harness.core.facts import IGNORED
 from harness.models.gpt import GPT, build
 from harness.models.token_loss import loss_of_head, sum_of_losses
+from harness.precision.recipe import Recipe, load_recipe
 
 VOCAB, DIM, TOKENS = 1000, 64, 96
 
@@ -220,6 +222,24 @@ def test_a_head_of_its_own_kind_is_called(dtype: torch.dtype) -> None:
     plain, chunked = found
     for name, gradient in plain.items():
         assert error(chunked[name], gradient.double()) < 0.01, name
+
+
+def test_an_fp8_head_stays_in_fp8() -> None:
+    """Chunks go through the converted layer. Its scales are 1 in the first step, with and without them."""
+    given = load_recipe("fp8_hybrid").model_dump()
+    given["layers"]["exclude_if_present"] = []
+    found: list[Tensor] = []
+    for chunk in (0, 16):
+        precision = Precision(Recipe.model_validate(given))
+        model = precision.prepare(small(loss_chunk=chunk))
+        with precision.context():
+            loss = model(*tokens())
+        precision.backward(loss)
+        assert "lm_head" in precision.plan.fp8_layers()
+        weight = model.get_parameter("lm_head.weight")
+        assert weight.grad is not None
+        found.append(weight.grad)
+    assert error(found[1], found[0].double()) < 0.02
 
 
 @pytest.mark.parametrize("chunk", [10, 1000])
