@@ -5,6 +5,7 @@ Run as a script, this file is one rank of `launch/train.py`. Rank 0 is killed wh
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.core.files import read_json
 from tests.support.pairs import assert_same_state, different, figures, ran, state
-from tests.support.runs import ROOT, events, train_ranks
+from tests.support.runs import ROOT, events, harness, train_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -49,6 +50,32 @@ def test_a_run_has_the_bits_of_ddp(tmp_path: Path, case: str) -> None:
         files = {file.name for file in (fsdp / "checkpoints" / f"step-{step:08d}").iterdir()}
         assert "model-00001-of-00002.safetensors" in files, "each rank wrote its own file"
         assert_same_state(state(fsdp, step), state(ddp, step))
+
+
+@pytest.mark.slow
+def test_one_process_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
+    """Commands say of fsdp's checkpoints what they say of DDP's."""
+    said: dict[str, list[str]] = {"ddp": [], "fsdp": []}
+    for engine, outputs in said.items():
+        folder = tmp_path / engine
+        ran(folder, engine, "r", steps=8)
+        for words in (
+            ("verify", "runs/r"),
+            ("eval", "runs/r", "--samples", "2", "--json"),
+            ("sample", "runs/r", "the", "--tokens", "8"),
+            ("export", "runs/r", "--format", "safetensors", "--out", "out"),
+        ):
+            done = harness(folder, *words)
+            assert done.returncode == 0, done.stdout + done.stderr
+            # Each has its own folder.
+            outputs.append(done.stdout.replace(str(folder), "FOLDER"))
+        weights = (folder / "out" / "model.safetensors").read_bytes()
+        outputs.append(hashlib.sha256(weights).hexdigest())
+    assert said["fsdp"][0].count(", written by 2 ranks") == 2
+    said["fsdp"][0] = said["fsdp"][0].replace(", written by 2 ranks", "")
+    assert said["fsdp"] == said["ddp"]
+    replayed = harness(tmp_path / "fsdp", "replay", "runs/r", "--step", "7")
+    assert "steps 5 to 7 reproduced bit for bit" in replayed.stdout, replayed.stderr
 
 
 @pytest.mark.slow
