@@ -130,7 +130,7 @@ class Precision:
         `harness.precision` a warning.
 
         The other arguments are for a recipe with `fp8.backend: auto`, which times backends on a block of the model.
-        Without `forward` nothing is timed, and the ladder's first is taken.
+        Without `forward` nothing is timed, and the ladder's first is taken. Every rank has to give the same.
 
         forward: calls `model` once, on a micro-batch as in training: `lambda: model(x)`. It runs in eval mode, without
             gradients, and leaves no trace.

@@ -243,4 +243,25 @@ LOOP = (
         "for kind in (FallbackController, WholeRunFallback):",
         "tests/unit/precision/test_api_misuse.py -k never_called",
     ),
+    Mutation(
+        8,
+        "timing a block leaves the random numbers as they were",
+        "with random_numbers_apart(device), torch.enable_grad():",
+        "with torch.enable_grad():",
+        "tests/unit/precision/test_backend_choice.py -k stay_as_they_are",
+    ),
+    Mutation(
+        8,
+        "a run that goes on keeps the backend that it was begun with",
+        '        return _as_before(take(earlier["taken"]), earlier)\n',
+        "        pass\n",
+        "tests/unit/precision/test_backend_choice.py -k takes_what_was_chosen",
+    ),
+    Mutation(
+        8,
+        "ranks choose a backend by the same times",
+        "times = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()",
+        "times = [torch.tensor(rows).tolist()]",
+        "tests/dist/test_backend_choice_ranks.py -k by_the_slowest",
+    ),
 )
