@@ -44,7 +44,8 @@ def test_float32_weight_gradients_save_a_cast(scene: Scene) -> None:
     assert plain["bytes"] - wide["bytes"] == pytest.approx(4 * weights, rel=0.01)
     assert plain["kernels"] - wide["kernels"] == 4 * layers
     assert wide["usual_ms"] < plain["usual_ms"]
-    assert wide["peak"] <= plain["peak"]
+    # The GEMM's own output is larger, at the peak of memory too.
+    assert wide["peak"] < 1.01 * plain["peak"]
 
 
 def test_sampling_every_tenth_step_is_cheap(scene: Scene) -> None:
