@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.checkpoint.copy_stream import CopyStream, Event, Slice
 from harness.checkpoint.staging import ALIGNMENT, Staging
@@ -104,6 +105,8 @@ class Carrier:
         self._whole: bool | None = None
         self._buffer: Tensor | None = None
         self._emptied: Event | None = None
+        # Views into the buffer, by those into a block: making thousands of views takes the host milliseconds.
+        self._mirrored = WeakIdKeyDictionary()
 
     def decide(self, step: int, tensors: Tensors) -> None:
         """Decide once, for all ranks alike, whether whole copies fit on the card, and log it. Collective.
@@ -148,7 +151,9 @@ class Carrier:
         alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for to, source in zip(copies, sources, strict=True):
             held, given = alike.setdefault(to.dtype, ([], []))
-            held.append(_like(to, buffer, _begin(to)))
+            if to not in self._mirrored:
+                self._mirrored[to] = _like(to, buffer, _begin(to))
+            held.append(self._mirrored[to])
             given.append(source)
         for held, given in alike.values():
             torch._foreach_copy_(held, given)
@@ -185,6 +190,7 @@ class Carrier:
             if self._emptied is not None:
                 self._emptied.synchronize()
             self._buffer = None
+            self._mirrored.clear()
             self._buffer = self.stream.buffer(size)
         return self._buffer
 
