@@ -6,10 +6,14 @@ orders copies (`overlapped.py`) knows streams through `CopyStream` alone, so it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+Slice = tuple[Tensor, Tensor]
+"""Bytes in host memory, and bytes on the device that are copied there: uint8, of one size."""
 
 
 class Event(Protocol):
@@ -48,8 +52,8 @@ class CopyStream(Protocol):
         """What is queued on the compute stream from now on waits for `event`."""
         ...
 
-    def copy(self, to: Tensor, source: Tensor, after: Event) -> Event:
-        """Queue a copy on the copy stream, after `after`. Returns the event of its end."""
+    def copy(self, slices: Sequence[Slice], after: Event) -> Event:
+        """Queue copies on the copy stream, after `after`. Returns the event of their end."""
         ...
 
 
@@ -80,9 +84,10 @@ class CudaCopyStream:
         """As `CopyStream.hold`."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def copy(self, to: Tensor, source: Tensor, after: Any) -> Event:
-        """As `CopyStream.copy`. Into memory that is not pinned, the host waits for it."""
+    def copy(self, slices: Sequence[Slice], after: Any) -> Event:
+        """As `CopyStream.copy`. Into memory that is not pinned, the host waits for each."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
-            to.copy_(source, non_blocking=True)
+            for there, here in slices:
+                there.copy_(here, non_blocking=True)
             return self._stream.record_event()

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from harness.checkpoint.copy_stream import CopyStream, Event
+from harness.checkpoint.copy_stream import CopyStream, Event, Slice
 from harness.checkpoint.staging import ALIGNMENT, Staging
 from harness.core.collectives import any_rank
 from harness.core.memory import size_text
@@ -60,11 +61,11 @@ def copy_bytes(tensors: Tensors, on_device: Callable[[Tensor], bool]) -> int:
 
 
 @dataclass
-class _Slice:
-    """What one copy to the host takes along.
+class _Batch:
+    """Pieces of the state that go to the host in one slice.
 
     to: views into the block in host memory, one after the other.
-    sources: pieces of the state, one for each.
+    sources: the pieces, one for each.
     """
 
     to: list[Tensor] = field(default_factory=list)
@@ -78,7 +79,7 @@ class _Slice:
     @property
     def end(self) -> int:
         """The byte of the block after its last one."""
-        return _begin(self.to[-1]) + self.to[-1].nbytes
+        return _end(self.to[-1])
 
     @property
     def base(self) -> int:
@@ -104,6 +105,8 @@ class Carrier:
         self._whole: bool | None = None
         self._buffer: Tensor | None = None
         self._emptied: Event | None = None
+        # Views into the buffer, by those into a block: making thousands of views takes the host milliseconds.
+        self._mirrored = WeakIdKeyDictionary()
 
     def decide(self, step: int, tensors: Tensors) -> None:
         """Decide once, for all ranks alike, whether whole copies fit on the card, and log it. Collective.
@@ -127,44 +130,67 @@ class Carrier:
         copies: contiguous views into `block`, in the order of their places.
         Raises RuntimeError, as CUDA does.
         """
-        slices = list(_slices(copies, sources, self._most))
-        buffer = self._buffer_for(slices)
         # The copy before this one may still be read from the buffer.
         if self._emptied is not None:
             self.stream.hold(self._emptied)
-        emptied: list[Event] = []
-        for number, each in enumerate(slices):
-            place = each.base
-            if not self._whole:
-                place = number % _TURNS * self._most
-                if number >= _TURNS:
-                    self.stream.hold(emptied[number - _TURNS])
-
-            # To the buffer, where the slice has the same layout as in the block.
-            shift = place - each.base
-            held: list[Tensor] = []
-            for to in each.to:
-                begin = _begin(to) + shift
-                held.append(buffer[begin : begin + to.nbytes].view(to.dtype).view(to.shape))
-            torch._foreach_copy_(held, each.sources)
-
-            # From the buffer to the host.
-            there = block[each.begin : each.end]
-            here = buffer[each.begin + shift : each.end + shift]
-            emptied.append(self.stream.copy(there, here, self.stream.computed()))
-        self._emptied = emptied[-1] if emptied else self.stream.computed()
+        if self._whole:
+            self._emptied = self._at_once(block, copies, sources)
+        else:
+            self._emptied = self._in_turns(block, copies, sources)
         return self._emptied
 
-    def _buffer_for(self, slices: Sequence[_Slice]) -> Tensor:
-        """The buffer, which grows if it is too small."""
-        size = _TURNS * self._most
-        if self._whole:
-            size = slices[-1].end if slices else 0
+    def _at_once(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
+        """The buffer takes a whole copy, with the layout of the block.
+
+        The host queues as few operations as it can: it has the next step to queue.
+        """
+        size = _end(copies[-1]) if copies else 0
+        buffer = self._buffer_of(size)
+
+        # One kernel copies many tensors of one dtype.
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for to, source in zip(copies, sources, strict=True):
+            held, given = alike.setdefault(to.dtype, ([], []))
+            if to not in self._mirrored:
+                self._mirrored[to] = _like(to, buffer, _begin(to))
+            held.append(self._mirrored[to])
+            given.append(source)
+        for held, given in alike.values():
+            torch._foreach_copy_(held, given)
+
+        slices: list[Slice] = []
+        for begin, end in _ranges(copies):
+            for first in range(begin, end, self._most):
+                last = min(first + self._most, end)
+                slices.append((block[first:last], buffer[first:last]))
+        return self.stream.copy(slices, self.stream.computed())
+
+    def _in_turns(
+        self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Event:
+        """Two buffers of one slice: one is filled while the other is emptied."""
+        buffer = self._buffer_of(_TURNS * self._most)
+        emptied: list[Event] = []
+        for number, each in enumerate(_batches(copies, sources, self._most)):
+            if number >= _TURNS:
+                self.stream.hold(emptied[number - _TURNS])
+            # The buffer has the layout of the block from `base` on.
+            shift = number % _TURNS * self._most - each.base
+            held = [_like(to, buffer, _begin(to) + shift) for to in each.to]
+            torch._foreach_copy_(held, each.sources)
+            there = block[each.begin : each.end]
+            here = buffer[each.begin + shift : each.end + shift]
+            emptied.append(self.stream.copy([(there, here)], self.stream.computed()))
+        return emptied[-1] if emptied else self.stream.computed()
+
+    def _buffer_of(self, size: int) -> Tensor:
+        """The buffer, which grows if it is smaller than `size` bytes."""
         if self._buffer is None or self._buffer.numel() < size:
             # Its memory goes to other tensors once it is free: nothing may still read from it.
             if self._emptied is not None:
                 self._emptied.synchronize()
             self._buffer = None
+            self._mirrored.clear()
             self._buffer = self.stream.buffer(size)
         return self._buffer
 
@@ -208,42 +234,65 @@ class OverlappedStaging(Staging):
             raise CopyError(str(error)) from error
 
 
-def _slices(copies: Iterable[Tensor], sources: Iterable[Tensor], most: int) -> Iterator[_Slice]:
-    """Slices of at most `most` bytes that cover every byte of `copies`, and no other tensor of the block."""
-    present = _Slice()
+def _ranges(copies: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Ranges of the block, [begin, end) in bytes, that cover `copies` and no other tensor."""
+    ranges: list[tuple[int, int]] = []
+    for copy in copies:
+        begin, end = _begin(copy), _end(copy)
+        if ranges and _adjacent(ranges[-1][1], begin):
+            begin = ranges.pop()[0]
+        ranges.append((begin, end))
+    return ranges
+
+
+def _batches(copies: Iterable[Tensor], sources: Iterable[Tensor], most: int) -> Iterator[_Batch]:
+    """Batches of at most `most` bytes that cover every byte of `copies`, and no other tensor of the block."""
+    present = _Batch()
     for copy, source in zip(copies, sources, strict=True):
         for to, piece in zip(_pieces(copy, most), _pieces(source, most), strict=True):
-            begin = _begin(to)
             if present.to:
-                # Beyond alignment, a gap is the place of a tensor that is copied another way.
-                other_between = begin - present.end >= ALIGNMENT
-                if other_between or begin + to.nbytes - present.base > most:
+                fits = _end(to) - present.base <= most
+                if not (fits and _adjacent(present.end, _begin(to))):
                     yield present
-                    present = _Slice()
+                    present = _Batch()
             present.to.append(to)
             present.sources.append(piece)
     if present.to:
         yield present
 
 
+def _adjacent(end: int, begin: int) -> bool:
+    """Whether nothing but alignment lies between two tensors. Else a tensor does that is copied another way."""
+    return begin - end < ALIGNMENT
+
+
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
     """Views that cover `tensor` in the order of its elements. How it is divided depends on shape and dtype alone.
 
-    most: bytes of a piece. With ALIGNMENT to spare, it fits a slice wherever it begins.
+    most: bytes of a slice. A piece leaves ALIGNMENT of them free, so it fits wherever it begins.
     """
-    most -= ALIGNMENT
-    if tensor.nbytes <= most:
+    room = most - ALIGNMENT
+    if tensor.nbytes <= room:
         if tensor.numel():
             yield tensor
         return
     row = tensor.nbytes // len(tensor)
-    if row <= most:
-        yield from tensor.split(most // row)
+    if row <= room:
+        yield from tensor.split(room // row)
         return
     for each in tensor:
-        yield from _pieces(each, most + ALIGNMENT)
+        yield from _pieces(each, most)
+
+
+def _like(view: Tensor, buffer: Tensor, begin: int) -> Tensor:
+    """The bytes of `buffer` from `begin` on, as a tensor with dtype and shape of `view`."""
+    return buffer[begin : begin + view.nbytes].view(view.dtype).view(view.shape)
 
 
 def _begin(view: Tensor) -> int:
     """The first byte of a view into a block, counted from the block's beginning."""
     return int(view.storage_offset()) * view.element_size()
+
+
+def _end(view: Tensor) -> int:
+    return _begin(view) + view.nbytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from harness.checkpoint.copy_stream import Slice
 
 _CPU = torch.device("cpu")
 
@@ -81,16 +83,17 @@ class LaterStreams:
         self.held += not event.done
         self.run_to(event)
 
-    def copy(self, to: Tensor, source: Tensor, after: Any) -> LaterEvent:
+    def copy(self, slices: Sequence[Slice], after: Any) -> LaterEvent:
         assert after.done
-        number = len(self.queued)
-        self.queued.append((to.data_ptr(), to.nbytes))
+        first = len(self.queued)
+        self.queued += [(there.data_ptr(), there.nbytes) for there, _ in slices]
 
         def work() -> None:
-            # A device that failed does nothing any more.
-            self.broken = self.broken or number == self.fails_at
-            if not self.broken:
-                to.copy_(source)
+            for number, (there, here) in enumerate(slices, first):
+                # A device that failed does nothing any more.
+                self.broken = self.broken or number == self.fails_at
+                if not self.broken:
+                    there.copy_(here)
 
         event = LaterEvent(self, False)
         self._later.append((work, event))
