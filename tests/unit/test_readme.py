@@ -172,9 +172,7 @@ def test_what_is_proven_is_what_the_records_say() -> None:
     ).read_text().replace("\n", " ")
     fp8 = result("parity_cpu")["verdict"]["fp8"]
     assert next(rows) == (f"{fp8['mean']:+.2%}", "CPU")
-    interval = (
-        f"The 95% interval of the {fp8['mean']:+.2%} is {fp8['low']:+.2%} to {fp8['high']:+.2%}"
-    )
+    interval = f"The {fp8['mean']:+.2%}'s 95% interval: {fp8['low']:+.2%} to {fp8['high']:+.2%}"
     assert interval in " ".join(README.read_text().split())
     harmful = [row for row in result("evidence_held_out_cpu")["faults"] if row["harm"] >= HARMFUL]
     assert next(rows) == (f"{sum(bool(row['left']) for row in harmful)} of {len(harmful)}", "CPU")
@@ -199,10 +197,8 @@ def test_the_picture_is_told_as_its_runs_went() -> None:
         {switch["step"] for each in results for switch in each["runs"]["fallback"]["switches"]}
     )
     text = " ".join(README.read_text().split())
-    assert (
-        f"to BF16 at step {steps[0]} or {steps[1]}, and the run ends within {worst:.2%} of bf16"
-        in text
-    )
+    assert f"At step {steps[0]} or {steps[1]}, by seed, the [fallback]" in text
+    assert f"moves that layer to BF16, and the loss ends within {worst:.2%} of bf16's" in text
     assert len(steps) == 2
 
 
