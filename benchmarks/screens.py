@@ -192,16 +192,17 @@ def terminal(line: str, text: str, columns: int) -> str:
     )
 
 
-def photograph(page: Browser, html: Path, image: Path, most: int = 4000) -> None:
-    """A photograph of a page as large as what is on it, at most `most` pixels high."""
+def photograph(page: Browser, html: Path, image: Path) -> None:
+    """A photograph of a page as large as what is on it; of a page with headings the part before the second one."""
     page.open(html.as_uri())
     page.wait("document.body && document.readyState === 'complete'")
     shown = "(document.querySelector('body > pre') || document.documentElement)"
     width, height = (page.ask(f"Math.ceil({shown}.scroll{side})") for side in ("Width", "Height"))
+    height = page.ask("document.querySelector('h2')?.offsetTop") or height
     page.call(
         "Emulation.setDeviceMetricsOverride",
         width=width,
-        height=min(height, most),
+        height=height,
         deviceScaleFactor=1,
         mobile=False,
     )
@@ -231,7 +232,7 @@ def picture(name: str, folder: Folder, out: Path) -> None:
             made = f"...\n{made[made.index(BEGINS[name]) :]}"
         html.write_text(terminal(LINES[name], made, WIDER.get(name, COLUMNS)))
     with browser(width=1000, height=400) as page:
-        photograph(page, html, image, most=900)
+        photograph(page, html, image)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
