@@ -38,6 +38,8 @@ def test_fused_steps_are_fused_and_apart_where_not_asked_for(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_steps_compile_what_lies_between_the_layers(tmp_path: Path) -> None:
     found = training.te_compiled(task(tmp_path))
     assert not found.failed
