@@ -354,3 +354,17 @@ def test_what_centred_db_costs() -> None:
     kernel = f"{ratios['tiny', 'kernel']} / {ratios['12M', 'kernel']}"
     benchmarks = (ROOT / "docs" / "studies" / "benchmarks.md").read_text()
     assert f"| {kernel}; {ratios['tiny', 'torch']} |" in benchmarks
+
+
+def test_an_fp8_head() -> None:
+    record = read_json(RESULTS / "head_cpu.json")
+    rows = record["results"]["rows"]
+    assert f"| | difference, {len(rows)} seeds |" in COST
+    assert f"`{record['command']}`" in COST
+    names = {"an ulp apart": "weights an ulp apart, head in BF16", "FP8 head": "FP8 head"}
+    for kind, name in names.items():
+        shares = [row["loss"][kind] / row["loss"]["BF16 head"] - 1 for row in rows]
+        found = t_interval(shares)
+        line = f"| {name} | {found.mean:+.2%} ({found.low:+.2%} to {found.high:+.2%}) |"
+        assert line in COST
+    assert not any(row["left"]["FP8 head"] for row in rows)
