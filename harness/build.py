@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
@@ -35,8 +36,9 @@ from harness.core.collectives import ForwardClock, RankComparison, gather_texts
 from harness.core.config import RunConfig
 from harness.core.deferred import CannotDeferError, try_model
 from harness.core.errors import ConfigError, MachineError, Problem
-from harness.core.facts import RungVerdict
+from harness.core.facts import NO_LABEL, RungVerdict
 from harness.core.files import harness_version
+from harness.core.health import check_batch
 from harness.core.memory import free_memory
 from harness.core.protocols import Batches, Engine, Monitor, PrecisionBackend, Stateful
 from harness.core.state import RandomState, RunLedger, TrainState, seed_everything, state_bytes
@@ -278,11 +280,16 @@ def build_plan(
     return plan, built[0]
 
 
-def _trial(config: RunConfig, worker: Worker, model: nn.Module, data: Batches) -> Trial:
-    """The model and a call of it on the first micro-batch, to time a block of it."""
+def _trial(config: RunConfig, worker: Worker, model: nn.Module, data: Batches) -> Trial | str:
+    """The model and a call of it on the first micro-batch, to time a block of it; or why it cannot be called yet."""
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        return "its lazy modules get their sizes in the first step"
     task = Task(model, config.model.target, data.unit)
     ranks = config.train.global_batch // config.train.micro_batch
     first = data.micro_batches(data.window(0), 0, ranks)[0]
+    # An id out of range would end the process on a GPU. What is wrong is reported when the run checks its data.
+    if check_batch(first, task.vocab_size, task.classes) & ~NO_LABEL:
+        return "samples of the first micro-batch are unfit"
     batch = {name: each.to(worker.device) for name, each in first.items()}
     return Trial(model, lambda model: task.loss(model, batch), worker.device, worker.facts)
 

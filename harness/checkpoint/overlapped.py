@@ -9,7 +9,7 @@ copy within the card is tens of times faster than one over its bus. So here a co
 
 Where the card has no room for a whole copy, two buffers of one slice each take turns. The compute stream then waits for
 each slice until a buffer is free again. So training waits for nearly the whole copy, as it does with `Staging`. The
-host waits in neither case.
+copies never make the host wait. Of several ranks it waits once, when they agree that no copy failed.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ class OverlappedStaging(Staging):
         # What failed here before was asked for by `wait`.
         self._arrived = None
         copies, sources = self._matched(tensors)
+        # Copies and their sources: near ones are in host memory, far ones on the device.
         near: tuple[list[Tensor], list[Tensor]] = [], []
         far: tuple[list[Tensor], list[Tensor]] = [], []
         for copy, source in zip(copies, sources, strict=True):

@@ -48,7 +48,7 @@ class RollbackTargets:
         self._waiting: dict[int, int] = {}
 
     def saved(self, step: int) -> list[int]:
-        """The save of `step` has begun: its checkpoint waits from now on. As `observe`."""
+        """The save of `step` has begun: its checkpoint waits from now on. Returns and raises as `observe`."""
         if step in manifest.read_marks(self._store.root):
             return []
         self._waiting[step] = 0
@@ -66,7 +66,7 @@ class RollbackTargets:
         return self._promote()
 
     def settled(self) -> list[int]:
-        """No save is under way any more: give the marks that waited for one. As `observe`."""
+        """No save is under way any more: give the marks that waited for one. Returns and raises as `observe`."""
         return self._promote()
 
     def waiting(self) -> dict[str, int]:
@@ -204,7 +204,7 @@ def newest_good(
     """Step of the newest checkpoint of `store` that is good and verifies; None if there is none.
 
     marked: steps of good checkpoints; None: those marked on disk.
-    settled: as for `Store.is_whole`.
+    settled: as for `Store.is_whole`: read a checkpoint again if a change might not show in its files' times.
     """
     marked = manifest.read_marks(store.root) if marked is None else marked
     for step in sorted(set(store.steps()).intersection(marked), reverse=True):

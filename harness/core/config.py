@@ -476,8 +476,9 @@ class FallbackConfig(Strict):
     Evidence is a score for each slot and statistic, a CUSUM (Page, Continuous inspection schemes, 1954):
     - An observation beyond its limit adds 1, and half as much for each factor of two beyond it (6 dB, for decibels).
     - An observation within its limit takes 1 / (2 * (window - hits)) away, or 1 if window is hits.
-    - A score of hits - 1/2 (hits, if window is hits), made by at least hits bad observations, demotes the layer. So do
-      hits bad observations in a window. Rare bad observations also demote if they keep coming: the larger, the sooner.
+    - A layer is demoted when a score reaches `hits` - 1/2, or `hits` if `window` equals `hits`. At least `hits` bad
+      observations must have made that score. `hits` bad ones among the last `window` demote it, too.
+    - Rare bad observations demote as well if they keep coming. The larger they are, the sooner.
 
     A stay in BF16 takes dwell_steps. The next stay is cooldown_factor times as long, unless the layer was back in FP8
     for at least that long; then it is dwell_steps again. max_demoted_share always allows one layer.

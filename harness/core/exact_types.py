@@ -19,7 +19,6 @@ from types import CodeType, FrameType
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
 _ASKS = re.compile(r"\btype\(|\.__class__\b")
 _TENSORS = re.compile(r"\b(Tensor|Parameter)\b")
 
@@ -52,11 +51,17 @@ def comparing(functions: Iterable[CodeType]) -> str:
     torch's own functions know of tensors without memory.
     """
     for code in functions:
-        names = set(code.co_names)
+        # A class may also be compared by its name, which is a constant.
+        names = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
         may_ask = {"type", "__class__"} & names and {"Tensor", "Parameter"} & names
-        if may_ask and not code.co_filename.startswith(_TORCH) and _compares(code):
+        if may_ask and not is_torchs(code.co_filename) and _compares(code):
             return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
     return ""
+
+
+def is_torchs(file: str) -> bool:
+    """Whether this is a file of torch, not of another library whose name begins with it."""
+    return Path(torch.__file__).parent in Path(file).parents
 
 
 def _compares(code: CodeType) -> bool:

@@ -65,7 +65,7 @@ class Gradients(Protocol):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that `measure` gives norms of in a hunt; empty if the owner does not see whole gradients."""
+        """The layers that a hunt (`guard.hunt`) measures one by one; empty if the owner sees no whole gradients."""
         ...
 
     def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class Engine(Gradients, Protocol):
     owns_loss_scale: ClassVar[bool]
     """Under fp16 it has its own loss scale and weights in half precision, so a run cannot leave fp16 there."""
     snapshots: ClassVar[bool]
-    """Its state is whole on every rank, and can be copied in memory between two steps."""
+    """A rank's own state, whole or its rows, can be copied in memory between two steps."""
     sharded: ClassVar[bool]
     """Each rank holds other rows of weights and moments (`Sharded`), and writes them into a checkpoint itself."""
     any_optimizer: ClassVar[bool]

@@ -330,6 +330,7 @@ def join(launch: Launch, device: torch.device, timeout_seconds: float) -> None:
     _meeting.peers = [None] * launch.world_size
     with lost_rank_named():
         _watched(meet_and_join, timeout_seconds)
+    # Progress is counted: of ranks that hang, the one that has counted least is named.
     training.again()
 
     # From here on a rank that hangs is found by its own thread, over a connection of its own.

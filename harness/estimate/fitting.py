@@ -187,7 +187,7 @@ class _Search:
         if train.global_batch % ranks:
             return []
         found: list[Sequence[str]] = []
-        # At the time of the peak, no more than the rest of the state and all copies of weights would be gone.
+        # At best, sharding frees all copies of weights and the other ranks' shares of the state at the peak.
         state = sum(trace.peak_kinds[kind] for kind in LASTING)
         least = trace.peak - trace.peak_kinds[COPIES] - state * (1 - share)
         if train.global_batch % (train.micro_batch * ranks) == 0 and least <= self._room:
@@ -199,7 +199,7 @@ class _Search:
     def _optimizers(self, gentle: Sequence[str]) -> None:
         """Try optimizers with less state; where that is not enough, with `gentle`. The first that fits is kept."""
         trace = self._made.trace
-        # No more than the whole state of the present optimizer would be gone.
+        # At best, another optimizer frees the whole state of the present one.
         state = trace.peak_kinds[OPTIMIZER_STATE]
         worth: list[Sequence[str]] = []
         if trace.peak - state <= self._room:

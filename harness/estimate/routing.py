@@ -150,7 +150,7 @@ class Routing:
                 return argument
             if values_count:
                 return self._values[argument]
-            # Memory that is never written takes none. The size of `new_` is an argument of its own.
+            # Nobody reads its values, and untouched memory costs nothing. `new_` gets its size as an argument.
             if name.startswith("new_"):
                 return torch.empty(0, dtype=argument.dtype)
             shape, stride = argument.shape, argument.stride()

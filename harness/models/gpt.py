@@ -291,8 +291,9 @@ class GPT(nn.Module):
     def _head_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which `loss_of_head` computes what head and loss would; None where it cannot stand for them.
 
-        It can for a plain Linear in float32 or bfloat16, which nobody has replaced. Its weight must be there: outside
-        of the Linear's own forward, a sharded one may not be. A compiler takes the modules, which it fuses itself.
+        It can if the head is an nn.Linear that nobody has replaced, and computes in float32 or bfloat16. This rank must
+        hold the whole weight: a sharded one may be whole in the Linear's own forward alone. Under a compiler the
+        modules run, as it fuses them itself. Hooks on head and loss do not see this computation.
         """
         plain = type(self.lm_head) is nn.Linear and type(self.loss) is TokenLoss
         weight = self.lm_head.weight

@@ -220,16 +220,16 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
         return []
     from safetensors import SafetensorError, safe_open
 
-    # The files: those that the index names, or the only one.
+    # The files that transformers reads: the single one if it is there, else those that the index names.
     names: list[Any] = []
     index = path / INDEX
-    if index.is_file():
+    if (path / WEIGHTS).is_file():
+        names = [WEIGHTS]
+    elif index.is_file():
         try:
             names = sorted(set(read_json(index, MAX_LARGE)["weight_map"].values()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
-    elif (path / WEIGHTS).is_file():
-        names = [WEIGHTS]
 
     # Weights in another format: without an error they would silently be replaced by fresh ones.
     others = sorted(each.name for each in path.iterdir() if each.suffix in _OTHER_FORMATS)

@@ -294,9 +294,10 @@ def skeleton(
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
     """Every tensor of the safetensors in `path`, by name. Raises ConfigError naming every file that cannot be read."""
-    # With shards there is an index: which tensor is in which file.
+    # With shards there is an index: which tensor is in which file. As transformers does, it is read only where the
+    # single file is not there.
     files = [_WEIGHTS]
-    if (path / _INDEX).is_file():
+    if not (path / _WEIGHTS).is_file() and (path / _INDEX).is_file():
         files = []
         listed = read_mapping(path / _INDEX, MAX_LARGE).get("weight_map")
         if isinstance(listed, dict):

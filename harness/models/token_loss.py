@@ -52,6 +52,9 @@ def loss_of_head(
 
     The weight's gradient is summed over chunks in float32. A second backward through the result raises RuntimeError.
     """
+    # Autograd asks for gradients wherever a Parameter is trained, in an evaluation too.
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()
     return _LossOfHead.apply(x, weight, targets, chunk, z_loss, dtype)
 
 
@@ -62,14 +65,14 @@ class _SumOfLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         ctx.z_loss = z_loss
         ctx.save_for_backward(logits, targets)
-        return -_work_off(logits, targets).sum()
+        return -_log_p_and_gradient(logits, targets).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, targets = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        _work_off(logits, targets, gradient, grad, ctx.z_loss)
+        _log_p_and_gradient(logits, targets, gradient, grad, ctx.z_loss)
         return gradient, None, None
 
 
@@ -100,7 +103,7 @@ class _LossOfHead(torch.autograd.Function):
                 rows = part.to(dtype)
                 logits = F.linear(rows, matrix)
                 into = logits if wants_x or wants_weight else None
-                total -= _work_off(logits, labels, into, z_loss=z_loss).sum()
+                total -= _log_p_and_gradient(logits, labels, into, z_loss=z_loss).sum()
 
                 # The logits are their gradient now, not yet divided by the number of targets.
                 if grad_x is not None:
@@ -132,7 +135,7 @@ class _LossOfHead(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _work_off(
+def _log_p_and_gradient(
     logits: Tensor,
     targets: Tensor,
     into: Tensor | None = None,

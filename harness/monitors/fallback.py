@@ -163,7 +163,7 @@ class FallbackController(KeptWindow):
             # one bad observation is evidence.
             over = over | self._evidence.lost()
 
-        # Facts come one step late. A proposal that changed nothing `window` steps after that was refused.
+        # A proposal shows in the facts one step late. One that changed nothing `window` steps after that was refused.
         ready = (self._asked == _NEVER) | (step > self._asked + self.policy.window)
         wants = over.any(axis=(0, 2)) & ~self._demoted
         on_their_way = ~ready & ~self._demoted
@@ -174,7 +174,7 @@ class FallbackController(KeptWindow):
         leaving = self._worst_first(np.flatnonzero(wants & ready))
         demote, stuck = leaving[:room], leaving[room:]
 
-        # Where layers are stuck for `window` steps, and for a fault that can press a whole run, the run leaves FP8.
+        # The run leaves FP8 if layers are stuck for `window` steps because of a statistic in `evidence.PRESSING`.
         pressing = bool(over[PRESSING][:, stuck].any())
         if not pressing:
             self._stuck_since = _NEVER

@@ -17,8 +17,8 @@ def epsilon_finding(train: TrainConfig, loss_scale: float | None) -> Finding | N
 
     loss_scale: the first one of an fp16 run; None for other precisions.
 
-    Under fp16 a gradient below the smallest normal value, divided by the loss scale, is mostly rounding. An eps below
-    it lets such a gradient make an update of full size. torch's default of 1e-8 is above it.
+    Under fp16 the threshold is the smallest normal value divided by the loss scale. An unscaled gradient below it is
+    mostly rounding. An eps below it lets such a gradient make an update of full size.
     """
     given = train.optimizer_args.get("eps")
     adaptive = any(name in train.optimizer.lower() for name in _ADAPTIVE)
@@ -36,5 +36,5 @@ def epsilon_finding(train: TrainConfig, loss_scale: float | None) -> Finding | N
         "train.optimizer_args.eps",
         f"{given:g} is under {smallest:.2g}",
         f"{what}: with so small an eps they make updates of full size",
-        "leave it out (1e-8), or set 1e-8 or more",
+        f"set {max(smallest, 1e-8):.2g} or more",
     )

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.capability.probe import MachineFacts
 from harness.core.blocks import blocks_of
-from harness.core.collectives import gather_over_ranks, gather_texts
+from harness.core.collectives import gather_over_ranks, gather_texts, world_size
 from harness.core.deferred import computing, recording_of
 from harness.core.errors import ConfigError, one_line
 from harness.core.spread import Spread, as_fast, spread_of
@@ -41,6 +41,8 @@ from harness.precision.plan import Plan
 from harness.precision.recipe import Recipe, Rung
 
 _HEAD = "fp8.backend auto"
+# Arguments of transformers' blocks for generation.
+_CACHES = ("past_key_values", "past_key_value", "use_cache")
 # Each backend's turn in seconds, the rounds of turns, and the seconds after which no other round begins.
 _TURN, _ROUNDS, _LIMIT = 0.1, 9, 8.0
 # With fewer rounds their spread says nothing.
@@ -99,7 +101,8 @@ def choose_backend(
 ) -> Plan:
     """The plan on the rung that `fp8.backend` means.
 
-    take: makes the plan on the rung of this name if all ranks can take it, else on the first one of the ladder.
+    take: makes the plan on the rung of this name, if all ranks can take it. Otherwise, and for an empty name, it takes
+        the first rung that they can.
     trial: what to time, or why nothing can be timed. Called after `take`.
     earlier: the `backend_choice` of the run that goes on, or is run again.
 
@@ -170,6 +173,9 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
         why = f"{type(asked.model).__name__} has no nn.ModuleList with FP8 layers in it"
         return Choice(names[0], f"{what}: {why}", names)
 
+    if world_size() > 1 and has_collectives(asked.model.get_submodule(block)):
+        return Choice(names[0], f"{what}: {block} has layers that reduce over ranks", names)
+
     # Every rank times, and all decide by the times of the slowest.
     own, failure = time_backends(plans, recipe, asked, block)
     rows = [own.get(name, Spread(math.inf, math.inf, math.inf)) for name in names]
@@ -200,6 +206,11 @@ def decide(names: Sequence[str], times: Mapping[str, Spread]) -> tuple[str, str]
     if len(tied) > 1:
         return tied[0], f"a tie of {', '.join(tied)}, which takes the ladder's first"
     return tied[0], "the fastest"
+
+
+def has_collectives(block: nn.Module) -> bool:
+    """Whether a forward of the block waits for other ranks, which call it another number of times while it is timed."""
+    return any(isinstance(each, nn.SyncBatchNorm) for each in block.modules())
 
 
 def _text(times: Spread, compiled: bool) -> str:
@@ -365,15 +376,22 @@ def _no_trace(plans: Sequence[Plan], device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+class _Reached(BaseException):
+    """The block was called. No Exception: the model could catch that."""
+
+
 def _call_of(block: str, trial: Trial) -> Call | None:
-    """The arguments of the block's first call in a forward of the model, copied; None if it is not called."""
+    """The arguments of the block's first call in a forward of the model, copied; None if it is not called.
+
+    The forward ends there: what follows may have weights that are not in memory.
+    """
     calls: list[Call] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not calls:
-            calls.append(
-                tree_map_only(Tensor, lambda each: each.detach().clone(), Call(args, kwargs))
-            )
+        # A cache for generation grows at every call, and is no part of training.
+        given = {name: value for name, value in kwargs.items() if name not in _CACHES}
+        calls.append(tree_map_only(Tensor, lambda each: each.detach().clone(), Call(args, given)))
+        raise _Reached
 
     model, device = trial.model, trial.device
     handle = model.get_submodule(block).register_forward_pre_hook(note, with_kwargs=True)
@@ -381,6 +399,8 @@ def _call_of(block: str, trial: Trial) -> Call | None:
     try:
         with left_alone(model, device), computing(model), in_bf16:
             trial.forward(model)
+    except _Reached:
+        pass
     finally:
         handle.remove()
     return calls[0] if calls else None

@@ -30,8 +30,10 @@ _PRODUCTS = {Tensor.mul, torch.mul}
 _QUESTIONS = {Tensor.size, Tensor.dim} | {
     getattr(Tensor, name).__get__ for name in ("shape", "ndim")
 }
+# Attributes that every module has. The others are settings of its own, but for what fusing adds.
 _PLAIN = frozenset(vars(nn.Module()))
 _NO_SETTINGS = _PLAIN | {"fused_with"}
+# Shapes of the inputs that are tried, without their last dimension.
 _TOKENS = ((16,), (2, 16))
 
 
@@ -128,10 +130,10 @@ def difference(module: nn.Module, norm: nn.Module, first: Any, second: Any) -> s
     if norm in inner:
         parts["norm"] = norm
 
-    # A module with settings could compute something else later, such as a Dropout.
-    around = {each for each in inner if not set(parts.values()).isdisjoint(each.modules())}
+    # A module beside the parts may have settings, as a Dropout has `p`. Its forward may depend on them: it is refused.
+    read = {module, *parts.values()}
     for name, each in module.named_modules():
-        if each not in around and vars(each).keys() - _PLAIN - {"inplace"}:
+        if each not in read and vars(each).keys() - _PLAIN - {"inplace"}:
             return f"its forward may depend on {name}, a {type(each).__name__}"
 
     for training, gradients, tokens in product((True, False), (True, False), _TOKENS):

@@ -34,7 +34,7 @@ class Beginning:
     steps: how many steps the branches do.
     incident: the step at which the run went bad; None: it did not, or that is not known.
     attempt: of the run, for its journal.
-    history: of the run; None for a config.
+    history: the run's attempts, with their checkpoints and configs; None for a config.
     """
 
     config: RunConfig

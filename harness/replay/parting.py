@@ -59,7 +59,7 @@ class Parting:
     changed: letters of the runs whose checkpoint is not what their steps give: the re-runs agree, and the checkpoints
         before `parted` do not.
     at_latest: the states differ in the oldest checkpoint that both have, so the runs may have parted earlier.
-    strangers: letter -> why the run does not come back here.
+    strangers: letter of a run -> why its re-run does not give the figures of its journal.
     generators: random generators whose states differ where the re-runs began.
     frozen: whether frozen weights that no checkpoint holds differ.
     """

@@ -18,7 +18,7 @@ from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, read_rows
 
 _NO_FIGURES = 1 << 62
-"""Of metrics rows before this step only the heads are read."""
+"""Later than any step. Of metrics rows before it only the heads are read, which is fast."""
 
 
 @dataclass

@@ -170,7 +170,8 @@ def _cast(
     amax = sizes.amax(1).amax().reshape(1) if x.numel() else values.new_zeros(1)
     # Rounded before the conversion to FP8, which on Ada goes through float16 and would round twice.
     rows = scaling.quantize(values, scale, fmt).to(FORMATS[fmt].dtype)
-    return values, amax, rows, None
+    # GEMMs and the transpose read rows one after the other; x may be a transposed view.
+    return values, amax, rows.contiguous(), None
 
 
 def _rounded(x: Tensor) -> Tensor:

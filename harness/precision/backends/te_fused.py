@@ -168,7 +168,7 @@ class _Norm(_Fused):
 class _Mlp(_Fused):
     """A SwiGLU MLP that leaves its forward to its second Linear, where that one takes it.
 
-    fused_with: norm, first and second Linear, and what this module was like when its forward was read. The norm is None
+    fused_with: norm, first and second Linear, and `swiglu.snapshot` of when its forward was read. The norm is None
         if it is outside of this module.
     """
 
@@ -204,7 +204,7 @@ def fuse_mlp(module: nn.Module, norm: nn.Module, first: Any, second: Any) -> Non
 def hooked(*modules: nn.Module) -> bool:
     """Whether one of them has a hook, which would see a tensor that a fused block does not compute.
 
-    Hooks of `Standard` say themselves whether they look at a module's tensors.
+    A hook whose object has a method `looks_at` (precision/standard.py) says itself whether it reads tensors.
     """
     for kind in _HOOKS:
         if getattr(module_globals, f"_global_{kind}"):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from harness.core import deferred
+from harness.core import deferred, exact_types
 from harness.core.config import ModelConfig
 from harness.core.shards import Rows
 from harness.core.state import seed_everything
@@ -420,6 +420,33 @@ def test_what_cannot_be_recorded_is_refused(kind: str, why: str) -> None:
     assert made.linear.weight.shape == (100, 100)
     if kind in EXPECTS_ERRORS or kind in ("address", "each", "printed", "exact type"):
         assert made.linear.weight.any(), "a whole build does not come to the error"
+
+
+def test_a_class_that_is_compared_by_its_name_is_noticed() -> None:
+    def make() -> nn.Module:
+        made = nn.Linear(100, 100)
+        if type(made.weight).__name__ == "Parameter":
+            made.weight.data.fill_(2)
+        return made
+
+    with pytest.raises(deferred.CannotDeferError, match="compares the exact type"):
+        deferred.build(make, CPU)
+
+
+def test_only_torchs_own_functions_may_compare_types() -> None:
+    """torchvision's and torchao's files lie beside torch's, under names that begin alike."""
+
+    def asks(x: Any) -> bool:
+        return type(x) is Tensor
+
+    beside = Path(torch.__file__).parent.with_name("torchvision") / "ops.py"
+    own = Path(torch.__file__).parent / "nn" / "init.py"
+    code = asks.__code__
+    source = Path(__file__)
+    assert exact_types.comparing([code])
+    assert exact_types.is_torchs(str(own))
+    assert not exact_types.is_torchs(str(beside))
+    assert not exact_types.is_torchs(str(source))
 
 
 def test_other_types_may_be_compared() -> None:

@@ -97,6 +97,16 @@ def test_what_a_folder_lacks_is_named_together(tmp_path: Path) -> None:
         assert part in told
 
 
+def test_the_single_file_counts_beside_an_index_as_in_transformers(tmp_path: Path) -> None:
+    folder = written(tmp_path / "llama", small())
+    state = to_llama(small().state_dict(), small().settings)
+    other = {name: torch.zeros_like(each) for name, each in state.items()}
+    save_file(other, folder / "older.safetensors")
+    index = {"weight_map": dict.fromkeys(other, "older.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert any(bool(each.abs().sum() > 0) for each in loaded(folder).parameters())
+
+
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         loaded(tmp_path)
@@ -104,6 +114,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         loaded(folder)
+    # As in transformers, an index counts where there is no single file.
+    (folder / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="names a file outside of the folder"):

@@ -289,3 +289,24 @@ def test_no_float32_tensor_holds_a_chunk(head: type[nn.Linear]) -> None:
     with Wide(vocab) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
         model(ids, ids).backward()
     assert 0 < seen.largest <= 2**22
+
+
+def test_an_evaluation_computes_no_gradient() -> None:
+    """Autograd asks for the gradients of what is trained, whether or not they are wanted now."""
+    x, weight, targets = drawn()
+    products: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.overloadpacket.__name__
+            if name in ("mm", "addmm", "matmul", "linear"):
+                products.append(name)
+            return func(*args, **(kwargs or {}))
+
+    trained = nn.Parameter(weight)
+    with torch.no_grad(), Count():
+        loss = loss_of_head(x, trained, targets, TOKENS, 0.0, torch.float32)
+    assert len(products) == 1, "the logits, and no gradient"
+    assert torch.equal(loss, of_head(x, weight, targets, TOKENS, 0.0, torch.float32)[0])

@@ -29,3 +29,13 @@ def test_an_eps_under_the_smallest_gradient_is_named(
     if finding is not None:
         assert finding.code == "optimizer.eps"
         assert "train.optimizer_args.eps" in finding.where
+
+
+def test_the_fix_is_an_eps_that_is_not_named_again() -> None:
+    """Under a small loss scale torch's 1e-8 is too small itself."""
+    train = TrainConfig(optimizer="adamw", optimizer_args={"eps": 1e-8})
+    finding = epsilon_finding(train, 1024.0)
+    assert finding is not None
+    eps = float(finding.fix.split()[1])
+    again = TrainConfig(optimizer="adamw", optimizer_args={"eps": eps})
+    assert epsilon_finding(again, 1024.0) is None

@@ -362,6 +362,63 @@ def test_a_forward_that_fails_takes_the_first_and_says_why() -> None:
     assert [name for name, training in modes.items() if not training] == ["blocks.1.norm"]
 
 
+def test_unfit_samples_never_reach_the_device(
+    timed: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU an id out of range ends the process, before the run could name the sample."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = load_config("tiny", [f"data.path={TEXT}"])
+    worker = join_worker(config, "python")
+    data = build_data(config, tmp_path, worker)
+    sound = data.micro_batches
+
+    def unfit(*about: Any) -> list[Any]:
+        batches = list(sound(*about))
+        batches[0]["inputs"][0, 0] = 300
+        return batches
+
+    monkeypatch.setattr(data, "micro_batches", unfit)
+    plan, _ = build_plan(config, recipe(), worker, data=data)
+    assert "samples of the first micro-batch are unfit" in why_untimed(plan)
+    assert "ran" not in timed
+
+
+class Cached(Block):
+    """As a transformers block: it keeps what it has seen in a cache that it is given."""
+
+    def forward(self, x: Tensor, factor: Tensor, past_key_values: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if past_key_values is not None:
+            past_key_values.append(x)
+            assert len(past_key_values) == 1, "each call finds what the one before left"
+        return super().forward(x, factor)
+
+
+def test_a_cache_for_generation_is_left_out(timed: dict[str, float]) -> None:
+    made = model()
+    made.blocks[0] = Cached()
+    precision = Precision(recipe())
+    precision.prepare(made, forward=lambda: made.blocks[0](X, made.factor, past_key_values=[]))
+    assert precision.plan.resolved == "peer:fp8"
+    assert "was not timed" not in str(precision.plan)
+
+
+def test_the_forward_ends_at_the_block_that_is_timed(timed: dict[str, float]) -> None:
+    """What comes after it may have weights that are not in memory."""
+    made = model()
+    called: list[int] = []
+    made.blocks[1].register_forward_pre_hook(lambda *_: called.append(1))
+    precision = Precision(recipe())
+    precision.prepare(made, forward=lambda: made(X))
+    assert precision.plan.resolved == "peer:fp8"
+    assert called == []
+
+
+def test_blocks_that_reduce_over_ranks_are_known() -> None:
+    """Ranks time them another number of times, and would wait for each other."""
+    assert not backend_choice.has_collectives(Block())
+    assert backend_choice.has_collectives(nn.SyncBatchNorm.convert_sync_batchnorm(Block()))
+
+
 class Fails(nn.Module):
     def __init__(self, *_: Any) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from harness.precision import scaling
+from harness.precision.backends import native_fp8, native_triton
 from harness.precision.backends.native import NativeBackend
 from harness.precision.backends.native_fp8 import Fp8SlotBuffers
 
@@ -359,3 +360,15 @@ def test_a_margin_never_makes_an_inverse_scale_infinite(fp8_units: bool) -> None
     assert torch.isfinite(backend.slot_buffers.inverse).all()
     assert torch.isfinite(result["out"]).all()
     torch.testing.assert_close(result["out"][0, 0].item(), 3e38 * 2.0**-20, rtol=0.1, atol=0)
+
+
+def test_the_compilers_cast_lays_rows_out_for_the_gemm() -> None:
+    """A micro-batch of one makes a transposed view of [tokens, features]; GEMM and transpose read row by row."""
+    x = torch.randn(48, 32).t()
+    assert not x.is_contiguous()
+    scale = torch.ones(1)
+    _, amax, rows, _ = native_fp8._cast(x, scale, torch.zeros((), dtype=torch.int64), "e4m3", True)
+    assert rows.is_contiguous()
+    expected, _ = native_triton.quantize_pair(x.contiguous(), scale, None, "e4m3", True, False)
+    assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
+    assert amax == x.abs().max().bfloat16()

@@ -282,3 +282,23 @@ def test_a_snapshot_differs_once_the_module_does() -> None:
     assert snapshot(model) == before
     model.first = nn.Linear(WIDTH, 4 * WIDTH)
     assert snapshot(model) != before
+
+
+class Switched(nn.Module):
+    """A container with a setting of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
+        self.bypass = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 4) if self.bypass else self.inner(x)
+
+
+def test_settings_of_a_container_of_the_parts_are_named() -> None:
+    """They could be changed later, and the fused MLP would go on as it was."""
+    made: Any = Mlp()
+    made.first = Switched()
+    found = difference(made, made.norm, made.first.inner, made.second)
+    assert found == "its forward may depend on first, a Switched"
