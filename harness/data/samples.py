@@ -33,12 +33,12 @@ class Field:
     """One name of a sample.
 
     dtype, shape: of the first sample.
-    length: number of the group of texts whose lengths are alike; None: all samples have `shape`.
+    group: number of the group of texts that are equally long in a sample; None: all samples have `shape`.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    length: int | None = None
+    group: int | None = None
 
 
 class Form(Protocol):
@@ -107,13 +107,13 @@ class Stacked:
             if value.dtype != form.dtype:
                 expected = f"that of the first sample of {form.dtype}"
                 wrong.append(f"{name} is of {value.dtype}, {expected}")
-            elif form.length is None and tuple(shape) != form.shape:
+            elif form.group is None and tuple(shape) != form.shape:
                 expected = f"that of the first sample {list(form.shape)}"
                 wrong.append(f"{name} has shape {shape}, {expected}")
-            elif form.length is not None and value.ndim != 1:
+            elif form.group is not None and value.ndim != 1:
                 wrong.append(f"{name} has shape {shape}, not one dimension")
-            elif form.length is not None:
-                other, length = lengths.setdefault(form.length, (name, len(value)))
+            elif form.group is not None:
+                other, length = lengths.setdefault(form.group, (name, len(value)))
                 if length != len(value):
                     wrong.append(f"{name} has {len(value)} values, {other} has {length}")
                 elif not length:
@@ -136,7 +136,7 @@ class Stacked:
         batch: Batch = {}
         for name, form in self.fields.items():
             values = [sample[name] for sample in samples]
-            if form.length is None:
+            if form.group is None:
                 batch[name] = torch.stack(values)
                 continue
             lengths = [len(value) for value in values]
