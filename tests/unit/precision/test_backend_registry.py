@@ -192,7 +192,7 @@ def test_what_it_says_of_the_compiler_is_told(tmp_path: Path) -> None:
     rung = load_recipe(policy(tmp_path)).ladder[0]
     problem = check_compile(rung, nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), CPU)[0]
     assert (problem.what, problem.why) == ("the coarse backend does not compile", "it is made up")
-    assert "whose rung here is native, torchao or autocast, or" in problem.fix
+    assert "whose rung here is transformer_engine, native, torchao or autocast" in problem.fix
 
 
 @pytest.mark.parametrize(
