@@ -358,7 +358,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "an MLP with another part that has settings is not fused",
-        "        if each not in around and vars(",
+        "        if each not in read and vars(",
         "        if False and vars(",
         "tests/unit/precision/test_swiglu.py -k settings",
     ),
