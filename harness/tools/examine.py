@@ -150,7 +150,8 @@ def _model(
         reasons = {verdict.rung: verdict.reason for verdict in plan.rungs}
         examined.resolved_why = f"not {rung.name}: {reasons[rung.name]}"
     if config.engine.compile == "blocks":
-        found += refused("config.engine", check_compile(plan.rung, model, worker.device))
+        fuse = recipe.layers.fuse
+        found += refused("config.engine", check_compile(plan.rung, model, worker.device, fuse))
     task = Task(model, config.model.target, data.unit if data else "loss")
     found += lint_run(config, recipe, plan, model, task, data)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.core.errors import ConfigError
+from harness.precision.backends.registry import BACKENDS
+from harness.precision.recipe import load_recipe
 from harness.tools.doctor import command
 from tests.support import runs
 
@@ -139,6 +142,21 @@ def test_what_would_end_the_start_is_exit_code_2(
     assert expected in codes(found)
     errors = [each for each in found["findings"] if each["severity"] == "error"]
     assert expected in [each["code"] for each in errors]
+
+
+def test_fused_blocks_that_would_be_compiled_are_named_as_in_a_start(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        BACKENDS, "native", replace(BACKENDS["native"], fuses=("delayed",), fuses_casts=False)
+    )
+    recipe = load_recipe("fp8_hybrid").model_dump(mode="json")
+    recipe["layers"]["fuse"] = True
+    (tmp_path / "fused.yaml").write_text(json.dumps(recipe))
+    code, found = doctor("recipe=./fused.yaml", "engine.compile=blocks")
+    assert code == 2
+    told = [each["what"] for each in found["findings"] if each["code"] == "config.engine"]
+    assert "layers.fuse does not go with torch.compile on native:fp8" in told
 
 
 def test_several_defects_are_found_at_once(doctor: Doctor) -> None:
