@@ -199,13 +199,7 @@ def photograph(page: Browser, html: Path, image: Path) -> None:
     shown = "(document.querySelector('body > pre') || document.documentElement)"
     width, height = (page.ask(f"Math.ceil({shown}.scroll{side})") for side in ("Width", "Height"))
     height = page.ask("document.querySelector('h2')?.offsetTop") or height
-    page.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=width,
-        height=height,
-        deviceScaleFactor=1,
-        mobile=False,
-    )
+    page.resize(width, height)
     page.photograph(image)
     Image.open(image).convert("RGB").quantize(SHADES).save(image, optimize=True)
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from harness.capability.cards import Card, card_named, check_usable
 from harness.capability.probe import MachineFacts, probe
@@ -54,7 +53,7 @@ from harness.engines.process_group import Launch, ProcessGroup, choose_device, j
 from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
 from harness.models import Task, build_deferred, build_model
-from harness.models.task import training_flops
+from harness.models.task import has_lazy, training_flops
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
@@ -282,7 +281,7 @@ def build_plan(
 
 def _trial(config: RunConfig, worker: Worker, model: nn.Module, data: Batches) -> Trial | str:
     """The model and a call of it on the first micro-batch, to time a block of it; or why it cannot be called yet."""
-    if any(is_lazy(parameter) for parameter in model.parameters()):
+    if has_lazy(model):
         return "its lazy modules get their sizes in the first step"
     task = Task(model, config.model.target, data.unit)
     ranks = config.train.global_batch // config.train.micro_batch

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.checkpoint.copy_stream import CopyStream, Event, Slice
-from harness.checkpoint.staging import ALIGNMENT, Staging
+from harness.checkpoint.staging import ALIGNMENT, Staging, bytes_in_block
 from harness.core.collectives import any_rank
 from harness.core.memory import size_text
 from harness.core.protocols import Tensors
@@ -55,8 +55,7 @@ def copy_bytes(tensors: Tensors, on_device: Callable[[Tensor], bool]) -> int:
     for named in tensors.values():
         for tensor in named.values():
             if on_device(tensor):
-                lines = -(-tensor.nbytes // ALIGNMENT)  # rounded up
-                size += lines * ALIGNMENT
+                size += bytes_in_block(tensor)
     return size
 
 
@@ -87,8 +86,8 @@ class _Batch:
         return self.begin - self.begin % ALIGNMENT
 
 
-class Carrier:
-    """Carries tensors from a device to host memory. All copies share its buffer on the device.
+class Copier:
+    """Copies tensors from a device to host memory. All copies share its buffer on the device.
 
     Call `decide` before the first copy.
 
@@ -123,7 +122,7 @@ class Carrier:
             text = f"no room on the card for a copy of the state ({size_text(size)}): training waits for snapshots"
         self.event(step, "snapshot.buffer", text=text)
 
-    def carry(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
+    def copy_to(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
         """Copy `sources`, which are on the device; returns the event after which the copies are complete.
 
         block: uint8, host memory.
@@ -198,9 +197,9 @@ class Carrier:
 class OverlappedStaging(Staging):
     """As `Staging`, for the tensors of a GPU; training does not wait for the copies."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, copier: Copier) -> None:
         super().__init__(pinned=True)
-        self._carrier = carrier
+        self._copier = copier
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
@@ -215,14 +214,14 @@ class OverlappedStaging(Staging):
         near: tuple[list[Tensor], list[Tensor]] = [], []
         far: tuple[list[Tensor], list[Tensor]] = [], []
         for copy, source in zip(copies, sources, strict=True):
-            kind = far if self._carrier.stream.has(source) else near
+            kind = far if self._copier.stream.has(source) else near
             kind[0].append(copy)
             kind[1].append(source)
         # The host may write to its own tensors as soon as this returns.
         if near[0]:
             torch._foreach_copy_(*near)
         try:
-            self._arrived = self._carrier.carry(self._block, *far)
+            self._arrived = self._copier.copy_to(self._block, *far)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
         return self._named_views()

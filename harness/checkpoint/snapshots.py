@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.checkpoint.copy_stream import CudaCopyStream
-from harness.checkpoint.overlapped import Carrier, CopyError, OverlappedStaging
+from harness.checkpoint.overlapped import Copier, CopyError, OverlappedStaging
 from harness.checkpoint.staging import Staging
 from harness.core.collectives import any_rank
 from harness.core.memory import free_memory
@@ -48,7 +48,7 @@ class Snapshots:
     healthy_steps: healthy steps in a row after which a snapshot is good.
     size: bytes to reserve for each copy; 0: reserve nothing.
     pinned: as in `Staging`.
-    carrier: makes copies that training does not wait for; None: training waits for each.
+    copier: makes copies that training does not wait for; None: training waits for each.
     device: of what ranks exchange.
     """
 
@@ -58,15 +58,15 @@ class Snapshots:
         size: int = 0,
         *,
         pinned: bool = False,
-        carrier: Carrier | None = None,
+        copier: Copier | None = None,
         device: torch.device = _CPU,
     ) -> None:
         self._healthy_steps = healthy_steps
-        self._carrier = carrier
+        self._copier = copier
         self._device = device
         memories: list[Staging] = []
         for _ in range(2):
-            memory = Staging(pinned=pinned) if carrier is None else OverlappedStaging(carrier)
+            memory = Staging(pinned=pinned) if copier is None else OverlappedStaging(copier)
             if size:
                 memory.reserve(size)
             memories.append(memory)
@@ -79,8 +79,8 @@ class Snapshots:
         """
         if self._next.step and self._next.healthy:
             return
-        if self._carrier is not None:
-            self._carrier.decide(step, tensors)
+        if self._copier is not None:
+            self._copier.decide(step, tensors)
         memory = self._next.memory
         # A copy that fails half-way must not be taken for what was there before.
         self._next = _Snapshot(memory)
@@ -157,7 +157,7 @@ def room_for_snapshots(
         tracker.event(0, "snapshot.off", text=text)
         return None
     on_gpu = device.type == "cuda"
-    carrier = None
+    copier = None
     if overlapped and on_gpu:
-        carrier = Carrier(CudaCopyStream(device), tracker.event)
-    return Snapshots(healthy_steps, size, pinned=on_gpu, carrier=carrier, device=device)
+        copier = Copier(CudaCopyStream(device), tracker.event)
+    return Snapshots(healthy_steps, size, pinned=on_gpu, copier=copier, device=device)

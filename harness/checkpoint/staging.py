@@ -21,6 +21,13 @@ from harness.core.protocols import Tensors
 ALIGNMENT = 64
 """Bytes: a cache line. Every tensor begins at a multiple of it in the block, which aligns every dtype."""
 
+
+def bytes_in_block(tensor: Tensor) -> int:
+    """Bytes that a tensor takes in a block: its own, rounded up to ALIGNMENT."""
+    lines = -(-tensor.nbytes // ALIGNMENT)
+    return lines * ALIGNMENT
+
+
 # Of one tensor: part, name, shape and dtype. A copy with the same layout reuses the views of the one before it.
 _Layout = list[tuple[str, str, torch.Size, torch.dtype]]
 
@@ -100,9 +107,7 @@ class Staging:
         """Give every tensor its place in the block, which grows if it is too small."""
         sizes: list[int] = []
         for named in tensors.values():
-            for tensor in named.values():
-                lines = -(-tensor.nbytes // ALIGNMENT)  # rounded up
-                sizes.append(lines * ALIGNMENT)
+            sizes += [bytes_in_block(tensor) for tensor in named.values()]
         if sum(sizes) > self._block.numel():
             self._allocate(sum(sizes))
 

@@ -37,9 +37,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from harness.core import deferred
 from harness.core.errors import ConfigError, HarnessError, Problem, near_match, some
 from harness.core.facts import IGNORED
-from harness.core.files import MAX_LARGE, read_json
+from harness.core.files import read_json
 from harness.core.schema import Strict, import_extra, validate
-from harness.models.huggingface_later import INDEX, WEIGHTS, from_pretrained_later
+from harness.models.huggingface_later import from_pretrained_later
+from harness.models.stored import INDEX, WEIGHTS, weight_files
 
 PREFIX = "hf:"
 # Endings of weights in formats that are not read.
@@ -220,16 +221,11 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
         return []
     from safetensors import SafetensorError, safe_open
 
-    # The files that transformers reads: the single one if it is there, else those that the index names.
-    names: list[Any] = []
     index = path / INDEX
-    if (path / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    elif index.is_file():
-        try:
-            names = sorted(set(read_json(index, MAX_LARGE)["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
+    try:
+        names = weight_files(path)
+    except (OSError, ValueError) as error:
+        return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
 
     # Weights in another format: without an error they would silently be replaced by fresh ones.
     others = sorted(each.name for each in path.iterdir() if each.suffix in _OTHER_FORMATS)
@@ -242,7 +238,7 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
         return [Problem(what, str(path), why, fix)]
 
     problems: list[Problem] = []
-    for name in map(str, names):
+    for name in names:
         file = path / name
         if file.parent != path:
             what = f"the index names a file of another folder: {name}"

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.core import deferred
-from harness.core.files import MAX_LARGE, read_json
-from harness.models.stored import read_later
+from harness.models.stored import read_later, weight_files
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 # transformers loads tensors in other threads, unless this variable is set. Nothing is recorded there.
 _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -36,7 +34,7 @@ def from_pretrained_later(
         deferred.refuse(why)
 
     with _in_this_thread():
-        state = read_later(_files(path))
+        state = read_later(path / name for name in weight_files(path))
         arguments = {key: value for key, value in wanted.items() if key != "trust_remote_code"}
         model, info = kind.from_pretrained(None, state_dict=state, **arguments)
     # It does not know the folder. peft names it in its own config.
@@ -55,14 +53,6 @@ def _reads_otherwise(kind: Any, config: Any, path: Path) -> str:
     if any(path.glob("shard-*.safetensors")):
         return "the folder is a distributed checkpoint"
     return ""
-
-
-def _files(path: Path) -> list[Path]:
-    """The files that transformers reads: the single one even where there is an index, too."""
-    if (path / WEIGHTS).is_file():
-        return [path / WEIGHTS]
-    listed = read_json(path / INDEX, MAX_LARGE)["weight_map"]
-    return [path / name for name in sorted(set(listed.values()))]
 
 
 @contextmanager

@@ -18,13 +18,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from harness.core.errors import ConfigError, Problem, some
-from harness.core.files import MAX_LARGE, read_mapping
+from harness.core.files import read_mapping
 from harness.models.gpt import GPT, ROPE_BASE, SCALING, Settings
 from harness.models.gpt import build as build_gpt
-from harness.models.stored import read_later
+from harness.models.stored import INDEX, WEIGHTS, read_later, weight_files
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # The most problems of one kind that an error lists.
 _SHOWN = 4
 # What transformers takes if config.json has no rms_norm_eps.
@@ -294,14 +293,13 @@ def skeleton(
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:
     """Every tensor of the safetensors in `path`, by name. Raises ConfigError naming every file that cannot be read."""
-    # With shards there is an index: which tensor is in which file. As transformers does, it is read only where the
-    # single file is not there.
-    files = [_WEIGHTS]
-    if not (path / _WEIGHTS).is_file() and (path / _INDEX).is_file():
-        files = []
-        listed = read_mapping(path / _INDEX, MAX_LARGE).get("weight_map")
-        if isinstance(listed, dict):
-            files = sorted({str(name) for name in listed.values()})
+    # Without an index the single file is the one that is missed.
+    files = [WEIGHTS]
+    if (path / INDEX).is_file():
+        try:
+            files = weight_files(path)
+        except (OSError, ValueError):
+            files = []
 
     problems: list[Problem] = []
     state: dict[str, Tensor] = {}
@@ -316,7 +314,7 @@ def _read(path: Path, where: str) -> dict[str, Tensor]:
             )
 
     if not files:
-        problems.append(Problem(f"{_INDEX} lists no files", where, fix="fetch the file again"))
+        problems.append(Problem(f"{INDEX} lists no files", where, fix="fetch the file again"))
     if problems:
         raise ConfigError(problems)
     return state

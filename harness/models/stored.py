@@ -22,7 +22,9 @@ from torch import Tensor
 
 from harness.core.deferred import Source, later
 from harness.core.errors import ConfigError, Problem
+from harness.core.files import MAX_LARGE, read_json
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Names of dtypes in a file's header.
 _DTYPES = {
@@ -39,6 +41,24 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files with a model's weights, as transformers finds them.
+
+    The single file counts if it is there, else those that the index names. Empty if there is neither. Raises OSError,
+    and ValueError for an index that has no such names.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    content = read_json(index, MAX_LARGE)
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict):
+        raise ValueError("it has no weight_map")
+    return sorted({str(name) for name in listed.values()})
 
 
 @dataclass(frozen=True, slots=True)

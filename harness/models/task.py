@@ -142,7 +142,7 @@ class Task:
         Raises ConfigError if forward does not take the batch, fails, or returns neither a loss nor logits.
         """
         # Lazy parameters get their shape in the first forward, and that one has to be the run's.
-        if _has_lazy(model):
+        if has_lazy(model):
             return ""
         device = device_of(model)
         one = _to(one_sample(batch, 0), device)
@@ -183,7 +183,7 @@ class Task:
         # A batch with unreadable samples holds stand-ins, whose labels say nothing.
         batches = (batch for batch in batches if not isinstance(batch, Flawed))
         first = next(batches, None)
-        if first is None or _has_lazy(model):
+        if first is None or has_lazy(model):
             return
 
         # Only labels that are classes and that go to the model's own loss can be masked.
@@ -505,7 +505,8 @@ def _whole(model: object, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _has_lazy(model: nn.Module) -> bool:
+def has_lazy(model: nn.Module) -> bool:
+    """Whether some parameters get their shapes in the first forward only."""
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 

@@ -336,9 +336,8 @@ def _time(
     """Seconds of each round by rung, and why a rung has none."""
     try:
         call = _call_of(block, trial)
-    except (
-        Exception
-    ) as error:  # of the user's model, which would raise it in training, or for want of memory
+    except Exception as error:
+        # Of the user's model, which would raise it in training, or for want of memory.
         return {}, {plan.resolved: one_line(error) for plan in plans}
     if call is None:
         return {}, {plan.resolved: f"the model does not call {block}" for plan in plans}
@@ -351,9 +350,8 @@ def _time(
             step = BlockBench(plan, recipe, trial, block, call).step
             step()
             wait(trial.device)
-        except (
-            Exception
-        ) as error:  # whatever a copy, a compiler or a kernel raises: an answer about this backend
+        except Exception as error:
+            # Whatever a copy, a compiler or a kernel raises is an answer about this backend.
             failures[plan.resolved] = one_line(error)
         else:
             steps[plan.resolved] = step

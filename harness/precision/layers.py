@@ -638,7 +638,7 @@ def shallow_copy(linear: nn.Linear, to: type[L]) -> L:
     return made
 
 
-def pickled_as_linear(
+def pickled_as_plain(
     module: nn.Module, own: Collection[str], plain: type[nn.Module] = nn.Linear
 ) -> tuple[Any, ...]:
     """`__reduce_ex__` of a converted layer: its pickle is a `plain` one, without its `own` attributes.

@@ -9,6 +9,7 @@ layers get FP8 (`layers`), when a layer leaves FP8 during the run (`fallback`), 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,9 +25,9 @@ TIERS = ("BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU")
 TierName = Literal["BLACKWELL", "HOPPER", "ADA", "AMPERE", "TURING", "VOLTA", "CPU"]
 PrecisionName = Literal["fp8", "bf16", "fp16", "fp32"]
 
+# Keys of the section fp8 that recipes did not have from the beginning.
+_LATER_KEYS: tuple[str, ...] = ("backend", "weight_gradients")
 # Keys that have no effect without an amax history.
-# Keys of the section fp8 that recipes did not have from the beginning, with the values that change nothing.
-_LATER_KEYS = {"backend": "first", "weight_gradients": "bfloat16"}
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "roll", "scrub_inf")
 
 
@@ -116,15 +117,16 @@ class Fp8Config(Strict):
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Fp8Config:
         # A value that nothing reads would be believed to be in force. One that equals the default changes nothing.
-        changed: list[str] = []
-        for name in _DELAYED_ONLY:
-            default = type(self).model_fields[name].default
-            if getattr(self, name) != default:
-                changed.append(name)
+        changed = self.changed(_DELAYED_ONLY)
         if self.scaling != "delayed" and changed:
             why = f"scaling {self.scaling} has no amax history"
             raise ValueError(f"{', '.join(changed)} would have no effect: {why}")
         return self
+
+    def changed(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` whose values are not their defaults."""
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].default]
 
 
 class LayersConfig(Strict):
@@ -295,10 +297,7 @@ class Recipe(Strict):
 
         A key that the hash did not have from the beginning is in it only where it changes something.
         """
-        unset: set[str] = set()
-        for key, usual in _LATER_KEYS.items():
-            if getattr(self.fp8, key) == usual:
-                unset.add(key)
+        unset = set(_LATER_KEYS) - set(self.fp8.changed(_LATER_KEYS))
         return hashlib.sha256(self.model_dump_json(exclude={"fp8": unset}).encode()).hexdigest()
 
 

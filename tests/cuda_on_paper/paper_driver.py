@@ -31,7 +31,7 @@ if __name__ == "__main__" and sys.argv[1] != "memory":
 import torch  # noqa: E402
 
 from harness.checkpoint.copy_stream import CudaCopyStream  # noqa: E402
-from harness.checkpoint.overlapped import Carrier, copy_bytes  # noqa: E402
+from harness.checkpoint.overlapped import Copier, copy_bytes  # noqa: E402
 from harness.checkpoint.snapshots import Snapshots  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
@@ -154,8 +154,8 @@ def scene_snapshots(_: str) -> dict[str, Any]:
         ):
             made.step(1, "first")
             stream = CudaCopyStream(torch.device("cuda", 0))
-            carrier = Carrier(stream, lambda *_, **__: None, slice_bytes=1 << 20)
-            snapshots = Snapshots(1, carrier=carrier)
+            copier = Copier(stream, lambda *_, **__: None, slice_bytes=1 << 20)
+            snapshots = Snapshots(1, copier=copier)
             # Fakes have no random generators.
             parts = [part for part in made.run.state.parts if part != "rng"]
             tensors, meta = made.run.state.state_dict(parts)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.overlapped import Carrier, CopyError
+from harness.checkpoint.overlapped import Copier, CopyError
 from harness.checkpoint.snapshots import Snapshots
 from harness.checkpoint.staging import Staging
 from harness.core.protocols import Tensors
@@ -65,12 +65,12 @@ def rank_main(folder: Path, rank: int) -> None:
         ("no memory", LaterStreams(most=0 if odd else 1 << 40)),
         ("no room", LaterStreams(free=0 if odd else 1 << 40)),
     ):
-        found[name] = outcome(Snapshots(1, carrier=Carrier(streams, Events().event, SLICE)))
+        found[name] = outcome(Snapshots(1, copier=Copier(streams, Events().event, SLICE)))
         found[f"{name}: buffers"] = streams.sizes
 
     # At a rollback before the next take.
     late = LaterStreams(fails_at=0 if odd else -1)
-    snapshots = Snapshots(1, carrier=Carrier(late, Events().event, SLICE))
+    snapshots = Snapshots(1, copier=Copier(late, Events().event, SLICE))
     snapshots.take(20, state(1.0), {})
     snapshots.observe(21, True)
     with pytest.raises(CopyError):

@@ -81,6 +81,16 @@ class Browser:
         """What a person reads on the page."""
         return str(self.ask("document.body ? document.body.innerText : ''"))
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page this room, in pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
     def photograph(self, path: Path) -> None:
         """The visible part as PNG."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +121,7 @@ def browser(width: int = 1400, height: int = 900) -> Iterator[Browser]:
         )
         try:
             page = Browser(_endpoint(Path(profile) / "DevToolsActivePort", process))
-            page.call(
-                "Emulation.setDeviceMetricsOverride",
-                width=width,
-                height=height,
-                deviceScaleFactor=1,
-                mobile=False,
-            )
+            page.resize(width, height)
             try:
                 yield page
             finally:

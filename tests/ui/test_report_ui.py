@@ -191,13 +191,7 @@ def test_the_first_tab_leads_past_the_menu(page: browser.Browser) -> None:
 
 @pytest.mark.parametrize("width", [390, 1600])
 def test_both_themes_and_any_width(page: browser.Browser, width: int) -> None:
-    page.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=width,
-        height=900,
-        deviceScaleFactor=1,
-        mobile=False,
-    )
+    page.resize(width, 900)
     grounds: list[str] = []
     for theme in ("light", "dark"):
         feature = {"name": "prefers-color-scheme", "value": theme}

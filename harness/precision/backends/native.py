@@ -70,7 +70,7 @@ from harness.precision.backends.native_gemm import (
 )
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_linear, shallow_copy, swap_linears
+from harness.precision.layers import pickled_as_plain, shallow_copy, swap_linears
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast
@@ -174,7 +174,7 @@ class NativeLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if "plain" not in vars(type(self)):  # parametrised: torch refuses it with a reason
             return super().__reduce_ex__(protocol)
-        return pickled_as_linear(self, _OF_THE_LAYER, self.plain)
+        return pickled_as_plain(self, _OF_THE_LAYER, self.plain)
 
     def quantized_weight(self, weight: Tensor, record: bool, rights: bool = True) -> Operand:
         """`weight` as an operand under the current scale, quantised once per optimizer step.

@@ -125,8 +125,9 @@ class TransformerEngineBackend:
             module.name_in_model = name
 
         # Fuse what the plan fuses.
-        norms = {name: model.get_submodule(norm) for name, norm in plan.fused_norms().items()}
+        norms: dict[str, nn.Module] = {}
         for name, norm in plan.fused_norms().items():
+            norms[name] = model.get_submodule(norm)
             te_fused.fuse(norms[name], swapped[name])
             swapped[name].around = _between(model, name, norm)
         for name, first in plan.fused_mlps().items():

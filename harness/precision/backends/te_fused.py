@@ -31,7 +31,7 @@ from torch.nn.modules import module as module_globals
 from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import MisuseError, Problem
-from harness.precision.layers import pickled_as_linear
+from harness.precision.layers import pickled_as_plain
 from harness.precision.swiglu import snapshot
 
 # What a Placeholder can answer. Its dtype is not among it: that depends on autocast.
@@ -143,7 +143,7 @@ class _Fused(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return pickled_as_linear(self, ("fused_with",), self.fused_from)
+        return pickled_as_plain(self, ("fused_with",), self.fused_from)
 
 
 class _Norm(_Fused):

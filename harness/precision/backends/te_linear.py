@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from harness.core.errors import ConfigError, MisuseError, Problem
 from harness.precision.backends import te_block, te_fused
 from harness.precision.backends.te_library import Library, Recomputations
-from harness.precision.layers import pickled_as_linear
+from harness.precision.layers import pickled_as_plain
 from harness.precision.scaling import SampledStats
 
 # TE's GEMMs take token counts that are multiples of this: tokens are the weight gradient's common dimension. 128 is a
@@ -446,7 +446,7 @@ class PlannedLinear(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made, arguments, state = pickled_as_linear(self, vars(self).keys() - _PLAIN)
+        made, arguments, state = pickled_as_plain(self, vars(self).keys() - _PLAIN)
         parameters = {"weight": self.weight, "bias": self._parameters.get("bias")}
         return made, arguments, {**state, "_parameters": parameters}
 

@@ -37,7 +37,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_linear
+from harness.precision.layers import pickled_as_plain
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast
@@ -144,7 +144,7 @@ class WatchedLinear(Float8Linear):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not WatchedLinear:  # parametrised: torch refuses it with a reason
             return super().__reduce_ex__(protocol)
-        return pickled_as_linear(self, {*_OF_TORCHAO, *_OF_THE_LAYER})
+        return pickled_as_plain(self, {*_OF_TORCHAO, *_OF_THE_LAYER})
 
     def multiply(
         self,

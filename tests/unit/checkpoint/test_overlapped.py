@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.overlapped import Carrier, CopyError, OverlappedStaging, buffer_bytes
+from harness.checkpoint.overlapped import Copier, CopyError, OverlappedStaging, buffer_bytes
 from harness.checkpoint.snapshots import Snapshots
 from harness.core.protocols import Tensors
 from tests.support.copy_streams import Events, LaterStreams
@@ -69,8 +69,8 @@ def overwrite(tensors: Tensors) -> None:
 
 def made(streams: LaterStreams, healthy: int = 1) -> tuple[Snapshots, Events]:
     events = Events()
-    carrier = Carrier(streams, events.event, SLICE)
-    return Snapshots(healthy, carrier=carrier), events
+    copier = Copier(streams, events.event, SLICE)
+    return Snapshots(healthy, copier=copier), events
 
 
 @pytest.mark.parametrize("free", ROOM)
@@ -117,8 +117,8 @@ def test_without_room_the_compute_stream_waits_and_the_host_does_not() -> None:
 @pytest.mark.parametrize("free", ROOM)
 def test_slices_are_bounded_and_cover_every_byte_once(free: int) -> None:
     streams = LaterStreams(free=free)
-    staging = OverlappedStaging(Carrier(streams, Events().event, SLICE))
-    staging._carrier.decide(0, odd_state(1))
+    staging = OverlappedStaging(Copier(streams, Events().event, SLICE))
+    staging._copier.decide(0, odd_state(1))
     copies = staging.copy(odd_state(1))
     places = sorted(streams.queued)
     assert all(0 < size <= SLICE for _, size in places)
@@ -133,9 +133,9 @@ def test_slices_are_bounded_and_cover_every_byte_once(free: int) -> None:
 
 def copied(streams: LaterStreams, live: Tensors, slice_bytes: int) -> Tensors:
     """The copies of `live`, which is overwritten once they are queued."""
-    carrier = Carrier(streams, Events().event, slice_bytes)
-    carrier.decide(0, live)
-    staging = OverlappedStaging(carrier)
+    copier = Copier(streams, Events().event, slice_bytes)
+    copier.decide(0, live)
+    staging = OverlappedStaging(copier)
     copies = staging.copy(live)
     overwrite(live)
     staging.wait()
@@ -172,9 +172,9 @@ def test_any_sizes_and_dtypes_are_copied_exactly(free: int) -> None:
 
 @pytest.mark.parametrize("free", ROOM)
 def test_two_copies_on_their_way_share_the_buffer_and_do_not_mix(free: int) -> None:
-    carrier = Carrier(LaterStreams(free=free), Events().event, SLICE)
-    carrier.decide(0, odd_state(1))
-    first, second = OverlappedStaging(carrier), OverlappedStaging(carrier)
+    copier = Copier(LaterStreams(free=free), Events().event, SLICE)
+    copier.decide(0, odd_state(1))
+    first, second = OverlappedStaging(copier), OverlappedStaging(copier)
     copies = first.copy(odd_state(1)), second.copy(odd_state(2))
     second.wait()
     assert bits(copies[0]) == bits(odd_state(1))

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 from harness import Guard, Precision, Telemetry
-from harness.checkpoint.overlapped import Carrier
+from harness.checkpoint.overlapped import Copier
 from harness.checkpoint.snapshots import Snapshots
 from harness.core.errors import CheckpointError, HaltedError
 from harness.core.facts import Continue, Rollback, Switch
@@ -383,9 +383,7 @@ def test_what_turns_out_not_to_be_copied_ends_the_snapshots_and_says_so(
 def overlapped(loop: Loop, streams: LaterStreams) -> None:
     """Let the loop's snapshots be copied behind its steps."""
     healthy = SETTINGS["healthy_steps"]
-    loop.guard.memory = Snapshots(
-        healthy, carrier=Carrier(streams, loop.guard.telemetry.event, 4096)
-    )
+    loop.guard.memory = Snapshots(healthy, copier=Copier(streams, loop.guard.telemetry.event, 4096))
 
 
 @pytest.mark.parametrize("free", [1 << 40, 0])
