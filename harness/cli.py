@@ -116,46 +116,52 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
         code = action()
     except HarnessError as error:
         code = int(error.exit_code)
-        # While another rank prints, the launcher may send SIGTERM: this rank then exits with its own code.
-        end_at_a_signal(code)
-        _report(error)
+        _report(error, code)
         _kept.append(error)
     except StoppedEarly as signal:
-        end_at_a_signal(ExitCode.STOPPED)
+        code = int(ExitCode.STOPPED)
+        end_at_a_signal(code)
         # A launcher replaces exit codes by its own, so launch/*.sh reads the code from a file.
         tell_wrapper(ExitCode.STOPPED, starting=True)
-        _say(f"{signal}: {NOTHING_YET}")
+        _say_at_the_end(f"{signal}: {NOTHING_YET}", code)
         _kept.append(signal)
-        code = int(ExitCode.STOPPED)
     except (Exception, KeyboardInterrupt) as error:
         if not trains and isinstance(error, KeyboardInterrupt | BrokenPipeError):
             raise
-        _say(traceback.format_exc().rstrip())
-        _kept.append(error)
         code = 1
+        _say_at_the_end(traceback.format_exc().rstrip(), code)
+        _kept.append(error)
     if trains:
         _end(code)
     raise typer.Exit(code)
 
 
-def _report(error: HarnessError) -> None:
-    """Print an error. If all ranks have it, only rank 0 prints it.
+def _report(error: HarnessError, code: int) -> None:
+    """Print an error with which this process ends. If all ranks have it, only rank 0 prints it.
 
     The others wait before they print. The launcher ends them as soon as rank 0 has exited. A rank that lost another
     prints at once: the lost one may be rank 0.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0" and not isinstance(error, LostRankError):
+        end_at_a_signal(code)
         time.sleep(_LEAD_SPEAKS_SECONDS)
-    _say(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}")
+    where = "" if rank == "0" else f" on rank {rank}"
+    _say_at_the_end(f"error{where}: {error}", code)
 
 
-def _say(text: str) -> None:
-    """Print to stderr, without secrets. A stderr that is closed or full must not change the exit code."""
+def _say_at_the_end(text: str, code: int) -> None:
+    """Print to stderr, without secrets, why this process ends with `code`.
+
+    A stderr that is closed or full must not change the code. A signal must change neither the code nor the text, as
+    from a launcher that has noticed the same lost rank.
+    """
     # Libraries quote addresses with their passwords in their errors.
-    text = scrubbed(text)
+    text = f"{scrubbed(text)}\n"
+    end_at_a_signal(code, unsaid=text)
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
+    end_at_a_signal(code)
 
 
 def _end(code: int) -> NoReturn:

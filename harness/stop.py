@@ -183,13 +183,18 @@ class StopRequest:
                 raise KeyboardInterrupt
 
 
-def end_at_a_signal(exit_code: int) -> None:
-    """From now on a signal ends the process at once, with the code that it was about to end with."""
-    _take_over(lambda number, frame: _end_at_once(exit_code))
+def end_at_a_signal(exit_code: int, unsaid: str = "") -> None:
+    """From now on a signal ends the process at once, with the code that it was about to end with.
+
+    unsaid: why it ends, if stderr does not have it yet. A signal writes it first.
+    """
+    _take_over(lambda number, frame: _end_at_once(exit_code, unsaid))
 
 
-def _end_at_once(exit_code: int) -> None:
+def _end_at_once(exit_code: int, unsaid: str) -> None:
     # The signal may have come in the middle of a print.
     with suppress(OSError, RuntimeError, ValueError):
         sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, unsaid.encode(errors="replace"))
     os._exit(exit_code)

@@ -60,9 +60,16 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a second signal while it ends changes nothing",
-        "        end_at_a_signal(ExitCode.STOPPED)\n",
-        "",
+        "flush=True)\n    end_at_a_signal(code)\n",
+        "flush=True)\n",
         "tests/unit/test_stop.py -k second_signal",
+    ),
+    Mutation(
+        20,
+        "a signal does not silence why a process ends",
+        "end_at_a_signal(code, unsaid=text)",
+        "end_at_a_signal(code)",
+        "tests/unit/test_stop.py -k silence",
     ),
     Mutation(
         6,
@@ -130,8 +137,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         20,
         "a rank does not take down what its error holds on to",
-        "        _report(error)\n        _kept.append(error)\n",
-        "        _report(error)\n",
+        "        _report(error, code)\n        _kept.append(error)\n",
+        "        _report(error, code)\n",
         "tests/unit/test_rank_end.py -k holds_on_to",
     ),
     Mutation(
@@ -144,8 +151,8 @@ PROCESS: tuple[Mutation, ...] = (
     Mutation(
         6,
         "a screen that takes no word changes no exit code",
-        "    with suppress(OSError, ValueError):\n        print(text, file=sys.stderr, flush=True)\n",
-        "    print(text, file=sys.stderr, flush=True)\n",
+        '    with suppress(OSError, ValueError):\n        print(text, end="", file=sys.stderr, flush=True)\n',
+        '    print(text, end="", file=sys.stderr, flush=True)\n',
         "tests/faults/test_no_room.py -k no_exit_code",
     ),
     Mutation(

@@ -74,6 +74,29 @@ except cli.typer.Exit as end: sys.exit(end.exit_code)
     ]
 
 
+@pytest.mark.faults(20)
+@pytest.mark.parametrize(
+    "error", ["LostRankError(Problem('lost rank 0', 'here'))", "OSError('lost')"]
+)
+def test_a_signal_while_it_says_why_it_ends_does_not_silence_it(error: str) -> None:
+    """As from a launcher that has noticed the same lost rank: this one's message names it."""
+    body = f"""
+from harness import cli
+from harness.core.errors import LostRankError, Problem
+StopRequest().install()
+class Slow:
+    def write(self, text): send("SIGTERM"); return sys.__stderr__.write(text)
+    def flush(self): sys.__stderr__.flush()
+sys.stderr = Slow()
+def action(): raise {error}
+cli._guarded(action)
+"""
+    done = run(body, RANK="1")
+    assert done.returncode == 1
+    assert done.stderr.count("lost") == 1, done.stderr
+    assert "saving" not in done.stderr
+
+
 def test_after_the_end_signals_mean_what_they_meant_or_keep_its_code() -> None:
     start = "stop_while_starting(); s = StopRequest(); s.install(); "
     assert run(start + "s.uninstall(); send('SIGTERM')").returncode == -signal.SIGTERM
