@@ -76,6 +76,7 @@ def rank_main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(answers))
 
 
+@pytest.mark.slow
 def test_both_ranks_take_the_same_by_the_slowest(tmp_path: Path) -> None:
     first, second = run_ranks(__file__, tmp_path, 2)
     assert first == second

@@ -102,6 +102,7 @@ def test_a_part_of_the_data_that_gives_nan(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "r-2" / "journal.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_part_of_the_data_with_labels_that_the_model_does_not_know(tmp_path: Path) -> None:
     """Known before the first step, as the data were looked at; for later ones see tests/faults/test_bad_data.py."""
     prepare(tmp_path)

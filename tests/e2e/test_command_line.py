@@ -188,7 +188,7 @@ def test_what_a_finished_run_leaves_behind(tmp_path: Path) -> None:
     assert metrics(tmp_path / "runs" / "copy") == metrics(run), (
         "config.yaml is loadable and complete"
     )
-    for command in (["inspect"], ["verify"], ["report"]):
+    for command in (["inspect"], ["verify"]):
         tool = harness(ROOT, *command, str(run))
         assert tool.returncode == 0, tool.stderr
     both = harness(tmp_path, "verify", "runs")

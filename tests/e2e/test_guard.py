@@ -148,6 +148,7 @@ def recipe_with(folder: Path, fallback: Mapping[str, Any]) -> str:
     return "mine.yaml"
 
 
+@pytest.mark.slow
 def test_a_layer_that_keeps_saturating_goes_to_bf16_and_comes_back(tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, {"dwell_steps": 12})
     run, done = run_faulty(

@@ -140,6 +140,7 @@ def second_micro_batch(folder: Path, window: int) -> list[int]:
     return [int(number) for number in source.window(window).samples[2:4]]
 
 
+@pytest.mark.slow
 def test_bad_batches_are_named_and_skipped_and_leave_no_trace(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path: Path) -> None:
     assert "resumed at step 12" in train(tmp_path, *RUN, "train.steps=14").stdout
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_is_gone_goes_on_from_the_one_before(tmp_path: Path) -> None:
     run, healthy = tmp_path / "runs" / "r", "checkpoint.healthy_steps=2"
     assert train(tmp_path, *RUN, healthy, "train.steps=13").returncode == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.matrix import rest_nightly
 from tests.support.runs import LOADED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def new(program: list[str], folder: Path, **extra: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["script", "module", "code"])
+@pytest.mark.parametrize("how", rest_nightly(["script", "module", "code"], "module"))
 def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "tell.py").write_text(f"import torch; torch.manual_seed(1)\n{TELL}")

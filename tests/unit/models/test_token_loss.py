@@ -16,6 +16,7 @@ from harness.core.facts import IGNORED
 from harness.models.gpt import GPT, build
 from harness.models.token_loss import loss_of_head, sum_of_losses
 from harness.precision.recipe import Recipe, load_recipe
+from tests.support.matrix import rest_nightly
 
 VOCAB, DIM, TOKENS = 1000, 64, 96
 
@@ -254,7 +255,7 @@ def test_evaluation_has_the_loss_of_training(chunk: int) -> None:
 
 # torch's own compiler does that while it traces a checkpoint.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("chunk", [10, 1000])
+@pytest.mark.parametrize("chunk", rest_nightly([10, 1000], 10))
 def test_a_compiled_model_has_its_loss(chunk: int) -> None:
     plain, compiled = small(), torch.compile(small(loss_chunk=chunk), backend="aot_eager")
     loss = compiled(*tokens())
@@ -279,7 +280,7 @@ class Wide(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("head", [nn.Linear, Doubled])
+@pytest.mark.parametrize("head", rest_nightly([nn.Linear, Doubled], nn.Linear))
 def test_no_float32_tensor_holds_a_chunk(head: type[nn.Linear]) -> None:
     """Of 256 tokens at a time, 64 are in float32."""
     vocab = 2**16

@@ -232,6 +232,7 @@ def test_the_block_with_the_most_fp8_layers_is_timed(timed: dict[str, float]) ->
     assert chosen["block"] == "blocks.1"
 
 
+@pytest.mark.slow
 def test_real_times_are_positive_and_those_of_both() -> None:
     chosen = prepared(recipe())[0].plan.backend_choice
     assert chosen is not None

@@ -274,6 +274,7 @@ def test_a_deep_copy_is_kept_too_and_a_pickle_is_of_the_own_class() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.slow
 def test_compiled_blocks_share_one_graph_and_compute_the_same() -> None:
     torch.manual_seed(0)
     precision = precision_for("bf16", "*.scores")

@@ -32,6 +32,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness.core.blocks import blocks_of
 from harness.precision.backends import native_triton
+from tests.support.matrix import rest_nightly
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -43,7 +44,7 @@ pytestmark = [
 WAYS = ["carriers", "compiler's casts", "own casts"]
 
 
-@pytest.fixture(autouse=True, params=WAYS)
+@pytest.fixture(autouse=True, params=rest_nightly(WAYS, *WAYS[:2]))
 def _fresh_compiler(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:

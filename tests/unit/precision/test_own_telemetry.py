@@ -77,6 +77,7 @@ def harness(*arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_can_be_read_like_any_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import cycle, product
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from harness import Precision
 from harness.core.errors import MisuseError
 from harness.precision.standard import WrappedOptimizer
+from tests.support.matrix import rest_nightly
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_on_purpose"),
@@ -109,10 +111,12 @@ def made(name: str) -> tuple[Precision, nn.Sequential]:
 
 
 WAYS = [wrapper, in_place, its_forward, the_loss, the_step, wrapper_and_optimizer]
+NAMES = ["fp8_hybrid", "fp16_scaler", "bf16"]
 
 
-@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler", "bf16"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "name"), rest_nightly(product(WAYS, NAMES), *zip(WAYS, cycle(NAMES), strict=False))
+)
 def test_the_bits_of_eager(
     name: str, way: Callable[[nn.Sequential, WrappedOptimizer, Graphs], Step]
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_gradients_amax_is_noted_whatever_is_trained(trained: str) -> None:
     torch.testing.assert_close(backend.amax(), torch.stack(expected), rtol=2**-8, atol=0)
 
 
+@pytest.mark.nightly
 def test_evaluation_in_the_middle_of_a_window_leaves_no_trace() -> None:
     def run(evaluate: bool) -> State:
         model = small_gpt(layers=2)
@@ -247,6 +248,7 @@ def test_a_deep_copy_computes_alike_and_records_nothing() -> None:
         assert not torch.equal(twin[0](x), mine), "its own weights"
 
 
+@pytest.mark.slow
 def test_a_foreign_loop_skips_falls_back_and_resumes_as_eager_does() -> None:
     """`harness.Precision`: gradients that are not finite, a demotion by hand, and the losses of the steps after."""
 
