@@ -81,7 +81,7 @@ _SHOW_MEMORY = (
 )
 # A matrix is made up of this many random numbers, over and over. A prime, so its rows are not alike.
 _RANDOM = 131_071
-# What they return depends on values, so these are computed at once.
+# Operators with these tags return what depends on values: they are computed at once.
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -126,7 +126,7 @@ class _View:
 
     @property
     def is_all(self) -> bool:
-        """Whether a write of every element writes all of the memory."""
+        """Whether the elements cover all of the memory."""
         elements = 1
         for size in self.shape:
             elements *= size
@@ -285,7 +285,7 @@ class Recording:
         self.refused = self.refused or why
         return CannotDeferError(why)
 
-    def rewrite(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def record_write(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Record an operation that writes a tensor of the finished model."""
         flat, layout = tree_flatten((args, kwargs))
         written = _written(function, args, kwargs)
@@ -407,7 +407,7 @@ class Recording:
         if key in seen:
             return seen[key]
 
-        # An operation that writes all of the memory makes those before it superfluous.
+        # Begin at the last operation that overwrites all of the memory.
         start = 0
         for index, operation in enumerate(log):
             if operation.rewrites:
@@ -423,6 +423,7 @@ class Recording:
                 base = torch.empty(memory.size, dtype=torch.uint8, device=_CPU)
             written, number = base, operation.number
 
+            # Bound now, as the loop goes on.
             def tensor_of(view: _View, written: Tensor = written, number: int = number) -> Tensor:
                 if view.memory is memory:
                     return view.over(written)
@@ -712,7 +713,7 @@ class _Compute(TorchDispatchMode):
         if not any(map(recording.holds, flat)) or func.is_view:
             return func(*args, **kwargs)
         if any(map(recording.holds, _written(func, args, kwargs))):
-            return recording.rewrite(func, args, kwargs)
+            return recording.record_write(func, args, kwargs)
         real: list[Any] = []
         for value in flat:
             if recording.holds(value):

@@ -345,11 +345,11 @@ class Precision:
         with self.turn.hold("backward()"):
             self.in_backward = True
             try:
-                true = self._hooks.true_gradients(loss)
+                unscaling = self._hooks.true_gradients(loss)
                 with (
                     _no_autocast(ready.device),
                     ready.backend.backward_context(),
-                    true,
+                    unscaling,
                     own_backward(),
                 ):
                     scaled = loss if ready.loss_scale is None else loss * ready.loss_scale.value
@@ -443,8 +443,8 @@ class Precision:
         if max_grad_norm is None:
             max_grad_norm = math.inf
         # torch's own loop has divided the gradients already, and noted what was not finite before.
-        true = self._hooks.gradients
-        overflow = None if true is None else true.found
+        unscaled = self._hooks.gradients
+        overflow = None if unscaled is None else unscaled.found
         gradients = LoopGradients(ready, chosen, max_grad_norm, overflow)
 
         # Gate and update, then the facts leave for the host. `harness train` makes the same call.

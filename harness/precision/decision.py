@@ -67,6 +67,7 @@ def decide(recipe: Recipe, facts: MachineFacts) -> list[Question]:
     for rung, verdict in zip(recipe.ladder, verdicts, strict=True):
         if verdict.taken:
             reasons[rung.precision] = [f"{rung.name}: {verdict.reason}"]
+        # Of the precision that is taken, only the rung that is taken gives a reason.
         elif chosen is None or rung.precision != chosen.precision:
             reasons.setdefault(rung.precision, []).append(f"{rung.name}: {verdict.reason}")
 

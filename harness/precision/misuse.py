@@ -314,9 +314,9 @@ class OpenWindow:
         # zero_grad() of an optimizer zeroes all of its gradients, so one gradient of each shows whether it was called.
         self._applied = []
         for optimizer in self._stepped:
-            # Rows that a rank has none of look alike in every window.
+            # A gradient without rows on this rank has the same mark in every window.
             found = [p for p in parameters_of([optimizer]) if _has_gradient(p)]
-            # Beside DTensors, zeroing in place leaves the version of a plain gradient as it was, too.
+            # DTensors first: beside them, zeroing in place leaves the version of a plain gradient as it was.
             found.sort(key=lambda parameter: not isinstance(parameter, DTensor))
             self._applied += [(parameter, _mark(parameter)) for parameter in found[:1]]
 

@@ -68,7 +68,7 @@ def judge(recipe: Recipe, facts: MachineFacts) -> list[Judgement]:
         listed = tier.name in rung.tiers
         if not listed:
             reason = f"not for tier {tier.name} (for {', '.join(rung.tiers)})"
-        if recipe.named_backend and not recipe.names(rung):
+        if recipe.named_backend and not recipe.is_named(rung):
             able, reason = False, f"fp8.backend names {recipe.named_backend}"
         judged.append(Judgement(able, listed, reason))
     return judged

@@ -52,6 +52,7 @@ from harness.precision.sharding import LoopShards, is_sharded, late_problem, oth
 _log = logging.getLogger("harness.precision")
 # The package of every class that replaces a layer by one in FP8.
 _FP8_LAYERS = "harness.precision.backends."
+# A parameter's name, the dict and key that it is found under, its dtype and number of dimensions.
 _Place = tuple[str, dict[str, nn.Parameter | None], str, torch.dtype, int]
 
 
@@ -236,7 +237,7 @@ class Prepared:
         return found
 
     def of_shards(self) -> OfShards | None:
-        """What is wrong with an optimizer of the sharded model; None for a model that is not sharded."""
+        """The check of an optimizer of the sharded model; None for a model that is not sharded."""
         return None if self.shards is None else self.shards.optimizer_problems
 
     def check_gradients(self, call: str) -> None:
@@ -277,7 +278,7 @@ class Prepared:
         return ""
 
     def _is_prepared_forward(self, forward: Any) -> bool:
-        """Whether `forward` is a torch.compile of the prepared one, or the class's own, set again after a call.
+        """Whether `forward` is the prepared one, a torch.compile of it, or the class's own, put back on the instance.
 
         torch keeps what it compiled, and inside of a wrapper of its own if that is a method of torch's.
         """
@@ -307,7 +308,6 @@ class Prepared:
         self._children = _children(self.model)
         self._forward = vars(self.model).get("forward")
 
-        # Every parameter's name, the dict and key that it is found under, its dtype and number of dimensions.
         self._places: list[_Place] = []
         for name, module in modules.items():
             store = module._parameters

@@ -254,7 +254,7 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _named_is_there(self) -> Recipe:
         named = self.named_backend
-        if named and not any(self.names(rung) for rung in self.ladder):
+        if named and not any(self.is_named(rung) for rung in self.ladder):
             what = f"fp8.backend names {named}, and the ladder has no FP8 rung of it"
             raise ValueError(f"{what}: add one, or set fp8.backend to first")
         return self
@@ -266,7 +266,7 @@ class Recipe(Strict):
         # Rungs that may be taken: those of the backend that fp8.backend names, if it names one.
         rungs = [rung for rung in self.ladder if rung.precision == "fp8"]
         if self.named_backend:
-            rungs = [rung for rung in rungs if self.names(rung)]
+            rungs = [rung for rung in rungs if self.is_named(rung)]
         backends = dict.fromkeys(rung.backend for rung in rungs)
         unable = [name for name in backends if not BACKENDS[name].wide_gradients]
         asked = "fp8.weight_gradients is float32"
@@ -284,7 +284,7 @@ class Recipe(Strict):
         named = self.fp8.backend
         return "" if named in ("first", "auto") else named
 
-    def names(self, rung: Rung) -> bool:
+    def is_named(self, rung: Rung) -> bool:
         """Whether `rung` is one that fp8.backend names."""
         return rung.precision == "fp8" and rung.backend == self.named_backend
 

@@ -239,7 +239,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "what te.checkpoint computes again has the scales of its own forward",
-        "        if interval < len(self._rolls):\n",
+        "        if interval < self._present:\n",
         "        if False:\n",
         "tests/te_cpu/test_te_recompute.py -k interleaved",
     ),

@@ -114,10 +114,11 @@ class TransformerEngineBackend:
         )
 
         # Replace the planned layers, each with its three slots.
-        converted = linear_class(library, self._recipe, fp8.scaling, self._watch)
+        planned_class = linear_class(library, self._recipe, fp8.scaling, self._watch)
+        # With fused layers compiling is refused by name instead (te_linear).
         if not plan.fused_norms():
-            converted.forward = torch.compiler.disable(converted.forward, reason=_BREAK)
-        swapped = swap_linears(model, self.layers, lambda linear: convert(linear, converted))
+            planned_class.forward = torch.compiler.disable(planned_class.forward, reason=_BREAK)
+        swapped = swap_linears(model, self.layers, lambda linear: convert(linear, planned_class))
         self.modules: dict[str, Any] = {}
         for index, (name, module) in enumerate(swapped.items()):
             self.modules[pad_numbers(name)] = module

@@ -185,8 +185,8 @@ class Recomputations:
 
     manager: TE's global FP8 state, which holds the queues.
 
-    An interval is numbered by the rolls before it in this step, from 1 for the first. TE's own queues hold the entries
-    of the present interval. At a roll they are moved to `_kept`, at the number of the interval that ended.
+    Intervals are numbered from 1 in a step, and each roll ends one. TE's own queues hold the entries of the present
+    one. A roll moves them to `_kept`, at the number of the interval that it ends.
 
     Forwards and rolls belong in one thread. If they are in several, a node's number says nothing, and no interval is
     known. Nothing here waits for the device.
@@ -228,7 +228,7 @@ class Recomputations:
 
     def moved(self) -> bool:
         """Whether scales have moved since the forward whose backward runs now, or may have: that forward is unknown."""
-        return self._interval() != len(self._rolls)
+        return self._interval() != self._present
 
     def put_in_front(self, meta: Mapping[str, Any]) -> bool:
         """Put the entry of the forward whose backward runs now in front of this module's queue.
@@ -242,12 +242,17 @@ class Recomputations:
             return False
 
         # An entry of the present interval is in the queue already: all of them have the same scales.
-        if interval < len(self._rolls):
+        if interval < self._present:
             kept = self._kept[interval].get(number)
             if not kept:
                 return False
             queue.appendleft(kept.popleft())
         return len(queue) > 0
+
+    @property
+    def _present(self) -> int:
+        """The number of the present interval."""
+        return len(self._rolls)  # the step's begin counts as the first
 
     def _interval(self) -> int | None:
         """The interval in which the forward of the running node ran; None if that is unknown."""

@@ -186,6 +186,7 @@ class PlannedLinear(nn.Module):
     shared: Shared
     slot: int
     name_in_model: str
+    # Whether this is a deep copy, which records nothing.
     follows = False
     # Quantizers for forwards that record nothing: the same scales, other amaxes. Made when first needed.
     silent: Sequence[Any] | None = None
@@ -212,7 +213,7 @@ class PlannedLinear(nn.Module):
         if not isinstance(input, te_fused.Placeholder):
             return self.compute(input)
         # A norm that was left to this layer is computed in one TE block with it.
-        if input.linear is self and self._takes(input):
+        if input.linear is self and self._may_compute_norm(input):
             return self.compute(input.untouched(), (input.normaliser,))
         return self.compute(input.computed())
 
@@ -237,7 +238,7 @@ class PlannedLinear(nn.Module):
         # TE computes in the dtype of torch's autocast: it is entered where the model has switched it off.
         in_fp8 = watch.active and not self.demoted
         needs_autocast = watch.active and not autocast_on
-        with _in_bf16(input.device.type, needs_autocast):
+        with _bf16_autocast(input.device.type, needs_autocast):
             out = self._product(input, before, in_fp8)
 
         # TE cannot give gradients of gradients, nor go backward twice: that is refused by name.
@@ -313,7 +314,7 @@ class PlannedLinear(nn.Module):
         is_plain = type(x) is Tensor and x.is_floating_point() and not x.is_inference()
         if not is_plain or not self._fuses():
             return False
-        if not _in_bf16_autocast(x.device.type) or te_fused.hooked(self, *self.around):
+        if not _is_bf16_autocast(x.device.type) or te_fused.hooked(self, *self.around):
             return False
         if x.shape[-1:] != (self.in_features,) or not x.numel():
             return False
@@ -330,7 +331,7 @@ class PlannedLinear(nn.Module):
         """Whether this layer computes a whole MLP: the norm that the placeholder stands for, `first` and SwiGLU."""
         watch = self.shared.watch
         grads = torch.is_grad_enabled()
-        is_next = placeholder.linear is first and first._takes(placeholder)
+        is_next = placeholder.linear is first and first._may_compute_norm(placeholder)
         if not is_next or not self._fuses():
             return False
 
@@ -348,10 +349,10 @@ class PlannedLinear(nn.Module):
             return False
         return not te_fused.hooked(first, self, *self.around)
 
-    def _takes(self, placeholder: te_fused.Placeholder) -> bool:
+    def _may_compute_norm(self, placeholder: te_fused.Placeholder) -> bool:
         """Whether it may compute this layer's norm now: in FP8, with gradients as they were when it was called."""
         as_then = placeholder.gradients == torch.is_grad_enabled()
-        return as_then and self._fuses() and _in_bf16_autocast(placeholder.device.type)
+        return as_then and self._fuses() and _is_bf16_autocast(placeholder.device.type)
 
     def _fuses(self) -> bool:
         """Whether it may run in a fused block now: in FP8, under delayed scaling."""
@@ -389,7 +390,7 @@ class PlannedLinear(nn.Module):
             raise _not_kept(self.name_in_model)
 
     def _records(self) -> bool:
-        """Whether this forward is to have gradients. te.checkpoint may run it for the first time with gradients off."""
+        """Whether amaxes of this forward count: gradients follow, even if te.checkpoint runs it without them first."""
         shared = self.shared
         if torch.is_grad_enabled():
             return True
@@ -479,14 +480,14 @@ class _Once:
         self._passed = True
 
 
-def _in_bf16(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
+def _bf16_autocast(device_type: str, wanted: bool) -> AbstractContextManager[Any]:
     """bf16 autocast if `wanted`. Without autocast TE refuses inputs whose dtype is not that of its Parameters."""
     if not wanted:
         return nullcontext()
     return torch.autocast(device_type, dtype=torch.bfloat16)
 
 
-def _in_bf16_autocast(device_type: str) -> bool:
+def _is_bf16_autocast(device_type: str) -> bool:
     return (
         torch.is_autocast_enabled(device_type)
         and torch.get_autocast_dtype(device_type) == torch.bfloat16

@@ -39,7 +39,7 @@ def lint_model(
     half = autocast_dtype(plan)
     smallest = recipe.layers.min_features
 
-    def rules() -> list[Rule]:
+    def new_rules() -> list[Rule]:
         made: list[Rule] = [*numerics.RULES, Sizes(smallest)]
         if half is not None:
             made.append(Casts(half, plan.keep_fp32))
@@ -47,7 +47,7 @@ def lint_model(
             made.append(OutsideLinears(model, smallest))
         return made
 
-    graph = record(model, loss, batch, half, rules)
+    graph = record(model, loss, batch, half, new_rules)
     late = numerics.exponentials(graph.nodes)
     if half is not None:
         late += useless(graph.nodes)
@@ -57,7 +57,7 @@ def lint_model(
 
     found = [*_merged(graph), *_unfit(model, recipe, rung, plan.keep_fp32)]
     if graph.error:
-        # A kernel for GPUs alone fails here, and not on the machine's card.
+        # The forward runs on the CPU here. Where the machine has a GPU, it may need a kernel that only that has.
         fails = graph.failed and plan.tier == Tier.CPU.name
         why = f"{graph.error}; sizes, casts and numerics were not looked at"
         fix = "let forward depend on shapes alone, as torch.compile wants it, too"

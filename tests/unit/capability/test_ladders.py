@@ -30,6 +30,7 @@ TAKEN = {
     "fp8_current": "xxxT xxxT xxTx xxTx Tuux Tuux Tuux Tuux Tuux xTux",
     "fp8_dynamic": "xxT xxT xTx xTx Tux Tux Tux Tux Tux Tux",
     "fp8_hybrid": "xxxT xxxT xxTx xxTx Tuux Tuux Tuux Tuux Tuux xTux",
+    "fp8_native": "xxT xxT xTx xTx Tux Tux Tux Tux Tux Tux",
 }
 # The same where `make setup` could not build Transformer Engine.
 WITHOUT_TE = TAKEN | {
@@ -49,6 +50,7 @@ BACKENDS = {
     "fp8_current": ("transformer_engine:fp8", "torchao:fp8", "autocast:bf16", "autocast:fp16"),
     "fp8_dynamic": ("torchao:fp8", "autocast:bf16", "autocast:fp16"),
     "fp8_hybrid": ("transformer_engine:fp8", "native:fp8", "autocast:bf16", "autocast:fp16"),
+    "fp8_native": ("native:fp8", "autocast:bf16", "autocast:fp16"),
 }
 TIERS = {
     **dict.fromkeys(("H100", "H200"), "HOPPER"),

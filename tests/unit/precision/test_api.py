@@ -29,7 +29,7 @@ from harness.models.gpt import build as build_gpt
 ON_CPU = {"fp8_hybrid": "native:fp8", "auto": "autocast:bf16", "bf16": "autocast:bf16"}
 ON_CPU |= {"fp16_scaler": "autocast:fp16", "fp32": "autocast:fp32", "fp8_dynamic": "torchao:fp8"}
 ON_CPU |= {"fp16_overflow": "autocast:fp16", "fp16_underflow": "autocast:fp16"}
-ON_CPU |= {"fp8_block": "torchao:fp8", "fp8_current": "torchao:fp8"}
+ON_CPU |= {"fp8_block": "torchao:fp8", "fp8_current": "torchao:fp8", "fp8_native": "native:fp8"}
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 

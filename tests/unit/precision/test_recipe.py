@@ -12,7 +12,7 @@ from harness.precision.recipe import TIERS, Recipe, load_recipe
 
 SHIPPED = [
     *["auto", "bf16", "fp16_overflow", "fp16_scaler", "fp16_underflow", "fp32"],
-    *["fp8_block", "fp8_current", "fp8_dynamic", "fp8_hybrid"],
+    *["fp8_block", "fp8_current", "fp8_dynamic", "fp8_hybrid", "fp8_native"],
 ]
 
 
