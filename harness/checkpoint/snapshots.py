@@ -7,6 +7,7 @@ it. Until then the earlier good copy stays: two buffers take turns.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,7 @@ class Snapshots:
     pinned: as in `Staging`.
     copier: makes copies that training does not wait for; None: training waits for each.
     device: of what ranks exchange.
+    event: `Tracker.event`: memory that could not be pinned is logged, once; None: it is not.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Snapshots:
         pinned: bool = False,
         copier: Copier | None = None,
         device: torch.device = _CPU,
+        event: Callable[..., None] | None = None,
     ) -> None:
         self._healthy_steps = healthy_steps
+        self.event = event
         self._copier = copier
         self._device = device
         memories: list[Staging] = []
@@ -91,6 +95,7 @@ class Snapshots:
         except (CopyError, MemoryError, OSError) as failed:
             error = str(failed) or type(failed).__name__
         self._agree(error)
+        self._report_pageable(step, memory.pageable)
 
     def observe(self, step: int, healthy: bool) -> None:
         """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused."""
@@ -128,6 +133,14 @@ class Snapshots:
         if any_rank(bool(error), self._device):
             raise CopyError(error or "it failed on another rank")
 
+    def _report_pageable(self, step: int, why: str) -> None:
+        """Log once that some rank got no pinned memory: its host waits for each copy, which nobody asked for."""
+        if self.event is None or not any_rank(bool(why), self._device):
+            return
+        text = f"no pinned memory for snapshots ({why or 'on another rank'}): the host waits for each of their copies"
+        self.event(step, "snapshot.pageable", text=text)
+        self.event = None
+
     def load(self) -> tuple[Tensors, Meta]:
         """Tensors and meta data of the good snapshot. Afterwards no snapshot is good.
 
@@ -149,7 +162,7 @@ def room_for_snapshots(
 ) -> Snapshots | None:
     """Snapshots for a state of `size` bytes on `device`; None if some rank lacks the memory. Collective.
 
-    tracker: logs that no snapshots are taken, and how they are copied.
+    tracker: logs that no snapshots are taken, how they are copied, and that memory for them could not be pinned.
     overlapped: whether training goes on while a GPU's state is copied. A CPU's is copied as ever.
     """
     if any_rank(2 * size > free_memory() / 4, device):
@@ -160,4 +173,6 @@ def room_for_snapshots(
     copier = None
     if overlapped and on_gpu:
         copier = Copier(CudaCopyStream(device), tracker.event)
-    return Snapshots(healthy_steps, size, pinned=on_gpu, copier=copier, device=device)
+    return Snapshots(
+        healthy_steps, size, pinned=on_gpu, copier=copier, device=device, event=tracker.event
+    )

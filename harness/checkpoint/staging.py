@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint.copy_stream import Event
+from harness.core.errors import one_line
 from harness.core.protocols import Tensors
 
 ALIGNMENT = 64
@@ -36,10 +37,12 @@ class Staging:
     """One block of memory that every copy reuses.
 
     pinned: page-locked memory, for tensors of a GPU: the host does not wait for such copies.
+    pageable: why the block is ordinary memory all the same; empty if it is not, or if nobody asked for pinned memory.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
+        self.pageable = ""
         self._block = torch.empty(0, dtype=torch.uint8)
         self._layout: _Layout = []
         self._views: Tensors = {}
@@ -126,9 +129,13 @@ class Staging:
     def _allocate(self, size: int) -> None:
         """Replace the block by a new one of at least `size` bytes, and touch all of its pages."""
         if self._pinned:
-            with suppress(RuntimeError):  # no more memory can be locked: ordinary memory will do
+            try:
                 self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self.pageable = ""
                 return
+            except RuntimeError as error:
+                # No more memory can be locked: ordinary memory will do.
+                self.pageable = one_line(error)
 
         # Large pages: fewer page faults now, and faster copies later.
         memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))

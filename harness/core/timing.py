@@ -45,8 +45,8 @@ def in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of one call of each action, one entry for each round; and why an action was left out.
 
-    In every round each action runs for about `turn` seconds. An action whose first call raises is left out. The rounds
-    end early at `deadline` (on the clock of time.monotonic()), but never before the first is complete.
+    In every round each action runs for about `turn` seconds. An action that raises is left out. The rounds end
+    early at `deadline` (on the clock of time.monotonic()), but never before the first is complete.
     """
     reasons: dict[str, str] = {}
     repeats: dict[str, int] = {}
@@ -56,10 +56,10 @@ def in_turns(
             for _ in range(3):
                 action()
             wait(device)
+            once = seconds(action, 3, device)
         except Exception as error:
             reasons[name] = one_line(error)
             continue
-        once = seconds(action, 3, device)
         repeats[name] = max(1, min(10_000, round(turn / max(once, 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in repeats}
 
@@ -67,8 +67,12 @@ def in_turns(
     for number in range(rounds):
         if number and time.monotonic() > deadline:
             break
-        for name, count in repeats.items():
-            times[name].append(seconds(actions[name], count, device))
+        for name in list(times):
+            try:
+                times[name].append(seconds(actions[name], repeats[name], device))
+            except Exception as error:
+                reasons[name] = one_line(error)
+                del times[name]
     return times, reasons
 
 

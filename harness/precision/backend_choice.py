@@ -6,7 +6,8 @@ Transformer Engine's and native's under delayed scaling. Which one is faster dep
 1. `choose_backend` makes a plan for each of these rungs that all ranks can take.
 2. `time_backends` copies one repeated block of the model, converts a copy by each plan, and trains the copies in turns
    on an input that the block really got.
-3. The slowest rank's times count, on all ranks. A tie takes the first of the ladder.
+3. The slowest rank's times count, on all ranks. A tie takes the first of the ladder. A rung whose copy fails on any
+   rank is not taken, unless all fail.
 4. The plan keeps the choice and its times. A run that goes on, or is run again, takes what was chosen, untimed.
 
 It is timed in the training process: the block's class may exist only there. Model and random numbers stay as they are.
@@ -18,7 +19,7 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -176,16 +177,22 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
     if world_size() > 1 and has_collectives(asked.model.get_submodule(block)):
         return Choice(names[0], f"{what}: {block} has layers that reduce over ranks", names)
 
-    # Every rank times, and all decide by the times of the slowest.
-    own, failure = time_backends(plans, recipe, asked, block)
-    rows = [own.get(name, Spread(math.inf, math.inf, math.inf)) for name in names]
-    times = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()
-    failures = [each for each in gather_texts(failure) if each]
+    # Every rank times, and all decide by the times of the slowest, and by the failures of all.
+    own = time_backends(plans, recipe, asked, block)
+    untimed = Spread(math.inf, math.inf, math.inf)
+    rows = [[*own.times.get(name, untimed), float(name in own.failed)] for name in names]
+    ranks = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()
+    failures = [each for each in gather_texts(own.missing) if each]
     slowest: dict[str, Spread] = {}
+    failed: set[str] = set()
     for index, name in enumerate(names):
-        slowest[name] = max((Spread(*rank[index]) for rank in times), key=lambda each: each.median)
+        answers = [rank[index] for rank in ranks]
+        spreads = [Spread(*answer[:3]) for answer in answers]
+        slowest[name] = max(spreads, key=lambda each: each.median)
+        if any(answer[3] for answer in answers):
+            failed.add(name)
     timed = {name: each for name, each in slowest.items() if math.isfinite(each.median)}
-    taken, why = decide(names, timed)
+    taken, why = decide(names, timed, failed)
     compiled = [plan.resolved for plan in plans if plan.compiled]
     texts = [f"{name} {_text(each, name in compiled)}" for name, each in timed.items()]
     why = "; ".join([*texts, *failures, why])
@@ -194,13 +201,22 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
     return Choice(taken, why, names, block, asked.card, seconds)
 
 
-def decide(names: Sequence[str], times: Mapping[str, Spread]) -> tuple[str, str]:
+def decide(
+    names: Sequence[str], times: Mapping[str, Spread], failed: Collection[str] = ()
+) -> tuple[str, str]:
     """Which of `names`, in the ladder's order, to take by these times, and why.
 
-    A rung without times is not taken, unless it is the first: then nothing shows that another is faster.
+    failed: rungs that raised while the block was timed. None of them is taken, unless all failed: then the block cannot
+        be copied or called, whatever the rung.
+
+    Of the others, one without times is not taken, unless it is the first: then nothing shows that another is faster.
     """
-    if names[0] not in times or len(times) == 1:
-        return names[0], "the ladder's first, with nothing to compare it with"
+    able = [name for name in names if name not in failed] or list(names)
+    if len(able) == 1 and len(names) > 1:
+        return able[0], "the only one of these that ran"
+    if able[0] not in times or len(times) == 1:
+        which = "the ladder's first" if able[0] == names[0] else "the first that did not fail"
+        return able[0], f"{which}, with nothing to compare it with"
     fastest = min(times.values(), key=lambda each: each.median)
     tied = [name for name in names if name in times and as_fast(times[name], fastest)]
     if len(tied) > 1:
@@ -283,8 +299,10 @@ class BlockBench:
             tensor.grad = None
         backend = self.backend
         backend.begin_window(sample=False)
+        # A block may write to its input. A copy of a leaf may be written to, and leaves the leaf as it is.
+        given = tree_map_only(Tensor, _for_one_call, self._call)
         with backend.context():
-            out = self._block(*self._call.args, **self._call.kwargs)
+            out = self._block(*given.args, **given.kwargs)
         leaves = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         outputs = [each for each in leaves if each.requires_grad]
         if not self._grads:
@@ -310,24 +328,36 @@ def _copy_of(name: str, model: nn.Module) -> nn.Module:
     return copy.deepcopy(module, copies)
 
 
-def time_backends(
-    plans: Sequence[Plan], recipe: Recipe, trial: Trial, block: str
-) -> tuple[dict[str, Spread], str]:
-    """Seconds of a step of the block under each plan that could be timed, by rung; and why others could not.
+class Timing(NamedTuple):
+    """What came of timing a block, by rung.
+
+    times: seconds of a step, of each that could be timed.
+    failed: those that raised.
+    missing: which have no times, and why; empty if all have.
+    """
+
+    times: Mapping[str, Spread]
+    failed: Collection[str]
+    missing: str
+
+
+def time_backends(plans: Sequence[Plan], recipe: Recipe, trial: Trial, block: str) -> Timing:
+    """Time a training step of the block under each plan.
 
     Takes some seconds, and the time of compiling the block once. What stays in memory are workspaces that a library
     keeps for the process.
     """
     with _no_trace(plans, trial.device):
         times, failures = _time(plans, recipe, trial, block)
+    reasons = dict(failures)
     found: dict[str, Spread] = {}
     for name, values in times.items():
         if len(values) < _LEAST_ROUNDS:
-            failures[name] = f"under {_LEAST_ROUNDS} rounds in {_LIMIT:g} s"
+            reasons[name] = f"under {_LEAST_ROUNDS} rounds in {_LIMIT:g} s"
         else:
             found[name] = spread_of(values)
-    texts = [f"{name} was not timed: {why}" for name, why in failures.items()]
-    return found, "; ".join(texts)
+    texts = [f"{name} was not timed: {why}" for name, why in reasons.items()]
+    return Timing(found, failures.keys(), "; ".join(texts))
 
 
 def _time(
@@ -402,6 +432,10 @@ def _call_of(block: str, trial: Trial) -> Call | None:
     finally:
         handle.remove()
     return calls[0] if calls else None
+
+
+def _for_one_call(argument: Tensor) -> Tensor:
+    return argument.clone() if argument.requires_grad else argument
 
 
 def _same(values: Tensor) -> Tensor:

@@ -124,8 +124,12 @@ def check_compile(
         problems.append(Problem(what, _WHERE, why, fix))
     if not blocks_of(model):
         what = f"{type(model).__name__} has no nn.ModuleList with blocks in it"
-        fix = "keep the repeated blocks in an nn.ModuleList, or engine.compile=none"
-        problems.append(Problem(what, _WHERE, fix=fix))
+        why = ""
+        lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+        if any(isinstance(child, nn.ModuleDict) for each in lists for child in each):
+            why = "an nn.ModuleDict in it is no block: it has no forward to compile"
+        fix = "keep the repeated blocks, each a module with a forward, in an nn.ModuleList, or engine.compile=none"
+        problems.append(Problem(what, _WHERE, why, fix))
 
     # What torch.compile itself needs. Without it the run would fail at its first step, in the middle of a traceback.
     if device.type == "cpu" and find_compiler() is None:

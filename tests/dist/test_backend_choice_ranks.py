@@ -28,6 +28,7 @@ CASES: list[list[dict[str, float | None]]] = [
     [{"native:fp8": 3, "peer:fp8": 1}, {"native:fp8": 2, "peer:fp8": 4}],
     [{"native:fp8": 5, "peer:fp8": 1}, {"native:fp8": 2, "peer:fp8": 4}],
     [{"native:fp8": 5, "peer:fp8": 1}, {"native:fp8": 5, "peer:fp8": None}],
+    [{"native:fp8": 1, "peer:fp8": 5}, {"native:fp8": None, "peer:fp8": 5}],
 ]
 
 
@@ -80,10 +81,12 @@ def rank_main(folder: Path) -> None:
 def test_both_ranks_take_the_same_by_the_slowest(tmp_path: Path) -> None:
     first, second = run_ranks(__file__, tmp_path, 2)
     assert first == second
-    assert [answer["taken"] for answer in first] == ["native:fp8", "peer:fp8", "native:fp8"]
+    taken = [answer["taken"] for answer in first]
+    assert taken == ["native:fp8", "peer:fp8", "native:fp8", "peer:fp8"]
     assert first[0]["seconds"]["native:fp8"][1] == pytest.approx(0.003)
     assert first[0]["seconds"]["peer:fp8"][1] == pytest.approx(0.004)
     assert "peer:fp8 was not timed: no such kernel" in first[2]["why"]
+    assert "native:fp8 was not timed: no such kernel" in first[3]["why"]
 
 
 if __name__ == "__main__":

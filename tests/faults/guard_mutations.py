@@ -251,6 +251,13 @@ GUARD = (
         "tests/unit/checkpoint/test_overlapped.py -k no_half_snapshot",
     ),
     Mutation(
+        13,
+        "snapshots in memory that could not be pinned are reported",
+        "        self._report_pageable(step, memory.pageable)\n",
+        "",
+        "tests/unit/checkpoint/test_snapshot.py -k cannot_be_pinned",
+    ),
+    Mutation(
         22,
         "no rank restores a snapshot that failed on another",
         "if any_rank(bool(error), self._device):",

@@ -260,8 +260,29 @@ LOOP = (
     Mutation(
         8,
         "ranks choose a backend by the same times",
-        "times = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()",
-        "times = [torch.tensor(rows).tolist()]",
+        "ranks = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()",
+        "ranks = [torch.tensor(rows).tolist()]",
         "tests/dist/test_backend_choice_ranks.py -k by_the_slowest",
+    ),
+    Mutation(
+        8,
+        "a first rung that cannot run the block is not taken",
+        "able = [name for name in names if name not in failed] or list(names)",
+        "able = list(names)",
+        "tests/unit/precision/test_backend_choice.py -k first_rung_that_fails",
+    ),
+    Mutation(
+        8,
+        "a rung that fails on one rank is taken on none",
+        "            failed.add(name)\n",
+        "            pass\n",
+        "tests/dist/test_backend_choice_ranks.py -k by_the_slowest",
+    ),
+    Mutation(
+        8,
+        "an action that raises after its first calls is left out, too",
+        "                reasons[name] = one_line(error)\n                del times[name]\n",
+        "                raise\n",
+        "tests/unit/core/test_timing.py",
     ),
 )

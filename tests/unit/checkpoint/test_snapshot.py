@@ -9,6 +9,7 @@ import torch
 
 from harness.checkpoint.snapshots import Snapshots
 from harness.core.protocols import Tensors
+from tests.support.copy_streams import Events
 
 
 def state(value: float) -> Tensors:
@@ -34,6 +35,33 @@ def test_a_snapshot_is_a_copy_of_tensors_and_meta() -> None:
     assert tensors["model"]["weight"].tolist() == [1.0] * 8
     assert kept == {"parts": {"monitors": {"norms": [1.0]}}}
     assert tensors.keys() == live.keys()
+
+
+def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.empty
+
+    def empty(*size: Any, **options: Any) -> Any:
+        if options.pop("pin_memory", False):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    events = Events()
+    snapshots = Snapshots(healthy_steps=1, pinned=True, event=events.event)
+    for step in (5, 10, 15):
+        snapshots.take(step, state(float(step)), {})
+        snapshots.observe(step, True)
+    assert snapshots.load()[0]["model"]["weight"].tolist() == [15.0] * 8, "ordinary memory serves"
+    ((step, code, text),) = events.seen
+    assert (step, code) == (5, "snapshot.pageable")
+    assert "RuntimeError: CUDA error: out of memory" in text
+
+
+def test_ordinary_memory_that_was_asked_for_is_no_event() -> None:
+    events = Events()
+    snapshots = Snapshots(healthy_steps=1, event=events.event)
+    snapshots.take(5, state(1.0), {})
+    assert events.seen == []
 
 
 def test_good_is_earned_by_healthy_steps_in_a_row() -> None:

@@ -27,6 +27,7 @@ from harness.core.errors import CheckpointError, ConfigError, MachineError
 from harness.core.spread import Spread
 from harness.precision import backend_choice
 from harness.precision.backend_choice import decide, same_rule
+from harness.precision.backends.native import NativeBackend
 from harness.precision.backends.registry import BACKENDS, Backend
 from harness.precision.plan import Plan, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
@@ -200,6 +201,27 @@ def test_the_fastest_is_taken_and_a_tie_takes_the_first(
     assert why in found[1]
 
 
+@pytest.mark.parametrize(
+    ("times", "failed", "taken", "why"),
+    [
+        ({"b": (1, 1, 1)}, {"a", "c"}, "b", "the only one of these that ran"),
+        ({"b": (3, 3, 3), "c": (2, 2, 2)}, {"a"}, "c", "the fastest"),
+        # Too slow to be timed is no failure, and nothing shows that another one is faster.
+        ({"c": (1, 1, 1)}, {"a"}, "b", "the first that did not fail"),
+        ({"c": (1, 1, 1)}, {"b"}, "a", "nothing to compare"),
+        # The block itself, or its copy: the backends are not to blame.
+        ({}, {"a", "b", "c"}, "a", "nothing to compare"),
+    ],
+)
+def test_what_failed_is_not_taken_unless_all_did(
+    times: dict[str, tuple[float, float, float]], failed: set[str], taken: str, why: str
+) -> None:
+    spreads = {name: spread(*each) for name, each in times.items()}
+    found = decide(["a", "b", "c"], spreads, failed)
+    assert found[0] == taken
+    assert why in found[1]
+
+
 # ---- The choice in a plan
 
 
@@ -289,6 +311,7 @@ def test_training_is_that_of_the_backend_by_name(timed: dict[str, float]) -> Non
     assert losses(*prepared(recipe())) == losses(*prepared(recipe("peer")))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_blocks_that_will_be_compiled_are_timed_compiled(timed: dict[str, float]) -> None:
     compiled: list[str] = []
     real = nn.Module.compile
@@ -403,6 +426,50 @@ def test_a_cache_for_generation_is_left_out(timed: dict[str, float]) -> None:
     assert "was not timed" not in str(precision.plan)
 
 
+class InPlace(nn.Module):
+    """Its residual is added in place, which a leaf that wants a gradient would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.detach().sum()))
+        x += self.up(x)
+        return x
+
+
+def test_a_block_that_writes_to_its_input_is_timed_on_the_same_one_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = nn.ModuleList([InPlace()])
+    made = nn.ModuleDict({"blocks": blocks})
+    seen: list[float] = []
+
+    def in_turns(actions: Mapping[str, Callable[[], object]], *_: Any) -> Any:
+        for action in actions.values():
+            action()
+        return {name: [1e-3] * 5 for name in actions}, {}
+
+    monkeypatch.setattr(backend_choice, "in_turns", in_turns)
+    monkeypatch.setattr(
+        InPlace, "__deepcopy__", lambda self, _: _sharing(self, seen), raising=False
+    )
+    precision = Precision(recipe())
+    precision.prepare(made, forward=lambda: blocks[0](X.clone()))
+    assert "was not timed" not in str(precision.plan)
+    assert len(seen) == 4
+    assert len(set(seen)) == 1
+
+
+def _sharing(block: InPlace, seen: list[float]) -> InPlace:
+    made = InPlace()
+    made.load_state_dict(block.state_dict())
+    made.seen = seen
+    return made
+
+
 def test_the_forward_ends_at_the_block_that_is_timed(timed: dict[str, float]) -> None:
     """What comes after it may have weights that are not in memory."""
     made = model()
@@ -432,6 +499,40 @@ def test_a_backend_that_fails_is_not_taken_and_named(monkeypatch: pytest.MonkeyP
     plan = prepared(recipe())[0].plan
     assert plan.resolved == "native:fp8"
     assert "peer:fp8 was not timed: RuntimeError: no such kernel" in str(plan)
+
+
+class FailsWhenCalled(NativeBackend):
+    def context(self) -> Any:
+        raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("broken", [Fails, FailsWhenCalled])
+def test_a_first_rung_that_fails_is_not_taken_either(
+    monkeypatch: pytest.MonkeyPatch, broken: type
+) -> None:
+    place = f"{__name__}:{broken.__name__}"
+    monkeypatch.setitem(BACKENDS, "native", replace(BACKENDS["native"], place=place))
+    plan = prepared(recipe())[0].plan
+    assert plan.resolved == "peer:fp8"
+    text = str(plan)
+    assert "native:fp8 was not timed: RuntimeError: no such kernel" in text
+    assert "native:fp8: not taken: fp8.backend auto takes peer:fp8" in text
+
+
+def test_where_all_fail_the_first_is_taken_and_each_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = model()
+    for block in made.blocks:
+        monkeypatch.setattr(block, "__deepcopy__", _uncopied, raising=False)
+    plan = prepared(recipe(), made)[0].plan
+    why = why_untimed(plan)
+    assert "native:fp8 was not timed: TypeError: it holds a lock" in why
+    assert "peer:fp8 was not timed: TypeError: it holds a lock" in why
+
+
+def _uncopied(_: Any) -> Any:
+    raise TypeError("it holds a lock")
 
 
 def test_without_fp8_there_is_nothing_to_choose(timed: dict[str, float]) -> None:
@@ -522,14 +623,14 @@ def test_a_model_without_its_weights_memory_is_timed_too(
     made = deferred.build(model, CPU, small=8)
     assert made.get_parameter("blocks.0.up.weight").is_meta
     facts = MachineFacts()
-    times, failure = backend_choice.time_backends(
+    timing = backend_choice.time_backends(
         [_plan_of("native", made, facts), _plan_of("peer", made, facts)],
         recipe(),
         backend_choice.Trial(made, lambda each: each(X), CPU, facts),
         "blocks.0",
     )
-    assert failure == ""
-    assert times.keys() == {"native:fp8", "peer:fp8"}
+    assert timing.missing == ""
+    assert timing.times.keys() == {"native:fp8", "peer:fp8"}
     assert made.get_parameter("blocks.0.up.weight").is_meta
 
 

@@ -101,6 +101,14 @@ def test_every_reason_is_told_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> N
     assert all("engine.compile=none" in problem.fix for problem in problems)
 
 
+def test_a_list_of_dicts_is_told_why_its_elements_are_no_blocks() -> None:
+    """Its fix alone would send a user in a circle: the parts are in an nn.ModuleList."""
+    layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)})])
+    (problem,) = check_compile(rung("native", "fp8"), nn.ModuleDict({"layers": layers}), CPU)
+    assert "ModuleDict in it is no block" in problem.why
+    assert check_compile(rung("native", "fp8"), nn.Sequential(), CPU)[0].why == ""
+
+
 def test_state_dict_keys_stay_and_blocks_stay_callable(watch: EagerWatch) -> None:
     model = build(vocab=16, dim=16, layers=2, heads=1)
     keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
