@@ -7,7 +7,6 @@ it. Until then the earlier good copy stays: two buffers take turns.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +50,6 @@ class Snapshots:
     pinned: as in `Staging`.
     copier: makes copies that training does not wait for; None: training waits for each.
     device: of what ranks exchange.
-    event: `Tracker.event`: memory that could not be pinned is logged, once; None: it is not.
     """
 
     def __init__(
@@ -62,10 +60,8 @@ class Snapshots:
         pinned: bool = False,
         copier: Copier | None = None,
         device: torch.device = _CPU,
-        event: Callable[..., None] | None = None,
     ) -> None:
         self._healthy_steps = healthy_steps
-        self.event = event
         self._copier = copier
         self._device = device
         memories: list[Staging] = []
@@ -75,6 +71,11 @@ class Snapshots:
                 memory.reserve(size)
             memories.append(memory)
         self._good, self._next = map(_Snapshot, memories)
+
+    @property
+    def pageable(self) -> str:
+        """Why memory of this rank could not be pinned; empty if it is, or need not be."""
+        return self._good.memory.pageable or self._next.memory.pageable
 
     def take(self, step: int, tensors: Tensors, meta: Meta) -> None:
         """Copy the state of `step`. Does nothing while the previous copy is gathering healthy steps. Collective.
@@ -95,7 +96,6 @@ class Snapshots:
         except (CopyError, MemoryError, OSError) as failed:
             error = str(failed) or type(failed).__name__
         self._agree(error)
-        self._report_pageable(step, memory.pageable)
 
     def observe(self, step: int, healthy: bool) -> None:
         """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused."""
@@ -133,14 +133,6 @@ class Snapshots:
         if any_rank(bool(error), self._device):
             raise CopyError(error or "it failed on another rank")
 
-    def _report_pageable(self, step: int, why: str) -> None:
-        """Log once that some rank got no pinned memory: its host waits for each copy, which nobody asked for."""
-        if self.event is None or not any_rank(bool(why), self._device):
-            return
-        text = f"no pinned memory for snapshots ({why or 'on another rank'}): the host waits for each of their copies"
-        self.event(step, "snapshot.pageable", text=text)
-        self.event = None
-
     def load(self) -> tuple[Tensors, Meta]:
         """Tensors and meta data of the good snapshot. Afterwards no snapshot is good.
 
@@ -173,6 +165,9 @@ def room_for_snapshots(
     copier = None
     if overlapped and on_gpu:
         copier = Copier(CudaCopyStream(device), tracker.event)
-    return Snapshots(
-        healthy_steps, size, pinned=on_gpu, copier=copier, device=device, event=tracker.event
-    )
+    snapshots = Snapshots(healthy_steps, size, pinned=on_gpu, copier=copier, device=device)
+    why = snapshots.pageable
+    if any_rank(bool(why), device):
+        text = f"no pinned memory for snapshots ({why or 'on another rank'}): the host waits for each of their copies"
+        tracker.event(0, "snapshot.pageable", text=text)
+    return snapshots

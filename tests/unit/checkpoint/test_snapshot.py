@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.snapshots import Snapshots
+from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.core.protocols import Tensors
 from tests.support.copy_streams import Events
 
@@ -47,20 +47,20 @@ def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch, "empty", empty)
     events = Events()
-    snapshots = Snapshots(healthy_steps=1, pinned=True, event=events.event)
+    snapshots = room_for_snapshots(64, 1, torch.device("cuda"), events, overlapped=False)
+    assert snapshots is not None
     for step in (5, 10, 15):
         snapshots.take(step, state(float(step)), {})
         snapshots.observe(step, True)
     assert snapshots.load()[0]["model"]["weight"].tolist() == [15.0] * 8, "ordinary memory serves"
     ((step, code, text),) = events.seen
-    assert (step, code) == (5, "snapshot.pageable")
+    assert (step, code) == (0, "snapshot.pageable")
     assert "RuntimeError: CUDA error: out of memory" in text
 
 
 def test_ordinary_memory_that_was_asked_for_is_no_event() -> None:
     events = Events()
-    snapshots = Snapshots(healthy_steps=1, event=events.event)
-    snapshots.take(5, state(1.0), {})
+    assert room_for_snapshots(64, 1, torch.device("cpu"), events, overlapped=False) is not None
     assert events.seen == []
 
 
