@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.files import read_json
+from tests.support.fsdp_pairs import SHARED_DEVICE, assert_bits_of
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train_ranks
 
@@ -50,6 +51,33 @@ def test_a_run_has_the_bits_of_ddp(tmp_path: Path, case: str) -> None:
         files = {file.name for file in (fsdp / "checkpoints" / f"step-{step:08d}").iterdir()}
         assert "model-00001-of-00002.safetensors" in files, "each rank wrote its own file"
         assert_same_state(state(fsdp, step), state(ddp, step))
+
+
+@pytest.mark.parametrize(
+    ("other", "rung", "anew"),
+    [
+        pytest.param("single", "native:fp8", False, marks=pytest.mark.slow),
+        pytest.param("single", "autocast:bf16", False, marks=pytest.mark.nightly),
+        pytest.param("ddp", "native:fp8", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_one_rank_has_the_bits_of_a_run_that_is_not_sharded(
+    tmp_path: Path, other: str, rung: str, anew: bool
+) -> None:
+    """tests/gpu/test_fsdp_gpu.py on a CPU."""
+    assert_bits_of(other, tmp_path, rung, 1, anew=anew)
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        pytest.param("native:fp8", marks=pytest.mark.slow),
+        pytest.param("autocast:bf16", marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_that_share_a_device_have_the_bits_of_ddp(tmp_path: Path, rung: str) -> None:
+    """tests/gpu/test_fsdp_gpu.py on a CPU: the process group is made before the harness joins it."""
+    assert_bits_of("ddp", tmp_path, rung, 2, program=SHARED_DEVICE)
 
 
 @pytest.mark.slow
