@@ -161,6 +161,24 @@ def build_turning(**_: object) -> nn.Module:
     return Turning()
 
 
+class Partly(nn.Module):
+    """Rank 1 does not use `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.first(x)
+        if os.environ["RANK"] == "0":
+            out = out + self.second(x)
+        return (out - y).square().mean()
+
+
+def build_partly(**_: object) -> nn.Module:
+    return Partly()
+
+
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return 64
@@ -192,6 +210,33 @@ def test_ranks_that_call_blocks_in_another_order_halt_the_run(tmp_path: Path) ->
     assert found["step"] == 3
     assert read_json(run / "outcome.json")["exit_code"] == 3
     assert "Call every block" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.faults(20)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_parameters_that_one_rank_does_not_use(tmp_path: Path, engine: str) -> None:
+    """Under DDP the other rank waited for their gradients until engine.timeout_seconds, and no parameter was named."""
+    done = train_ranks(
+        tmp_path,
+        2,
+        *("--config", "tiny", "--recipe", "fp32", "--name", "r"),
+        "model.target=tests.dist.test_fsdp_runs:build_partly",
+        "data.target=tests.dist.test_fsdp_runs:Numbers",
+        "data.path=null",
+        f"engine.name={engine}",
+        "engine.timeout_seconds=60",
+        "train.steps=3",
+        "train.global_batch=8",
+        "train.micro_batch=2",
+        program=ROOT / "launch/train.py",
+    )
+    if engine == "fsdp":
+        assert done.returncode == 0, done.stdout
+        return
+    assert done.returncode != 0
+    assert "rank 1: 2 parameters took no part in the loss, such as second.weight" in done.stdout
+    assert "engine.name=fsdp" in done.stdout
 
 
 def _killed_in_a_save() -> None:
