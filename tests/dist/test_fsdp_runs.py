@@ -119,6 +119,17 @@ def test_a_run_goes_on_under_another_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_replay_follows_a_change_of_ranks_on_its_way(tmp_path: Path) -> None:
+    """It computed the steps before the change with the later number of ranks, and said that their bits differ."""
+    fixed = ("train.schedule=constant", "--recipe", "fp32")
+    ran(tmp_path, "fsdp", "r", *fixed, steps=4)
+    run = ran(tmp_path, "single", "r", *fixed, "--accept-changed", "engine.name", steps=8, ranks=1)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    replayed = harness(tmp_path, "replay", "runs/r", "--step", "5")
+    assert "steps 1 to 5 reproduced bit for bit" in replayed.stdout, replayed.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.faults(1, 20)
 def test_a_rank_that_is_killed_in_a_save_costs_no_bit(tmp_path: Path) -> None:
     """The other rank does not wait for half of the timeout, which is longer than this test may take."""
