@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from harness.core.blocks import blocks_of
@@ -197,11 +198,13 @@ def kept_copies(precision: str, model: nn.Module, setting: str | None = None) ->
     """
     if precision not in ("bf16", "fp16"):
         return ""
-    # By their identity, as blocks may share weights. What has 16 bits already is not cast.
+    # By their identity, as blocks may share weights. What has 16 bits already is not cast, and a lazy one has no size.
     cast: dict[int, int] = {}
     for block in blocks_of(model):
         for module in block.modules():
-            if is_linear(module) and module.weight.dtype == torch.float32:
+            if not is_linear(module) or is_lazy(module.weight):
+                continue
+            if module.weight.dtype == torch.float32:
                 cast[id(module.weight)] = module.weight.numel()
     if not cast:
         return ""

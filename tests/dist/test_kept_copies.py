@@ -28,6 +28,7 @@ from harness.build import (
 from harness.core.config import RunConfig
 from harness.core.memory import size_text
 from harness.precision.recipe import load_recipe
+from harness.precision.sharding import kept_copies
 from harness.run import train_step
 from harness.tracking.console import Console
 from tests.support.ranks import run_ranks
@@ -166,6 +167,13 @@ def test_of_ones_own_model_it_is_not_known_whether_it_recomputes(
         [note] = advice(found)
         assert f"({size_text(2 * 2 * 64 * 64)})" in note
         assert "unless the model recomputes its blocks" in note
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_weights_without_a_size_yet_are_left_out() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.LazyLinear(8), nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()])
+    assert "(128 B)" in kept_copies("bf16", model)
 
 
 if __name__ == "__main__":
