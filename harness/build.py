@@ -52,13 +52,14 @@ from harness.engines.fsdp import FsdpEngine
 from harness.engines.process_group import Launch, ProcessGroup, choose_device, join, read_launch
 from harness.engines.torch_engine import TorchEngine
 from harness.guard import Guard
-from harness.models import Task, build_deferred, build_model
+from harness.models import Task, build_deferred, build_model, recompute_setting
 from harness.models.task import has_lazy, training_flops
 from harness.monitors.base import MonitorContext
 from harness.monitors.registry import MonitorsPart, build_monitors
 from harness.monitors.responder import Judge
 from harness.optim.optimizers import build_optimizer, optimizer_bytes, refused_by, waits_for
 from harness.optim.schedule import Schedule, too_high
+from harness.precision import sharding
 from harness.precision.backend_choice import Trial, choose_backend
 from harness.precision.compile_cache import cache_dir, remove_unfinished
 from harness.precision.compiling import EagerWatch, choose_compiling, compile_blocks
@@ -208,6 +209,17 @@ _DEEPSPEED_NORM = (
 )
 
 
+def kept_copies(config: RunConfig, engine: str, rung: Rung, model: nn.Module) -> str:
+    """As `sharding.kept_copies`, for a run; empty if it shards nothing, or recomputes its blocks.
+
+    model: not sharded yet.
+    """
+    setting = recompute_setting(config.model, model)
+    if not ENGINES[engine].sharded or setting == "":
+        return ""
+    return sharding.kept_copies(rung.precision, model, setting)
+
+
 def build_plan(
     config: RunConfig,
     recipe: Recipe,
@@ -245,10 +257,10 @@ def build_plan(
         compiling = choose_compiling(config.engine.compile, rung, model, worker.device, fuse)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
-        about = [*notes, compiling.note] if compiling.note else notes
+        about = [*notes, compiling.note, kept_copies(config, worker.engine, rung, model)]
         plan = replace(
             plan,
-            notes=(*plan.notes, *about),
+            notes=(*plan.notes, *filter(None, about)),
             compiled=compiling.compiled,
             compile_failed=compiling.failed,
         )

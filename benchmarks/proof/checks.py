@@ -33,7 +33,10 @@ TOLERANCE = 0.1
 
 
 def tests(task: Task) -> Answer:
-    """Run tests/gpu with pytest. Warnings are no errors here, because they differ between versions of torch."""
+    """Run tests/gpu with pytest, but for whole runs, which take minutes (`make test-gpu` has them).
+
+    Warnings are no errors here, because they differ between versions of torch.
+    """
     report = task.folder / "junit.xml"
     command = [
         sys.executable,
@@ -41,7 +44,7 @@ def tests(task: Task) -> Answer:
         "pytest",
         "-v",
         "-m",
-        "gpu",
+        "gpu and not slow",
         "-W",
         "default",
         "-p",

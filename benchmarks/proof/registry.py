@@ -266,7 +266,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "tests",
-        "Do the tests in tests/gpu pass?",
+        "Do the tests in tests/gpu pass, but for whole runs?",
         ("pytest", "trainer"),
         100,
         "benchmarks.proof.checks:tests",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.facts import pad_numbers
-from harness.core.health import by_device_and_dtype, to_device
+from harness.core.health import by_device_and_dtype, squares_of_each, to_device
 
 MOST_LAYERS = 512
 """More layers than this are joined: each is a series in the journal and in MLflow, in every step of a hunt."""
@@ -92,8 +92,6 @@ class LayerNorms:
         # Each weight has a cell of its own, so no two kernels add to the same one.
         table = torch.zeros(len(self.layers) * self._width, dtype=torch.float64, device=device)
         for group in by_device_and_dtype(gradients):
-            norms = torch._foreach_norm(group, 2, dtype=torch.float64)
-            squares = torch.stack(norms).square().to(device)
             cells = torch.tensor([places[id(gradient)] for gradient in group])
-            table[to_device(cells, device)] = squares
+            table[to_device(cells, device)] = squares_of_each(group).to(device)
         return table.reshape(len(self.layers), self._width).sum(dim=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -113,19 +114,23 @@ class TorchEngine(OwnUpdate):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Context for forward and backward of one micro-batch. Ranks exchange gradients in the last one only."""
+        """Context for forward and backward of one micro-batch. Ranks exchange gradients in the last one only.
+
+        Raises ConfigError for parameters without a gradient in the first step under DDP.
+        """
         self._buffers.begin()
         exchange = nullcontext()
         if self._ddp is not None and not last:
             exchange = self._ddp.no_sync()
         with lost_rank_named(), exchange:
             yield
+        # Before any other collective: if this rank alone lacks gradients, the others wait for it in theirs.
+        if self._ddp is not None and last and not self._checked:
+            self._checked = True
+            _require_gradients(self._model, self.rank)
 
     def measure(self, thorough: bool, hunts: bool) -> dict[str, Tensor]:
-        """As `core.protocols.Gradients.measure`. Raises ConfigError for parameters without a gradient under DDP."""
-        if self._ddp is not None and not self._checked:
-            self._checked = True
-            _require_gradients(self._model)
+        """As `core.protocols.Gradients.measure`."""
         return self._gradients.measure(thorough, hunts)
 
     def parts(self) -> dict[str, Stateful]:
@@ -146,8 +151,8 @@ class TorchEngine(OwnUpdate):
         leave()
 
 
-def _require_gradients(model: nn.Module) -> None:
-    """Raise ConfigError naming parameters without a gradient in the first step.
+def _require_gradients(model: nn.Module, rank: int) -> None:
+    """Raise ConfigError naming parameters without a gradient on this rank in the first step.
 
     DDP finishes the exchange of gradients only when every parameter has one. Its next forward would fail, with a
     message that gives numbers for names.
@@ -157,5 +162,8 @@ def _require_gradients(model: nn.Module) -> None:
         if param.requires_grad and param.grad is None:
             unused.append(name)
     if unused:
-        why = "DistributedDataParallel needs a gradient of every parameter, and would fail at the next forward"
-        raise ConfigError(without_gradient(unused, why))
+        why = "DistributedDataParallel waits for a gradient of every parameter from every rank"
+        problem = without_gradient(unused, why)
+        what = f"rank {rank}: {problem.what}"
+        fix = f"{problem.fix}; engine.name=fsdp takes those that only some ranks use"
+        raise ConfigError(replace(problem, what=what, fix=fix))

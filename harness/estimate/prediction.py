@@ -290,6 +290,7 @@ def predict(
     # A step of text has tokens. A data set of the user's own has samples.
     of_text = config.data.target is None
     tokens = config.train.global_batch * (config.data.context if of_text else 1)
+    advice = [made.advice] if made.advice else []
     routed = [_ROUTED] if made.routed else []
     return Prediction(
         card=card,
@@ -305,7 +306,7 @@ def predict(
         ranks=ranks,
         calibration=calibration,
         snapshots=snapshot_bytes(config, made, card, calibration.rates),
-        notes=(*replaced, *_assumed(plan.rung), *routed, *notes, *calibration.notes),
+        notes=(*replaced, *_assumed(plan.rung), *advice, *routed, *notes, *calibration.notes),
     )
 
 

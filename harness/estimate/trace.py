@@ -40,7 +40,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from harness.build import ENGINES, Worker, build_run
+from harness.build import ENGINES, Worker, build_run, kept_copies
 from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.overlapped import copy_bytes
@@ -292,6 +292,7 @@ class Trace:
     collectives: exchanges with other ranks in a usual step, for all micro-batches.
     parameters: number of elements of the model's parameters, over all ranks.
     routed: whether the model routes tokens to experts; the trace spreads them evenly.
+    advice: as `build.kept_copies`.
     """
 
     rung: Rung
@@ -307,6 +308,7 @@ class Trace:
     collectives: tuple[Collective, ...]
     parameters: int
     routed: bool
+    advice: str
 
 
 def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
@@ -338,6 +340,7 @@ class FakeRun:
 
     plan: the plan of what runs here.
     intended: the plan for the real card. It differs from `plan` where a backend is replaced by its stand-in.
+    advice: as `build.kept_copies`.
     """
 
     run: Run
@@ -345,6 +348,7 @@ class FakeRun:
     model: nn.Module
     recorder: Recorder
     intended: Plan
+    advice: str
 
     def step(self, number: int, name: str) -> None:
         """Run step `number` (from 1) and record its operations under `name`."""
@@ -399,6 +403,7 @@ def trace(
             collectives=_exchanged(made, batches, ranks),
             parameters=sum(parameter.numel() for parameter in made.model.parameters()),
             routed=recorder.routing.asked,
+            advice=made.advice,
         )
 
 
@@ -496,6 +501,9 @@ def built(
     if intended is not None:
         real_recipe, real_rung = intended
         real_plan = make_plan(real_recipe, facts, real_rung, (), model)
+    advice = kept_copies(config, engine, real_plan.rung, model)
+    if advice:
+        real_plan = dataclasses.replace(real_plan, notes=(*real_plan.notes, advice))
 
     data = _Tokens(config, batches, recorder)
     with (
@@ -521,7 +529,7 @@ def built(
         phased = dataclasses.replace(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
-        yield FakeRun(phased, plan, model, recorder, real_plan)
+        yield FakeRun(phased, plan, model, recorder, real_plan, advice)
 
 
 def _bring(model: nn.Module, device: torch.device) -> None:

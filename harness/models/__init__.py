@@ -22,10 +22,11 @@ from harness.core.config import ModelConfig
 from harness.core.errors import ConfigError, Problem
 from harness.core.schema import call_target
 from harness.models import huggingface
+from harness.models.gpt import GPT
 from harness.models.room import watched
 from harness.models.task import Task
 
-__all__ = ["Task", "build_deferred", "build_model", "check_vocab"]
+__all__ = ["Task", "build_deferred", "build_model", "check_vocab", "recompute_setting"]
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -97,3 +98,18 @@ def check_vocab(model: nn.Module, ids: int, target: str) -> None:
         why = f"the data has token ids up to {ids - 1}"
         fix = f"build it with at least {ids}, or give data of its own tokenizer"
         raise ConfigError(Problem(what, f"model.target {target!r}", why, fix))
+
+
+def recompute_setting(config: ModelConfig, model: nn.Module) -> str | None:
+    """The override under which backward computes this model's blocks again; empty if it does so already.
+
+    None: there is no such key, as for a model of the user's own. Whether it recomputes is not known then.
+    """
+    if config.target.startswith(huggingface.PREFIX):
+        if config.args.get("gradient_checkpointing"):
+            return ""
+        supported = getattr(model, "supports_gradient_checkpointing", False)
+        return "model.args.gradient_checkpointing=true" if supported else None
+    if isinstance(model, GPT) and config.target.startswith("harness.models."):
+        return "model.args.recompute=block" if model.settings.recompute == "none" else ""
+    return None

@@ -47,7 +47,13 @@ from harness.precision.misuse import OfShards, OpenWindow, parameters_of, sharde
 from harness.precision.plan import NoFp8LayerError, Plan, make_plan, take_rung
 from harness.precision.recipe import Recipe, Rung
 from harness.precision.shape_probe import probe_layers
-from harness.precision.sharding import LoopShards, is_sharded, late_problem, other_calls
+from harness.precision.sharding import (
+    LoopShards,
+    is_sharded,
+    kept_copies,
+    late_problem,
+    other_calls,
+)
 
 _log = logging.getLogger("harness.precision")
 # The package of every class that replaces a layer by one in FP8.
@@ -213,6 +219,8 @@ class Prepared:
         shards = LoopShards(call, self.model, self.device, self._start)
         # No cast of a whole weight may be kept from here on; and nothing here holds the whole weights any longer.
         self.backend.gather_weights()
+        if note := kept_copies(self.plan.rung.precision, self.model):
+            self.plan = replace(self.plan, notes=(*self.plan.notes, note))
         self.shards, self._start = shards, None
         self.owned = {id(own): own for own in [*shards.parameters, *shards.gathered]}
 

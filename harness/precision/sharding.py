@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from harness.core.blocks import blocks_of
 from harness.core.collectives import Fingerprint, world_size
 from harness.core.errors import MisuseError, Problem, some
+from harness.core.memory import size_text
 from harness.core.sharded import LocalRows, StartWeights, local_of
+from harness.precision.layers import is_linear
 from harness.precision.misuse import changed_gradients, parameters_of
 
 _ELEMENTWISE = (
@@ -182,6 +186,34 @@ class LoopShards:
         """Drop the gradients of micro-batches that were not exchanged yet. `zero_grad` of an optimizer misses them."""
         for param in self.gathered:
             param.grad = None
+
+
+def kept_copies(precision: str, model: nn.Module, setting: str | None = None) -> str:
+    """What whole weights each rank keeps although the model is sharded, and how to free them; empty if none.
+
+    Autocast casts the weights of a block to 16 bits, and autograd keeps the copies from forward to backward.
+
+    precision: of the rung.
+    setting: the override under which backward computes the blocks again; None: there is none.
+    """
+    if precision not in ("bf16", "fp16"):
+        return ""
+    # By their identity, as blocks may share weights. What has 16 bits already is not cast, and a lazy one has no size.
+    cast: dict[int, int] = {}
+    for block in blocks_of(model):
+        for module in block.modules():
+            if not is_linear(module) or is_lazy(module.weight):
+                continue
+            if module.weight.dtype == torch.float32:
+                cast[id(module.weight)] = module.weight.numel()
+    if not cast:
+        return ""
+    size = size_text(2 * sum(cast.values()))
+    text = f"every rank keeps {precision} copies of all blocks' weights ({size}) from forward to backward"
+    cost = "at the cost of a second forward of each block (about a third more arithmetic)"
+    if setting is None:
+        return f"{text}, unless the model recomputes its blocks (torch.utils.checkpoint), {cost}"
+    return f"{text}: {setting} frees them, {cost}"
 
 
 def other_calls(what: str) -> Problem:

@@ -234,6 +234,7 @@ class Investigation:
         self.history = branches
         self.step = step
         self.say = say
+        self._whole_config = config
         self.config = branches.config_of(step, config)
         self.build = build
         self.attempt = branches.attempt_of(step)
@@ -243,6 +244,7 @@ class Investigation:
             # The number of threads decides the order in which sums are rounded.
             torch.set_num_threads(self.record.threads)
         self.rerun = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
+        self._setting = (self.config, self.world_size)
         self.difference: Difference | None = None
         # Facts and observations of the step before; None if it is not re-run.
         self.before: tuple[StepFacts, Origin] | None = None
@@ -373,6 +375,8 @@ class Investigation:
         state = self.rerun.run.state
         reported = time.monotonic()
         while state.step < self.step - 1:
+            self._follow_changes()
+            state = self.rerun.run.state
             if state.step == self.step - 2:
                 self.before = self._watch_the_step_before()
             facts = self.rerun.advance().facts
@@ -381,6 +385,22 @@ class Investigation:
                 reported = time.monotonic()
                 left = self.step - 1 - facts.step
                 self.say(f"step {facts.step}: re-run, {left} more before step {self.step}")
+
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Build the re-run anew if the next step ran with another config or number of ranks, as after a resume."""
+        step = self.rerun.run.state.step + 1
+        ranks, _ = self.history.ranks_of(step)
+        setting = (self.history.config_of(step, self._whole_config), ranks)
+        if setting == self._setting:
+            return
+        kept = keep(self.rerun.run)
+        self.rerun.close()
+        config = setting[0]
+        self.rerun = self.build(config, config.recipe, self.history.ledger_of(self.step), ranks)
+        self.rerun.resume(kept)
+        self._setting = setting
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
         kept = keep(self.rerun.run)

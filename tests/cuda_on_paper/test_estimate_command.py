@@ -166,6 +166,16 @@ def test_a_sharded_run_on_eight_ranks() -> None:
     assert found["reduce-scatter", "backward"]["bytes"] == pytest.approx(whole, rel=1e-3)
 
 
+def test_under_fsdp_and_autocast_recomputing_is_advised() -> None:
+    """As in the plan of the run."""
+    asked = ("--card", "A100", *QUICK, "--ranks", "2", "engine.name=fsdp")
+    found = answer(*asked)
+    notes = [note for note in found["notes"] if "model.args.recompute=block frees them" in note]
+    assert len(notes) == 1
+    less = answer(*asked, "model.args.recompute=block")
+    assert not any("recompute" in note for note in less["notes"])
+
+
 def test_what_an_engine_refuses_is_refused_here() -> None:
     done = run("--card", "H100", *QUICK, "engine.name=fsdp", "train.optimizer=muon")
     assert done.returncode == 2

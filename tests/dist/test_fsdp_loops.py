@@ -223,6 +223,9 @@ def beside_ddp(name: str, standard: bool = False, **settings: Any) -> dict[str, 
     states = [loop.state() for loop in loops]
     return {
         "resolved": str(loops[1].precision.plan.resolved),
+        "advised": [
+            str(loop.precision.plan).count("copies of all blocks' weights") for loop in loops
+        ],
         "figures": same(*steps),
         "state": [key for key in states[0] if not same(states[0][key], states[1][key])],
         "applied": [step["applied"] for step in steps[1]],
@@ -668,6 +671,9 @@ def test_every_bit_is_that_of_ddp(two_ranks: list[dict[str, Any]], case: str) ->
         moved = "blocks.02.up" in found["demoted"]
         assert moved == case.startswith("fp8")
         assert any(found["switched"]) == case.startswith("fp8"), "the fallback acted"
+        assert found["advised"] == [0, case.startswith(("bf16", "fp16"))], (
+            "of the sharded loop alone"
+        )
     rows = [result[case]["rows"] for result in two_ranks]
     assert rows[0] - rows[1] < 300, "each rank holds half"
 

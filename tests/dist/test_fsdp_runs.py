@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.files import read_json
+from tests.support.fsdp_pairs import SHARED_DEVICE, assert_bits_of
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train_ranks
 
@@ -50,6 +51,33 @@ def test_a_run_has_the_bits_of_ddp(tmp_path: Path, case: str) -> None:
         files = {file.name for file in (fsdp / "checkpoints" / f"step-{step:08d}").iterdir()}
         assert "model-00001-of-00002.safetensors" in files, "each rank wrote its own file"
         assert_same_state(state(fsdp, step), state(ddp, step))
+
+
+@pytest.mark.parametrize(
+    ("other", "rung", "anew"),
+    [
+        pytest.param("single", "native:fp8", False, marks=pytest.mark.slow),
+        pytest.param("single", "autocast:bf16", False, marks=pytest.mark.nightly),
+        pytest.param("ddp", "native:fp8", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_one_rank_has_the_bits_of_a_run_that_is_not_sharded(
+    tmp_path: Path, other: str, rung: str, anew: bool
+) -> None:
+    """tests/gpu/test_fsdp_gpu.py on a CPU."""
+    assert_bits_of(other, tmp_path, rung, 1, anew=anew)
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        pytest.param("native:fp8", marks=pytest.mark.slow),
+        pytest.param("autocast:bf16", marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_that_share_a_device_have_the_bits_of_ddp(tmp_path: Path, rung: str) -> None:
+    """tests/gpu/test_fsdp_gpu.py on a CPU: the process group is made before the harness joins it."""
+    assert_bits_of("ddp", tmp_path, rung, 2, program=SHARED_DEVICE)
 
 
 @pytest.mark.slow
@@ -88,6 +116,17 @@ def test_a_run_goes_on_under_another_engine(tmp_path: Path) -> None:
     ran(hopping, "ddp", "r", constant, *accept, steps=8)
     last = ran(hopping, "fsdp", "r", constant, *accept, steps=12)
     assert_same_state(state(last, 12), state(straight, 12))
+
+
+@pytest.mark.slow
+def test_a_replay_follows_a_change_of_ranks_on_its_way(tmp_path: Path) -> None:
+    """It computed the steps before the change with the later number of ranks, and said that their bits differ."""
+    fixed = ("train.schedule=constant", "--recipe", "fp32")
+    ran(tmp_path, "fsdp", "r", *fixed, steps=4)
+    run = ran(tmp_path, "single", "r", *fixed, "--accept-changed", "engine.name", steps=8, ranks=1)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    replayed = harness(tmp_path, "replay", "runs/r", "--step", "5")
+    assert "steps 1 to 5 reproduced bit for bit" in replayed.stdout, replayed.stdout
 
 
 @pytest.mark.slow
@@ -133,6 +172,24 @@ def build_turning(**_: object) -> nn.Module:
     return Turning()
 
 
+class Partly(nn.Module):
+    """Rank 1 does not use `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.first(x)
+        if os.environ["RANK"] == "0":
+            out = out + self.second(x)
+        return (out - y).square().mean()
+
+
+def build_partly(**_: object) -> nn.Module:
+    return Partly()
+
+
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return 64
@@ -164,6 +221,33 @@ def test_ranks_that_call_blocks_in_another_order_halt_the_run(tmp_path: Path) ->
     assert found["step"] == 3
     assert read_json(run / "outcome.json")["exit_code"] == 3
     assert "Call every block" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.faults(20)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_parameters_that_one_rank_does_not_use(tmp_path: Path, engine: str) -> None:
+    """Under DDP the other rank waited for their gradients until engine.timeout_seconds, and no parameter was named."""
+    done = train_ranks(
+        tmp_path,
+        2,
+        *("--config", "tiny", "--recipe", "fp32", "--name", "r"),
+        "model.target=tests.dist.test_fsdp_runs:build_partly",
+        "data.target=tests.dist.test_fsdp_runs:Numbers",
+        "data.path=null",
+        f"engine.name={engine}",
+        "engine.timeout_seconds=60",
+        "train.steps=3",
+        "train.global_batch=8",
+        "train.micro_batch=2",
+        program=ROOT / "launch/train.py",
+    )
+    if engine == "fsdp":
+        assert done.returncode == 0, done.stdout
+        return
+    assert done.returncode != 0
+    assert "rank 1: 2 parameters took no part in the loss, such as second.weight" in done.stdout
+    assert "engine.name=fsdp" in done.stdout
 
 
 def _killed_in_a_save() -> None:

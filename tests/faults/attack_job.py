@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ class Job:
             variables["LD_PRELOAD"] = os.environ["LD_PRELOAD"]
         self._began = time.monotonic()
         self._launch: Launch | None = None
-        self._processes: list[warm.Process] = []
+        self._processes: list[warm.Process | subprocess.Popen[bytes]] = []
         line = [str(DRIVER), *arguments]
         if kind == "python":
             with self._logs[0].open("wb") as log:
@@ -83,7 +84,7 @@ class Job:
         elif kind.endswith(" ranks"):
             engine = kind.removesuffix(" ranks")
             modules = (*LOADED, *(["deepspeed"] if engine == "deepspeed" else []))
-            self._processes = start_ranks(folder, 2, line, engine, modules, **variables)
+            self._processes = start_ranks(folder, 2, line, engine, modules, False, **variables)
         else:
             _own_launchers(folder)
             variables |= {"RANKS": "2", "OUTCOME_WAIT": "30"}

@@ -9,6 +9,7 @@ _RECOVERY = "tests/unit/checkpoint/test_sharded_recovery.py"
 
 _ENGINE = "tests/dist/test_fsdp.py"
 _LOOPS = "tests/dist/test_fsdp_loops.py"
+_RUNS = "tests/dist/test_fsdp_runs.py"
 _HANGS = "tests/dist/test_hanging_rank.py"
 _AGREE = "tests/dist/test_ranks_agree.py"
 _DEFERRED = "tests/unit/core/test_deferred.py"
@@ -230,6 +231,13 @@ SHARDED: tuple[Mutation, ...] = (
         "        sharded.set_reduce_scatter_unused_params(True, recurse=False)\n",
         "        pass\n",
         f"{_ENGINE} -k only_some_ranks_use",
+    ),
+    Mutation(
+        22,
+        "under DDP a rank that lacks gradients says so before the others wait for it",
+        "            _require_gradients(self._model, self.rank)\n",
+        "            pass\n",
+        f"{_RUNS} -k one_rank_does_not_use",
     ),
     Mutation(
         22,

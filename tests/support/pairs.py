@@ -34,10 +34,14 @@ def ran(
     steps: int = 12,
     ranks: int = RANKS,
     killer: Path | None = None,
+    program: Path | None = None,
+    anew: bool = False,
 ) -> Path:
     """The folder of a finished run of `steps` steps, each of two micro-batches a rank.
 
-    killer: a program to run in the place of launch/train.py, in which rank 0 is killed.
+    program: what to run in the place of launch/train.py.
+    killer: the same, where rank 0 is killed in it.
+    anew: as for `train_ranks`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "nervous.yaml"
@@ -55,7 +59,8 @@ def ran(
         "train.global_batch=8",
         "guard.measure_every=1",
         "checkpoint.every=4",
-        program=killer,
+        program=killer or program,
+        anew=anew,
     )
     if killer:
         assert done.returncode == -signal.SIGKILL, done.stdout

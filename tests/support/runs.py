@@ -104,17 +104,23 @@ def program(
 
 
 def train_ranks(
-    folder: Path, ranks: int, *arguments: str, kind: str = "torchrun", program: Path | None = None
+    folder: Path,
+    ranks: int,
+    *arguments: str,
+    kind: str = "torchrun",
+    program: Path | None = None,
+    anew: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """`train` as several ranks in warm processes, with a launcher's environment but without the launcher.
 
     kind: torchrun or deepspeed. program: a script of the tests instead of launch/train.py; it may import the tests.
+    anew: as for `start_ranks`.
     Waits for all ranks. The result has their output, one rank after the other, and the first exit code that is not 0.
     """
     line = [str(program or TRAIN), *command(*arguments)[2:]]
     paths = str(ROOT) if program else os.environ.get("PYTHONPATH", "")
     modules = () if program else LOADED
-    processes = start_ranks(folder, ranks, line, kind, modules, PYTHONPATH=paths)
+    processes = start_ranks(folder, ranks, line, kind, modules, anew, PYTHONPATH=paths)
     try:
         codes = [each.wait(warm.PATIENCE) for each in processes]
     finally:
@@ -131,26 +137,34 @@ def start_ranks(
     line: Sequence[str],
     kind: str = "torchrun",
     modules: tuple[str, ...] = (),
+    anew: bool = False,
     **extra: str,
-) -> list[warm.Process]:
+) -> list[warm.Process | subprocess.Popen[bytes]]:
     """Start `python *line` as `ranks` ranks, without a launcher, and return at once. `rank_logs` has their output.
 
     modules: as for `warm.start`.
+    anew: in new interpreters. CUDA may not be used in a forked process.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), **extra}
     job |= {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}}[kind]
-    processes: list[warm.Process] = []
+    processes: list[warm.Process | subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(rank_logs(folder, ranks)):
             with log.open("wb") as file:
                 variables = environment(**job, RANK=str(rank), LOCAL_RANK=str(rank))
                 output = file.fileno()
-                processes.append(
-                    warm.start(line, folder, variables, output, output, modules=modules)
-                )
+                process: warm.Process | subprocess.Popen[bytes]
+                if anew:
+                    whole = [sys.executable, *line]
+                    process = subprocess.Popen(
+                        whole, cwd=folder, env=variables, stdout=output, stderr=output
+                    )
+                else:
+                    process = warm.start(line, folder, variables, output, output, modules=modules)
+                processes.append(process)
     except BaseException:
         for each in processes:
             each.kill()

@@ -27,6 +27,8 @@ def test_absent(): pass
 @pytest.fixture
 def broken(): raise ValueError("a fixture that breaks")
 def test_broken(broken): pass
+@pytest.mark.slow
+def test_whole_run(): assert False, "takes minutes"
 """
 
 
@@ -44,7 +46,8 @@ def task(folder: Path, seconds: float = 600.0, **earlier: Any) -> Task:
 def gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with a tests/gpu of its own, where warnings are errors as in ours."""
     (tmp_path / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\nmarkers = ["gpu: x"]\nfilterwarnings = ["error"]\naddopts = ["--strict-markers"]\n'
+        '[tool.pytest.ini_options]\nmarkers = ["gpu: x", "slow: x"]\n'
+        'filterwarnings = ["error"]\naddopts = ["--strict-markers"]\n'
     )
     folder = tmp_path / "tests" / "gpu"
     folder.mkdir(parents=True)

@@ -16,7 +16,9 @@ from benchmarks.evidence import GRID
 from benchmarks.held_out import HARMFUL
 from benchmarks.held_out_pictures import summary
 from benchmarks.intervals import binomial_upper, samples_needed, t_interval
+from benchmarks.norms import predicted
 from benchmarks.zero_init import CONTROL
+from harness.capability.cards import CARDS
 from harness.core.files import read_json
 from harness.monitors.evidence import FallbackConfig
 
@@ -368,3 +370,52 @@ def test_an_fp8_head() -> None:
         line = f"| {name} | {found.mean:+.2%} ({found.low:+.2%} to {found.high:+.2%}) |"
         assert line in COST
     assert not any(row["left"]["FP8 head"] for row in rows)
+
+
+def test_norms_in_float64() -> None:
+    page = " ".join((ROOT / "docs" / "studies" / "guard.md").read_text().split())
+    record = read_json(RESULTS / "norms_cpu.json")
+    assert f"`{record['command']}`" in page
+    row, ms = record["measured"], record["measured"]["milliseconds"]
+    ratio, update, step = (
+        [row[name][key] for key in ("ratio", "ratio_min", "ratio_max")]
+        for name in ("float64 over float32", "added, of norm and AdamW", "added, of a step")
+    )
+    millions = f"{row['parameters'] / 1e6:.1f}M"
+    times = f"{ms['norm in float64']:.0f} ms over {ms['norm in float32']:.0f} ms"
+    for figure in (
+        f"norm of {millions} gradients in float64, over float32 | {{:.2f}} ({{:.2f}} to {{:.2f}}), {times} |".format(
+            *ratio
+        ),
+        "norm and fused AdamW | {:.0%} ({:.0%} to {:.0%}) |".format(*update),
+        f"a step of {row['tokens']} tokens; less with more tokens | {{:.1%}} ({{:.1%}} to {{:.1%}}) |".format(
+            *step
+        ),
+        f"error of the float32 norm | {row['error of float32']:.1e} |",
+    ):
+        assert figure in page
+
+    # The prediction is the datasheets'.
+    found = {name: predicted(card, row["parameters"], 4) for name, card in CARDS.items()}
+    assert record["predicted"] == {
+        name: {"float32": each, "16 bits": predicted(CARDS[name], row["parameters"], 2)}
+        for name, each in found.items()
+    }
+    limited = {name: each for name, each in found.items() if each["ratio"] > 1}
+    assert set(limited) == {"T4", "A10"}
+    ratios = " and ".join(f"{limited[name]['ratio']:.2f}" for name in ("T4", "A10"))
+    more = " and ".join(
+        f"{limited[name]['float64 ms'] - limited[name]['float32 ms']:.2f}" for name in ("T4", "A10")
+    )
+    assert f"{ratios} times the read, {more} ms more for {millions} parameters" in page
+    narrow = {name: each["16 bits"]["ratio"] for name, each in record["predicted"].items()}
+    assert {name for name, each in narrow.items() if each > 1} == {
+        "T4",
+        "A10",
+        "RTX4090",
+        "L4",
+        "L40S",
+    }
+    assert (
+        "it is {T4:.2f} on T4, {A10:.2f} on A10, {RTX4090:.2f} on RTX 4090, {L4:.2f} on L4 and {L40S:.2f} on L40S"
+    ).format(**narrow) in page

@@ -137,4 +137,6 @@ def test_ranks_check_together(engine: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "2 rank(s)" in done.stdout
     assert done.stdout.count("dry run: all checks passed") == 1
+    advised = done.stdout.count("model.args.recompute=block frees them")
+    assert advised == (engine == "fsdp"), "once, by rank 0"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-1.log"]
