@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from harness.core.config import FallbackConfig
-from harness.core.errors import CheckpointError, MisuseError, Problem
+from harness.core.errors import CheckpointError, MisuseError, Problem, number_of
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
 from harness.monitors.base import Bools, Ints, KeptWindow, MonitorContext, is_calibration
@@ -236,7 +236,7 @@ class FallbackController(KeptWindow):
             layer = self.layers[index]
             since = int(self._since[index])
             up[layer] = {"demoted_at": since, "steps": step - since}
-            parts.append(f"{layer} back to FP8 (after {step - since} steps in BF16)")
+            parts.append(f"{layer} back to FP8 (after {number_of(step - since, 'step')} in BF16)")
 
         # A switch in both directions is reported as a demotion, the graver of the two.
         code = "precision.demote" if demote else "precision.promote"

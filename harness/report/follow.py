@@ -22,7 +22,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.errors import clipped, clock
+from harness.core.errors import clipped, clock, number_of
 from harness.core.facts import SLOT_ROWS, jsonable
 from harness.core.files import read_mapping
 from harness.report.inspect import SPARK, row_of_slot, slot_columns
@@ -218,7 +218,7 @@ class Follower:
         if row["code"] == SWITCHED:
             demoted, promoted = _names(row.get("demote")), _names(row.get("promote"))
             self._moves.append((row["step"], demoted, promoted))
-            text = text or f"to BF16: {len(demoted)} layers, back: {len(promoted)}"
+            text = text or f"to BF16: {number_of(len(demoted), 'layer')}, back: {len(promoted)}"
         elif row["code"] == "guard.rollback" and type(row.get("to_step")) is int:
             # The state before has the layers where they were then.
             self._moves = [move for move in self._moves if move[0] <= row["to_step"]]
