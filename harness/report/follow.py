@@ -285,7 +285,7 @@ def header(run: Follower) -> list[str]:
         if totals.val_loss is not None:
             parts.append(f"val {totals.val_loss:.4f}")
         if math.isfinite(run.tokens_per_second):
-            parts.append(f"{run.tokens_per_second:,.0f} tokens/s")
+            parts.append(f"{run.tokens_per_second:,.0f} {totals.counted}/s")
         if math.isfinite(run.seconds_left):
             parts.append(f"eta {clock(run.seconds_left)}")
         lines.append("  ".join(parts))

@@ -99,6 +99,15 @@ def test_it_follows_what_a_run_writes(tmp_path: Path) -> None:
     assert "done: 2 steps" in header(run)[0]
 
 
+def test_the_speed_counts_what_the_run_s_data_are(tmp_path: Path) -> None:
+    with begin(tmp_path) as journal:
+        journal.note("run", tags={}, params={}, data={"counted": "samples"})
+        step(journal, 1)
+    run = Follower(tmp_path)
+    run.look(locked=True)
+    assert "100 samples/s" in shown(run)
+
+
 def test_a_look_costs_the_same_however_long_the_run_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
