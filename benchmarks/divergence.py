@@ -1,6 +1,6 @@
 """About a hundred differences, put into runs one at a time: does `harness compare` name each, at its step?
 
-    python -m benchmarks.divergence [--work FOLDER] [--minutes 15] [--only KIND] [--out FILE]
+    python -m benchmarks.divergence [--work FOLDER] [--minutes 15] [--only KIND] [--without FILE] [--out FILE]
 
 A base run of a tiny model, and for each injected difference a second run. Each pair is compared twice: from what is
 recorded anyway, and with `--replay`. Counted are, by kind of difference:
@@ -557,6 +557,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--minutes", type=float, default=15.0, help="no further difference after so long"
     )
     parser.add_argument("--only", help="one kind of differences")
+    parser.add_argument("--without", type=Path, help="leave out what this record has")
     parser.add_argument("--most", type=int, default=10_000, help="no more than so many differences")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -569,7 +570,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare(folder, text)
     without = controls(folder, text)
     every = injections(len(text))
-    chosen = [each for each in every if options.only in (None, each.kind)][: options.most]
+    done: set[tuple[str, str]] = set()
+    if options.without is not None:
+        record = json.loads(options.without.read_text())
+        done = {(row["kind"], row["name"]) for row in record["results"]["rows"]}
+    wanted = [each for each in every if options.only in (None, each.kind)]
+    chosen = [each for each in wanted if (each.kind, each.name) not in done][: options.most]
     rows: list[dict[str, Any]] = []
     for each in chosen:
         if time.monotonic() - begun > 60 * options.minutes:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from harness.checkpoint.recovery import Kept, Recovery
 from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
-from harness.core.errors import ExitCode
+from harness.core.errors import ExitCode, number_of
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
 from harness.core.health import Fault, check_batch, harmless, name_faults, to_device
 from harness.core.progress import training
@@ -429,7 +429,7 @@ def _stopped(run: Run, kept: Kept) -> Outcome:
 def _completed(run: Run, kept: Kept, metrics: Mapping[str, float]) -> Outcome:
     """The outcome of a run that has done all its steps. Collective. kept: its last save."""
     val_loss = metrics["val_loss"] if "val_loss" in metrics else _validate(run)
-    reason = f"{run.config.train.steps} steps"
+    reason = number_of(run.config.train.steps, "step")
     if not kept.safe and kept.asked:
         reason = _stop_reason(run)
     reason = _with_note(reason, kept)

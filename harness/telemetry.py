@@ -27,6 +27,7 @@ from harness.core.errors import (
     MachineError,
     MisuseError,
     Problem,
+    number_of,
 )
 from harness.core.facts import ROLES, Outcome, StepFacts
 from harness.core.metrics import row
@@ -604,7 +605,7 @@ class Telemetry:
 
         _, last = self._last
         if error is None:
-            outcome = Outcome("done", ExitCode.DONE, f"{last} steps", last)
+            outcome = Outcome("done", ExitCode.DONE, number_of(last, "step"), last)
         elif isinstance(error, HaltedError):
             outcome = Outcome("halted", ExitCode.HALTED, str(error), last)
         else:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from harness.core.errors import ConfigError, Problem, some
+from harness.core.errors import ConfigError, Problem, number_of, some
 from harness.core.files import find
 from harness.core.schema import Strict, parse_yaml, read_yaml, validate
 
@@ -754,8 +754,7 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     if not too_long:
         return ""
     missing = "; ".join(f"{why} ({name} {period})" for name, period, why in too_long)
-    plural = "s" if steps > 1 else ""
-    return f"in {steps:,} step{plural}: {missing}"
+    return f"in {number_of(steps, 'step')}: {missing}"
 
 
 def snapshot_gap(guard: GuardConfig, step: int) -> int:
@@ -778,8 +777,9 @@ def snapshot_plan(guard: GuardConfig, steps: int) -> str:
     if often and last <= seldom_after:
         last = min(steps, seldom_after or steps) // often * often
     if not last:
-        return f"snapshots in memory: none in {steps:,} steps (guard.snapshot_every {often}); rollbacks are from disk"
-    rhythm = f"every {often} steps"
+        none = f"none in {number_of(steps, 'step')} (guard.snapshot_every {often})"
+        return f"snapshots in memory: {none}; rollbacks are from disk"
+    rhythm = "every step" if often == 1 else f"every {often} steps"
     if seldom > often:
         rhythm += f" up to step {seldom_after}, then every {seldom}"
     keys = "guard.snapshot_every, snapshot_seldom_after"
@@ -810,8 +810,8 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     batch = config.train.global_batch
     if samples is not None and samples < batch:
         doubts.append(
-            f"a step takes {batch:,} samples (train.global_batch) and there are {samples:,}: every step has some of "
-            "them more than once"
+            f"a step takes {number_of(batch, 'sample')} (train.global_batch) and there are {samples:,}: "
+            "every step has some of them more than once"
         )
     for part in facts.get("mixture", ()):
         taken = part["share"] * batch
@@ -830,7 +830,7 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     used = facts.get("val_used", facts.get("val_samples"))
     if used is not None and used < config.data.val_samples:
         doubts.append(
-            f"validation has {used:,} samples, data.val_samples asks for {config.data.val_samples:,}"
+            f"validation has {number_of(used, 'sample')}, data.val_samples asks for {config.data.val_samples:,}"
         )
     longest = facts.get("longest_document")
     counts_tokens = facts.get("counted", "tokens") == "tokens"

@@ -149,6 +149,11 @@ def some(items: Sequence[object], most: int) -> str:
     return f"{text} and {rest} more" if rest > 0 else text
 
 
+def number_of(count: int, noun: str) -> str:
+    """A count with its noun: `1 step`, `100,000 steps`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def clock(seconds: float) -> str:
     """A duration as `0:41` or `2:05:09`; `-` if it is not finite."""
     if not isfinite(seconds):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from harness.core.errors import ConfigError, DataError, Problem
+from harness.core.errors import ConfigError, DataError, Problem, number_of
 from harness.core.facts import IGNORED, UNREADABLE, Window
 from harness.core.health import Fault, Flawed
 from harness.core.protocols import Batch
@@ -29,7 +29,8 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
     """Raises ConfigError, naming a value that works, unless every rank gets equally many whole micro-batches."""
     if global_batch % (micro_batch * world_size) == 0:
         return
-    why = f"{global_batch} samples in micro-batches of {micro_batch} cannot be shared equally by {world_size} ranks"
+    ranks = number_of(world_size, "rank")
+    why = f"{global_batch} samples in micro-batches of {micro_batch} cannot be shared equally by {ranks}"
 
     # If the ranks can share the batch, a smaller micro-batch is enough. Else the batch must grow.
     per_rank, rest = divmod(global_batch, world_size)

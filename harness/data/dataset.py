@@ -100,7 +100,8 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     size = len(train)
     held = round(size * config.val_fraction)
     if not 1 <= held < size:
-        what = f"{size} samples are too few to hold out {config.val_fraction:g} of them"
+        samples = "1 sample is" if size == 1 else f"{size} samples are"
+        what = f"{samples} too few to hold out {config.val_fraction:g} of them"
         fix = "return a pair (training, validation), or change data.val_fraction"
         raise ConfigError(Problem(what, where, fix=fix))
     return _divided(train, held)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.core.errors import ExitCode
+from harness.core.errors import ExitCode, number_of
 from harness.report.divergence import Compared
 from harness.tracking.existing import LOSS, spans
 from harness.tracking.figures import Points
@@ -146,7 +146,7 @@ def ended_well(ran: Ran, steps: int) -> Check:
         seen += f" at step {ran.step}"
     missing = sorted(set(range(1, steps + 1)) - set(ran.steps))
     if missing:
-        seen += f"; no loss of {len(missing)} steps: {spans(missing)}"
+        seen += f"; no loss of {number_of(len(missing), 'step')}: {spans(missing)}"
     if not ran.finite:
         seen += "; losses that are not finite"
     holds = ran.code == ExitCode.DONE and (ran.status, ran.step) == ("done", steps)

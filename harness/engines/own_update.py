@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.config import EngineConfig
-from harness.core.errors import Problem
+from harness.core.errors import Problem, number_of
 from harness.core.update import DynamicLossScale, TorchGradients, WindowBuffers, takes_found_inf
 from harness.engines.parts import settings_of
 from harness.engines.process_group import ProcessGroup
@@ -21,7 +21,7 @@ from harness.engines.process_group import ProcessGroup
 
 def without_gradient(names: Sequence[str], why: str) -> Problem:
     """The refusal of trainable parameters that got no gradient in the first step. why: it cannot go on so."""
-    what = f"{len(names)} parameters took no part in the loss, such as {names[0]}"
+    what = f"{number_of(len(names), 'parameter')} took no part in the loss, such as {names[0]}"
     fix = "freeze them (requires_grad_(False)), use them, or train on one process"
     return Problem(what, "model", why, fix)
 

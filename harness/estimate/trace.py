@@ -492,7 +492,7 @@ def built(
 
     # Built on the device: a fake parameter cannot move to it and stay the same object.
     torch.manual_seed(config.train.seed)
-    with device:
+    with device, _conversions():
         model = build_model(config.model)
     _bring(model, device)
 
@@ -530,6 +530,25 @@ def built(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
         yield FakeRun(phased, plan, model, recorder, real_plan, advice)
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Let a model that is being built convert its parameters (`.float()`, or peft of its adapters).
+
+    torch converts a fake parameter by exchanging two objects, and refuses objects with weak references, which fakes
+    have. On one device the new data can be taken instead, as torch does with real tensors.
+    """
+    exchange = torch.utils.swap_tensors
+
+    def take(old: Tensor, new: Tensor) -> None:
+        if isinstance(old, FakeTensor) and old.device == new.device:
+            old.data = new.data
+        else:
+            exchange(old, new)
+
+    with mock.patch.object(torch.utils, "swap_tensors", take):
+        yield
 
 
 def _bring(model: nn.Module, device: torch.device) -> None:

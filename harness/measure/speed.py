@@ -35,7 +35,7 @@ from harness.build import (
 )
 from harness.capability.probe import MachineFacts
 from harness.core.config import RunConfig
-from harness.core.errors import ConfigError, HarnessError, Problem, one_line
+from harness.core.errors import ConfigError, HarnessError, Problem, number_of, one_line
 from harness.core.files import read_json, shipped
 from harness.core.memory import free_memory, size_text
 from harness.core.screen import say
@@ -276,7 +276,8 @@ class _Bench:
 
         train = self.config.train
         count = train.global_batch // train.micro_batch
-        self.step_text = f"{count} micro-batches of {train.micro_batch} samples"
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+        self.step_text = f"{batches} of {number_of(train.micro_batch, 'sample')}"
         if self.data.tokens_per_sample > 1:
             self.step_text += f" of {self.data.tokens_per_sample} tokens"
         if count < asked:
@@ -480,7 +481,7 @@ def _conclude(row: Row, contender: Contender) -> None:
     if contender.demoted:
         layers = ", ".join(sorted(contender.demoted)[:3])
         row.notes.append(
-            f"{len(contender.demoted)} layers left FP8 while they were timed: {layers}"
+            f"{number_of(len(contender.demoted), 'layer')} left FP8 while they were timed: {layers}"
         )
     if run.watch is not None and (text := run.watch.take()):
         row.notes.append(f"torch gave up compiled code for eager: {text}")
@@ -534,7 +535,7 @@ def memory_text(report: SpeedReport) -> str:
 
 def lines(report: SpeedReport) -> list[str]:
     """The report as lines of text."""
-    threads = f", {report.threads} thread(s)" if report.device == "processor" else ""
+    threads = f", {number_of(report.threads, 'thread')}" if report.device == "processor" else ""
     found = [f"{report.device}{threads}; a step: {report.step}"]
     if not report.together:
         found.append("Memory is short: each candidate was built and timed after the other.")
@@ -584,7 +585,10 @@ def _verdict(report: SpeedReport) -> list[str]:
         )
     fewest = min(len(row.seconds) for row in report.rows if row.status == "measured")
     if fewest < _FEW_TURNS:
-        found.append(f"{fewest} turns each say little: give more --minutes to be sure.")
+        say = "says" if fewest == 1 else "say"
+        found.append(
+            f"{number_of(fewest, 'turn')} each {say} little: give more --minutes to be sure."
+        )
     # Candidates with the same reason share a line.
     slower: dict[Reason, list[str]] = {}
     for name, why in report.reasons.items():

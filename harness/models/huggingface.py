@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.core import deferred
-from harness.core.errors import ConfigError, HarnessError, Problem, near_match, some
+from harness.core.errors import ConfigError, HarnessError, Problem, near_match, number_of, some
 from harness.core.facts import IGNORED
 from harness.core.files import read_json
 from harness.core.schema import Strict, import_extra, validate
@@ -353,7 +353,7 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
     problems: list[Problem] = []
     missing = sorted(info["missing_keys"])
     if missing:
-        what = f"{len(missing)} weights are missing: {some(missing, 4)}"
+        what = f"{number_of(len(missing), 'weight')} missing: {some(missing, 4)}"
         why = "they would be random, and nobody would know"
         fix = "take a folder of the whole causal model; for fresh weights: model.args.weights=fresh"
         problems.append(Problem(what, where, why, fix))
@@ -363,7 +363,7 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
         wrong.append(f"{name} {list(stored)}, not {list(expected)}")
     wrong.sort()
     if wrong:
-        what = f"{len(wrong)} weights are of another shape: {some(wrong, 4)}"
+        what = f"{number_of(len(wrong), 'weight')} of another shape: {some(wrong, 4)}"
         fix = "take back what model.args.config changes of the sizes, or model.args.weights=fresh"
         problems.append(Problem(what, where, fix=fix))
 
@@ -373,7 +373,7 @@ def _check_loaded(info: Mapping[str, Any], options: Arguments, where: str) -> No
     left = sorted(name for name in info["unexpected_keys"] if not ignored(name))
     if left:
         why = "the model has no place for them: what they do would be lost"
-        what = f"{len(left)} weights would be left out: {some(left, 4)}"
+        what = f"{number_of(len(left), 'weight')} would be left out: {some(left, 4)}"
         fix = f"take the model that they belong to, or leave them out: model.args.ignore=['{left[0]}']"
         problems.append(Problem(what, where, why, fix))
     if problems:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.core.errors import ConfigError, Problem, some
+from harness.core.errors import ConfigError, Problem, number_of, some
 from harness.core.files import read_mapping
 from harness.models.gpt import GPT, ROPE_BASE, SCALING, Settings
 from harness.models.gpt import build as build_gpt
@@ -250,12 +250,13 @@ def _check_weights(
     problems: list[Problem] = []
     missing = sorted(wanted.keys() - state.keys())
     if missing:
-        what = f"lacks {len(missing)} weights: {some(missing, _SHOWN)}"
+        what = f"lacks {number_of(len(missing), 'weight')}: {some(missing, _SHOWN)}"
         problems.append(Problem(what, where, fix="give the whole model"))
 
     surplus = sorted(state.keys() - wanted.keys())
     if surplus:
-        what = f"has {len(surplus)} weights that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
+        weights = number_of(len(surplus), "weight")
+        what = f"has {weights} that the built-in GPT has no place for: {some(surplus, _SHOWN)}"
         problems.append(Problem(what, where, fix="use model.target=hf:FOLDER"))
 
     # Of a wrong size in config.json hundreds of weights differ: the first few show which size it is.

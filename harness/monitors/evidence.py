@@ -403,6 +403,10 @@ class Evidence:
         factors = np.where(values == 0, 0.0, np.where(_BELOW, decibels, ratio))
         return np.nan_to_num(factors).max(axis=(0, 1, 3))
 
+    def limit(self, statistic: str, role: str) -> float:
+        """The limit of a statistic, without what growth adds to it."""
+        return float(self._limits[_NAMES.index(statistic), 0, ROLES.index(role)])
+
     def describe(self, layer: int, over: Bools) -> dict[str, dict[str, Any]]:
         """For every slot of a layer that is `over`: the values beyond their limits, oldest first, and its amaxes."""
         slots: dict[str, dict[str, Any]] = {}

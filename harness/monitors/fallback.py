@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from harness.core.config import FallbackConfig
-from harness.core.errors import CheckpointError, MisuseError, Problem
+from harness.core.errors import CheckpointError, MisuseError, Problem, number_of
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
 from harness.monitors.base import Bools, Ints, KeptWindow, MonitorContext, is_calibration
@@ -229,14 +229,14 @@ class FallbackController(KeptWindow):
         for index in demote:
             layer = self.layers[index]
             down[layer] = self._describe(index, over)
-            parts.append(f"{layer} to BF16 ({_first_slot(down[layer]['slots'])})")
+            parts.append(f"{layer} to BF16 ({self._first_slot(down[layer]['slots'])})")
 
         up: dict[str, dict[str, int]] = {}
         for index in promote:
             layer = self.layers[index]
             since = int(self._since[index])
             up[layer] = {"demoted_at": since, "steps": step - since}
-            parts.append(f"{layer} back to FP8 (after {step - since} steps in BF16)")
+            parts.append(f"{layer} back to FP8 (after {number_of(step - since, 'step')} in BF16)")
 
         # A switch in both directions is reported as a demotion, the graver of the two.
         code = "precision.demote" if demote else "precision.promote"
@@ -274,6 +274,14 @@ class FallbackController(KeptWindow):
             "demotions_before": int(self._demotions[layer]),
         }
 
+    def _first_slot(self, slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+        """The first slot, its figures and their limit, for a line of text."""
+        slot, figures = next(iter(slots.items()))
+        statistic, values = next(iter(figures.items()))
+        listed = ", ".join(f"{value:g}" for value in values)
+        limit = self._evidence.limit(statistic, slot.rpartition(".")[2])
+        return f"{slot} {statistic} {listed}; limit {limit:g}"
+
     def _describe_all(self, layers: list[int], over: Bools) -> dict[str, dict[str, Any]]:
         return {self.layers[index]: self._describe(index, over) for index in layers}
 
@@ -297,14 +305,6 @@ class FallbackController(KeptWindow):
             raise CheckpointError(Problem(what, where, fix=fix))
         self._evidence.load_state_dict(meta["evidence"])
         super().load_state_dict(meta)
-
-
-def _first_slot(slots: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """The first slot and its figures, for a line of text."""
-    slot, figures = next(iter(slots.items()))
-    statistic, values = next(iter(figures.items()))
-    listed = ", ".join(f"{value:g}" for value in values)
-    return f"{slot} {statistic} {listed}"
 
 
 class WholeRunFallback(KeptWindow):

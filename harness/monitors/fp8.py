@@ -77,7 +77,8 @@ class Fp8Monitor(KeptWindow):
         self._reported |= dead
         names = [slots.names[index] for index in np.flatnonzero(dead)]
         shown = some(names, NAMED_IN_TEXT)
-        text = f"{len(names)} FP8 tensors were all zero for {self.dead_after} steps: {shown}"
+        tensors = "1 FP8 tensor was" if len(names) == 1 else f"{len(names)} FP8 tensors were"
+        text = f"{tensors} all zero for {self.dead_after} steps: {shown}"
         evidence = {"slots": names, "steps": self.dead_after}
         return Verdict("fp8.dead", facts.step, text, evidence=evidence)
 

@@ -102,8 +102,8 @@ class Fp8FrozenMonitor(KeptWindow):
             shown.append(f"{name} ({ratio[place]:.3g} times what fits)")
             figures[name] = jsonable(float(ratio[place]))
         text = (
-            f"{len(places)} FP8 scales have not moved for {self.updates} updates although they do not fit their "
-            f"tensors: {some(shown, WORST_IN_TEXT)}"
+            f"FP8 scales have not moved for {self.updates} updates although they do not fit their tensors: "
+            f"{some(shown, WORST_IN_TEXT)}"
         )
         evidence = {"slots": figures, "updates": self.updates}
         return Verdict("fp8.frozen", step, text, evidence=evidence)

@@ -32,7 +32,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
-from harness.core.errors import MisuseError, Problem, shown, some
+from harness.core.errors import MisuseError, Problem, number_of, shown, some
 from harness.core.facts import ROLES
 from harness.precision import scaling
 from harness.precision.backends.native import NativeLayer
@@ -276,10 +276,10 @@ def lines(comparison: Comparison, most: int = 20) -> list[str]:
     most: slots and names that are listed at most. Show the lines by `core.screen.say`.
     """
     if not comparison.slots:
-        text = [f"other scalings: nothing was measured in {comparison.steps} steps"]
+        text = [f"other scalings: nothing was measured in {number_of(comparison.steps, 'step')}"]
         return text + _not_observed_lines(comparison.not_observed, most)
 
-    steps = "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"
+    steps = number_of(comparison.steps, "step")
     text = [
         f"Other scalings, measured on the tensors of {steps}: dB are per element (of gradients: per row), medians.",
         "delayed: its SQNR, the worst step, and the largest share flushed to zero; the others: gain over it",

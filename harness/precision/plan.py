@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.cards import Tier, tier_of
-from harness.core.errors import ConfigError, MachineError, Problem, some
+from harness.core.errors import ConfigError, MachineError, Problem, number_of, some
 from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran, pad_numbers
 from harness.core.plan_text import plan_text
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
@@ -258,7 +258,7 @@ class Plan:
 
         parts: list[str] = []
         for precision, count in sorted(Counter(layers.values()).items()):
-            parts.append(f"{precision}: {count} modules")
+            parts.append(f"{precision}: {number_of(count, 'module')}")
         return {**self.as_dict(), "effective": ", ".join(parts), "effective_layers": layers}
 
 
@@ -411,9 +411,13 @@ def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
     if any(row.precision == "fp8" for row in rows):
         return
     what = "no layer of this model can run in FP8"
-    linears = [row for row in rows if row.shape]
-    reasons = sorted(f"{row.module}: {row.reason}" for row in linears)
-    why = "; ".join(reasons[:5]) or "the model has no Linear"
+    # Most layers of a model share a reason.
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.shape:
+            names.setdefault(row.reason, []).append(row.module)
+    reasons = [f"{some(layers, 3)}: {reason}" for reason, layers in names.items()]
+    why = "; ".join(reasons) or "the model has no Linear"
     fix = (
         "widen layers.include, lower layers.min_features, change the sizes, or take the recipe bf16"
     )

@@ -13,7 +13,7 @@ from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, ConfigError, Problem, some
+from harness.core.errors import CheckpointError, ConfigError, Problem, number_of, some
 from harness.core.state import RunLedger
 from harness.replay.flight import Branches
 from harness.tracking.history import RunHistory
@@ -187,9 +187,8 @@ def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> 
     # A rehearsal that ends before the incident would find everything well.
     least = incident - step
     if steps < least:
-        what = (
-            f"{steps} steps from step {step} on end before step {incident}, where the run went bad"
-        )
+        ends = "ends" if steps == 1 else "end"
+        what = f"{number_of(steps, 'step')} from step {step} on {ends} before step {incident}, where the run went bad"
         raise ConfigError(Problem(what, "--steps", fix=f"give at least {least}"))
     steps = min(steps, max(least, config.train.steps - step))
     ledger = copy.deepcopy(history.ledger_of(incident))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from harness.core.config import RunConfig
-from harness.core.errors import HarnessError
+from harness.core.errors import HarnessError, number_of
 from harness.core.facts import SamplingSpan
 from harness.core.memory import peak_resident, restart_peak
 from harness.core.state import RunLedger, random_numbers_apart
@@ -293,7 +293,7 @@ class Rehearsal:
         begin = self.begin
         difference: Difference | None = None
         reported = time.monotonic()
-        self.say(f"{name}: {begin.steps} steps from {begin.text} ({rerun.resolved})")
+        self.say(f"{name}: {number_of(begin.steps, 'step')} from {begin.text} ({rerun.resolved})")
         for done in range(1, begin.steps + 1):
             # Most steps do not sample SQNR and underflow, and a short branch may never do so. So the last step always
             # does. One sample more is too few to demote a layer.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from harness.core.errors import clipped, some
+from harness.core.errors import clipped, number_of, some
 from harness.core.facts import jsonable
 from harness.core.plan_text import aligned
 from harness.rehearse.branch import Branch, tail_of
@@ -109,7 +109,7 @@ def _gap_json(branch: Branch, found: Branches) -> dict[str, Any]:
 def lines(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> list[str]:
     """The rehearsal in words. The verdict comes first, then the table that shows it."""
     begin = made.begin
-    shown = [f"rehearsed {subject}: {begin.steps} steps from {begin.text}"]
+    shown = [f"rehearsed {subject}: {number_of(begin.steps, 'step')} from {begin.text}"]
     if begin.incident is not None:
         shown[0] += f"; the run went bad at step {begin.incident}"
     shown.append(f"verdict: {verdict.cause}: {verdict.why}")
@@ -207,7 +207,7 @@ def _fp8_lines(fp8: Branch) -> list[str]:
     # The terminal shows the worst slots.
     rest = len(fp8.slots) - _SLOTS_SHOWN
     if rest > 0:
-        text.append(f"and {rest} more slots: --json lists them")
+        text.append(f"and {rest} more: --json lists them")
     text.append(
         "beyond: octaves (factors of two) over the recipe's limit; one bad step alone demotes no layer"
     )

@@ -25,7 +25,7 @@ from torch import nn
 
 from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, Problem
+from harness.core.errors import CheckpointError, Problem, number_of
 from harness.core.facts import Limits, StepFacts, Window
 from harness.core.health import one_sample
 from harness.core.layer_norms import layer_of
@@ -511,7 +511,7 @@ def _precision(resolved: str, facts: StepFacts) -> str:
     if facts.fell_back_to:
         return f"{resolved}, all of it in {facts.fell_back_to}"
     if facts.demoted:
-        return f"{resolved}, {len(facts.demoted)} layers in bf16"
+        return f"{resolved}, {number_of(len(facts.demoted), 'layer')} in bf16"
     return resolved
 
 

@@ -22,7 +22,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.errors import clipped, clock
+from harness.core.errors import clipped, clock, number_of
 from harness.core.facts import SLOT_ROWS, jsonable
 from harness.core.files import read_mapping
 from harness.report.inspect import SPARK, row_of_slot, slot_columns
@@ -218,7 +218,7 @@ class Follower:
         if row["code"] == SWITCHED:
             demoted, promoted = _names(row.get("demote")), _names(row.get("promote"))
             self._moves.append((row["step"], demoted, promoted))
-            text = text or f"to BF16: {len(demoted)} layers, back: {len(promoted)}"
+            text = text or f"to BF16: {number_of(len(demoted), 'layer')}, back: {len(promoted)}"
         elif row["code"] == "guard.rollback" and type(row.get("to_step")) is int:
             # The state before has the layers where they were then.
             self._moves = [move for move in self._moves if move[0] <= row["to_step"]]
@@ -285,7 +285,7 @@ def header(run: Follower) -> list[str]:
         if totals.val_loss is not None:
             parts.append(f"val {totals.val_loss:.4f}")
         if math.isfinite(run.tokens_per_second):
-            parts.append(f"{run.tokens_per_second:,.0f} tokens/s")
+            parts.append(f"{run.tokens_per_second:,.0f} {totals.counted}/s")
         if math.isfinite(run.seconds_left):
             parts.append(f"eta {clock(run.seconds_left)}")
         lines.append("  ".join(parts))

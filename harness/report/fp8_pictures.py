@@ -92,27 +92,26 @@ def gather(found: SlotSteps) -> Gathered:
     places: list[Ints] = []
     looked_up: tuple[str, ...] | None = None
     column = 0
-    for step, names, values in found.read():
+    for steps, names, values in found.neighbours(each):
         if names is not looked_up:
             looked_up = names
             places = [_places_of(role, names) for role in ROLES]
 
         # The first step of the next column: join the steps of this one.
-        place_of_step = int(np.searchsorted(found.steps, step))
-        if place_of_step // each != column:
+        if steps[0] // each != column:
             _join(wide, fans, column)
             wide[:] = np.nan
-            column = place_of_step // each
+            column = int(steps[0]) // each
 
         # A model may have no slot of a role: frozen layers have no gradients.
         for row, (role, at) in enumerate(zip(ROLES, places, strict=True)):
             if not len(at):
                 continue
             for place, (figure, _, _) in enumerate(_FANS):
-                quantiles = _quantiles(values[FIGURES.index(figure), at])
-                wide[row, place, :, place_of_step % each] = quantiles
-            amax = values[FIGURES.index("amax"), at].astype(np.float64)
-            scale = values[FIGURES.index("scale"), at].astype(np.float64)
+                quantiles = _quantiles(values[:, FIGURES.index(figure)][:, at])
+                wide[row, place][:, steps % each] = quantiles
+            amax = values[:, FIGURES.index("amax")][:, at].astype(np.float64)
+            scale = values[:, FIGURES.index("scale")][:, at].astype(np.float64)
             exponents[role, False] += _count_exponents(amax)
             exponents[role, True] += _count_exponents(amax * scale)
     _join(wide, fans, column)
@@ -138,13 +137,17 @@ def _count_exponents(magnitudes: Floats) -> Ints:
 
 
 def _quantiles(values: npt.NDArray[np.float32]) -> Floats:
-    """The quantiles RANKS of the finite values; NaN if none is finite."""
-    finite = np.sort(values[np.isfinite(values)]).astype(np.float64)
-    if not finite.size:
-        return np.full(len(RANKS), np.nan)
+    """The quantiles RANKS of each step's finite values, [RANKS, steps]; NaN if none is finite.
+
+    values: [steps, slots].
+    """
+    is_finite = np.isfinite(values)
+    # NaN is sorted behind all numbers.
+    ordered = np.sort(np.where(is_finite, values, np.nan), axis=1).astype(np.float64)
+    last = np.maximum(is_finite.sum(axis=1) - 1, 0)
     # Nearest rank without interpolation: each point of the picture is the figure of some layer.
-    last = finite.size - 1
-    return finite[[round(rank * last) for rank in RANKS]]
+    places = np.rint(np.multiply.outer(RANKS, last)).astype(np.int64)
+    return ordered[np.arange(len(values)), places]
 
 
 def _join(wide: Floats, fans: Floats, column: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.core.errors import shown
+from harness.core.errors import number_of, shown
 from harness.core.metrics import OF_LAYERS
 from harness.report import label
 from harness.report.fp8_pictures import GRID, INK, save
@@ -96,8 +96,8 @@ def hunt_line(history: RunHistory) -> str:
         figures = f"{each.largest:.3g} at step {each.at}, usually {each.usual:.3g}"
         grown.append(f"{shown(each.layer)} {figures}")
     steps = max(each.steps for each in layers)
-    plural = "s" if steps > 1 else ""
-    return f"gradient norms of {len(layers)} layers in {steps} step{plural}; grew most: {'; '.join(grown)}"
+    measured = f"{number_of(len(layers), 'layer')} in {number_of(steps, 'step')}"
+    return f"gradient norms of {measured}; grew most: {'; '.join(grown)}"
 
 
 def hunt_plot(history: RunHistory, path: Path) -> bool:

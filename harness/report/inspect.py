@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkpoint.manifest import check_header
-from harness.core.errors import ExitCode, clipped, some
+from harness.core.errors import ExitCode, clipped, number_of, some
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
 from harness.profiling.report import profiles, title
@@ -256,7 +256,12 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         where = path.parent / path.name.replace(".table.json", ".md")
         lines.append(("profile", f"{title(made)}: {made.summary()}; see {short(where)}"))
     if history.lost:
-        lines.append(("journal", f"no figures of {len(history.lost)} steps: {spans(history.lost)}"))
+        lines.append(
+            (
+                "journal",
+                f"no figures of {number_of(len(history.lost), 'step')}: {spans(history.lost)}",
+            )
+        )
     codes = Counter(event["code"] for event in history.events)
     events = [f"{code} x {count}" for code, count in sorted(codes.items())]
     lines.append(("events", ", ".join(events) or "none"))
@@ -278,10 +283,9 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
         return _own_data(data, epochs, steps)
 
     files = data["files"]
-    plural = "s" if files > 1 else ""
-    text = f"{data['source']} ({data['kind']}): {files:,} file{plural}, "
+    text = f"{data['source']} ({data['kind']}): {number_of(files, 'file')}, "
     text += f"{data['train_tokens']:,} tokens to train on, {data['val_tokens']:,} to validate on, "
-    text += f"{data['vocab']:,} token ids; {steps:,} steps are {epochs}"
+    text += f"{data['vocab']:,} token ids; {_take(steps, epochs)}"
     lines = [text]
 
     # A small source with a large share is repeated more often than the whole.
@@ -306,7 +310,7 @@ def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
         fields.append(f"{name} {dtype} {shape}")
     text = f"{data['source']}: {data['train_samples']:,} samples to train on, "
     text += f"{data['val_samples']:,} to validate on, of {', '.join(fields)}; "
-    text += f"{steps:,} steps are {epochs}"
+    text += _take(steps, epochs)
     lines = [text]
     if left := data["unreadable"]:
         looked_at = len(data["looked_at"])
@@ -314,11 +318,17 @@ def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
     return lines
 
 
+def _take(steps: int, epochs: str) -> str:
+    """How much of the data the run's steps take."""
+    verb = "is" if steps == 1 else "are"
+    return f"{number_of(steps, 'step')} {verb} {epochs}"
+
+
 def _epochs(epochs: float) -> str:
     number = f"{epochs:,.0f}"
     if epochs < 1000:
         number = f"{epochs:.3g}"
-    return f"{number} epochs"
+    return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
 def fp8_proof(history: RunHistory) -> str:

@@ -161,6 +161,7 @@ class Totals:
     metrics: values of the last row with a training loss; step: of that row.
     val_loss: the last one.
     params: of all "run" rows; later ones replace earlier ones.
+    counted: what the speed counts: tokens, or samples.
     status: of the "end" row, if no process began after it.
     latest: time of the newest row that was parsed, in seconds since 1970.
     lowered: precision that the whole run went to; empty if it did not.
@@ -172,6 +173,7 @@ class Totals:
     metrics: Mapping[str, float] = field(default_factory=dict)
     val_loss: float | None = None
     params: dict[str, Any] = field(default_factory=dict)
+    counted: str = "tokens"
     status: str = ""
     latest: float = 0.0
     lowered: str = ""
@@ -188,6 +190,8 @@ class Totals:
         # A new process has taken the run up again: it has not ended.
         elif row["kind"] == "run":
             self.params |= row.get("params", {})
+            counted = row.get("data", {}).get("counted", self.counted)
+            self.counted = shown(clipped(str(counted), _MAX_REASON))
             self.status = ""
         elif row["kind"] == "end":
             self.status = row["status"]

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from harness.core.errors import ConfigError, clipped, clock, shown, some
+from harness.core.errors import ConfigError, clipped, clock, number_of, shown, some
 from harness.core.facts import SWITCH_DELAY, jsonable
 from harness.core.memory import size_text
 from harness.core.plan_text import fold, rung_lines
@@ -390,10 +390,13 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
     tags = history.run["tags"]
     ranks = str(tags.get("ranks", "1"))
     card = tags.get("card") or history.plan.get("tier") or "not recorded"
-    lines = [("time", f"{clock(spent.seconds)} in {max(1, spent.processes)} start(s)")]
+    lines = [("time", f"{clock(spent.seconds)} in {number_of(max(1, spent.processes), 'start')}")]
     if ranks.isdecimal() and len(ranks) < 7:
         lines.append(
-            ("rank hours", f"{spent.seconds / 3600 * int(ranks):.3g}: {ranks} rank(s) on {card}")
+            (
+                "rank hours",
+                f"{spent.seconds / 3600 * int(ranks):.3g}: {number_of(int(ranks), 'rank')} on {card}",
+            )
         )
 
     # What was paid for and does not count.
@@ -404,18 +407,16 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
         lines.append(
             (
                 "thrown away",
-                f"{abandoned} steps by rollbacks: {clock(spent.thrown_away)}, {share:.1%} of the time",
+                f"{number_of(abandoned, 'step')} by rollbacks: {clock(spent.thrown_away)}, {share:.1%} of the time",
             )
         )
-    lines.append(("updates skipped", f"{found['skipped']} of {found['steps']} steps"))
+    lines.append(("updates skipped", f"{found['skipped']} of {number_of(found['steps'], 'step')}"))
 
     saves = [each.seconds for each in spent.checkpoints if each.seconds is not None]
     size = sum(each.size for each in spent.checkpoints)
     if spent.checkpoints:
-        lines.append(
-            ("checkpoints", f"{len(spent.checkpoints)} saves, {clock(sum(saves))} of writing beside training; "
-             f"{size_text(size)} on disk now")
-        )  # fmt: skip
+        text = f"{number_of(len(spent.checkpoints), 'save')}, {clock(sum(saves))} of writing beside training"
+        lines.append(("checkpoints", f"{text}; {size_text(size)} on disk now"))
     return lines
 
 

@@ -30,7 +30,6 @@ _AMAX, _SCALE, _SATURATION = (FIGURES.index(name) for name in ("amax", "scale", 
 # Figures that are worst where they are smallest.
 _LEAST_IS_WORST = ("sqnr_db", "even_db", "centred_db")
 _WORST = ("saturation", "clipped", "underflow", *_LEAST_IS_WORST)
-_BLOCK = 256
 
 Block = tuple[Ints, Sequence[str], npt.NDArray[np.floating]]
 """Places of neighbouring steps, their slots, and figures [steps, figures, slots]."""
@@ -146,31 +145,10 @@ def _gather(history: RunHistory, slots: Sequence[str], most: int) -> _Gathered:
     if history.slot_steps is None:
         blocks = _blocks_of_journal(history, slots, groups)
     else:
-        blocks = _blocks_of_file(history, groups)
+        blocks = history.slot_steps.neighbours(groups.each)
     for block in blocks:
         gathered.add(block)
     return gathered
-
-
-def _blocks_of_file(history: RunHistory, groups: Groups) -> Iterator[Block]:
-    """Blocks of steps of one group with the same slots; a damaged step is left out."""
-    found = history.slot_steps
-    assert found is not None
-    places: list[int] = []
-    values: list[npt.NDArray[np.float32]] = []
-    slots: Sequence[str] = ()
-    for step, names, figures in found.read():
-        place = int(np.searchsorted(found.steps, step))
-        # A block ends where its slots or its group of steps do.
-        is_other = names is not slots or groups.of_place(place) != groups.of_place(places[0])
-        if places and (is_other or len(places) == _BLOCK):
-            yield np.array(places), slots, np.stack(values)
-            places, values = [], []
-        slots = names
-        places.append(place)
-        values.append(figures)
-    if places:
-        yield np.array(places), slots, np.stack(values)
 
 
 def _blocks_of_journal(

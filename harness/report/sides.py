@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.errors import ConfigError, Problem, some
+from harness.core.errors import ConfigError, Problem, number_of, some
 from harness.core.facts import jsonable
 from harness.report import short
 from harness.report.differences import SEEDS, machine, read_start
@@ -100,7 +100,7 @@ def two_sides(runs: Sequence[RunHistory]) -> tuple[Side, Side]:
     for group in groups.values():
         names = [run.run_dir.name for run in group]
         named.append(f"[{some(names, _MOST_NAMED)}]")
-    what = f"these runs make {len(groups)} side{'s' if len(groups) > 1 else ''}, not two: {', '.join(named)}"
+    what = f"these runs make {number_of(len(groups), 'side')}, not two: {', '.join(named)}"
     why = (
         "runs that differ in nothing but train.seed are one side: same config, recipe, data, resolved precision, card "
         "and checkpoint that they started from"

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.core.config import FallbackConfig
+from harness.core.errors import number_of
 from harness.core.facts import ROLES
 
 DECIBELS = 20 * math.log10(2)
@@ -74,9 +75,7 @@ def _judge(slot: SlotFigures, limits: FallbackConfig) -> Trouble:
     score, figure = _worst_figure(slot, limits)
     reasons: list[str] = []
     if slot.nonfinite:
-        reasons.append(
-            f"amax not finite in {slot.nonfinite} step{'s' if slot.nonfinite > 1 else ''}"
-        )
+        reasons.append(f"amax not finite in {number_of(slot.nonfinite, 'step')}")
     if slot.demoted:
         reasons.append("layer in BF16")
     if score > 0:

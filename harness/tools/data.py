@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from harness.core.config import Documents, HubConfig
-from harness.core.errors import ConfigError, DataError, ExitCode, Problem
+from harness.core.errors import ConfigError, DataError, ExitCode, Problem, number_of
 from harness.data.detect import look, no_such
 from harness.data.hub import PREFIX, fetch
 from harness.data.prepare import Preparation, Progress, prepare_dataset
@@ -132,9 +132,9 @@ def _summarize(made: dict[str, Any], out: Path) -> None:
     for shard in shards:
         tokens[shard["split"]] += shard["tokens"]
     split = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on"
-    print(f"{out}: {split}, in {len(shards)} files")
+    print(f"{out}: {split}, in {number_of(len(shards), 'file')}")
     ids = made["vocabulary"]["ids"]
-    text = f"{made['documents']:,} documents, {made['text_bytes']:,} bytes of text"
+    text = f"{number_of(made['documents'], 'document')}, {made['text_bytes']:,} bytes of text"
     print(f"{text}, {ids:,} token ids, {made['dtype']}")
 
     # A large source may have many bad files: the first of them on the screen, all in dataset.json.

@@ -23,6 +23,7 @@ from harness.core.errors import (
     Problem,
     clock,
     near_match,
+    number_of,
 )
 from harness.core.screen import say
 from harness.report import short
@@ -70,7 +71,7 @@ def command(
     place = folder or _free_folder(config, run_config.recipe)
     bench = Bench.open(place, run_config, steps, 60 * patience)
     screen = sys.stderr if as_json else sys.stdout
-    say(f"drill of {config} in {short(bench.folder)}: {len(names)} exercises", screen)
+    say(f"drill of {config} in {short(bench.folder)}: {number_of(len(names), 'exercise')}", screen)
 
     from harness.drill.page import HTML, Drill, facts_of, write
 

@@ -20,7 +20,7 @@ from harness.build import Worker
 from harness.checkpoint.recovery import fallback_folders
 from harness.checkpoint.store import Store
 from harness.core.deferred import computing
-from harness.core.errors import CheckpointError, ExitCode, Problem
+from harness.core.errors import CheckpointError, ExitCode, Problem, number_of
 from harness.core.findings import Finding
 from harness.core.memory import size_text
 from harness.core.state import state_bytes
@@ -60,7 +60,9 @@ def check(request: Request) -> int:
         console = Console(config.train.steps, stream=stream)
         if has_finished(folder, config.train.steps):
             step = read_outcome(folder)["step"]
-            console.say(f"{folder} has finished its {step} steps; see harness inspect {folder}")
+            console.say(
+                f"{folder} has finished its {number_of(step, 'step')}; see harness inspect {folder}"
+            )
             return ExitCode.DONE
 
         with _data_place(start, worker) as place:

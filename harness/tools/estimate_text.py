@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.capability.cards import GIB
+from harness.core.errors import number_of
 from harness.core.plan_text import plan_text
 from harness.estimate.comparison import CardEstimate
 from harness.estimate.fitting import Way
@@ -72,7 +73,7 @@ def _show_one(found: CardEstimate, console: Console) -> None:
 def _show_table(found: Sequence[CardEstimate], console: Console) -> None:
     made = [each.made for each in found if each.made is not None]
     first = made[0]
-    title = f"recipe {first.recipe}, {first.steps:,} steps, {first.trace.parameters / 1e6:,.1f}M parameters"
+    title = f"recipe {first.recipe}, {number_of(first.steps, 'step')}, {_parameters(first)}"
     if first.ranks > 1:
         title += f", {first.ranks} ranks"
     console.print(f"[bold]{escape(title)}[/]", highlight=False)
@@ -152,12 +153,13 @@ def _remarks(found: Sequence[CardEstimate]) -> list[tuple[str, str]]:
 
 def _not_taken(made: Prediction) -> list[str]:
     """The better rungs of the ladder that this card cannot take, and why."""
-    lines: list[str] = []
+    # Reason -> rungs: that no layer fits holds for all of FP8.
+    rungs: dict[str, list[str]] = {}
     for verdict in made.plan.rungs:
         if verdict.taken:
             break
-        lines.append(f"not {verdict.rung}: {verdict.reason}")
-    return lines
+        rungs.setdefault(verdict.reason, []).append(verdict.rung)
+    return [f"not {', '.join(names)}: {reason}" for reason, names in rungs.items()]
 
 
 _LEFT_OUT = "hours and cost are of train.steps alone: start, validation and saves come on top"
@@ -166,7 +168,7 @@ _LEFT_OUT = "hours and cost are of train.steps alone: start, validation and save
 def _whole_run(found: CardEstimate, made: Prediction) -> list[tuple[str, str]]:
     if not made.fits:
         return []
-    text = f"{made.steps:,} steps: {_hours(made.hours)} hours"
+    text = f"{number_of(made.steps, 'step')}: {_hours(made.hours)} hours"
     cost = found.cost(made.hours, made.ranks)
     if cost is not None:
         text += f", cost {_money(cost)}"
@@ -222,8 +224,17 @@ def _precision(made: Prediction) -> list[tuple[str, str]]:
     text = made.plan.resolved
     if fp8:
         text += f", {fp8} of {linear} Linear layers in FP8"
-    text += f"; {made.trace.parameters / 1e6:,.0f}M parameters"
+    text += f"; {_parameters(made)}"
     return [("precision", text), *(("", line) for line in _not_taken(made))]
+
+
+def _parameters(made: Prediction) -> str:
+    """How many the model has: `3 parameters`, `123.6M parameters`."""
+    count = made.trace.parameters
+    if count < 100_000:
+        return number_of(count, "parameter")
+    millions = count / 1e6
+    return f"{millions:,.0f}M parameters" if millions >= 1000 else f"{millions:,.1f}M parameters"
 
 
 def _memory(made: Prediction) -> list[tuple[str, str]]:
@@ -283,7 +294,10 @@ def _exchange(made: Prediction) -> list[tuple[str, str]]:
         if size >= 2**20:
             name = "" if rows else "exchange"
             rows.append(
-                (name, f"{what} in {phase}: {count} times a step, {_gib(size)} of whole tensors")
+                (
+                    name,
+                    f"{what} in {phase}: {number_of(count, 'time')} a step, {_gib(size)} of whole tensors",
+                )
             )
     return rows
 

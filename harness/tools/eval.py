@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.core.errors import ConfigError, ExitCode, Problem
+from harness.core.errors import ConfigError, ExitCode, Problem, number_of
 from harness.core.screen import say
 from harness.report import RunFolder, short
 
@@ -298,8 +298,8 @@ def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batc
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     """The answer as text: what was evaluated, a table, and the difference."""
     yield (
-        f"{found['run']} at step {found['step']}: {found['data']}, {found['samples']} samples, "
-        f"{found['tokens']:,} tokens"
+        f"{found['run']} at step {found['step']}: {found['data']}, {number_of(found['samples'], 'sample')}, "
+        f"{number_of(found['tokens'], 'token')}"
     )
     trained_in, precision = found["trained_in"], found["precision"]
     if trained_in.partition(",")[0] != precision.partition(",")[0]:

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.core.config import RunConfig
-from harness.core.errors import CheckpointError, ConfigError, ExitCode, Problem, shown, some
+from harness.core.errors import (
+    CheckpointError,
+    ConfigError,
+    ExitCode,
+    Problem,
+    number_of,
+    shown,
+    some,
+)
 from harness.core.facts import as_it_ran
 from harness.core.files import MAX_LARGE, file_sha256, read_mapping, sync_folder, write_json
 from harness.core.schema import read_yaml, validate
@@ -448,14 +456,14 @@ def _training(
     text = "none"
     if back:
         windows = sum(len(each.passed_over) for each in back)
-        text = f"{len(back)}, {windows} windows of the data passed over"
+        text = f"{len(back)}, {number_of(windows, 'window')} of the data passed over"
     yield "rollbacks", text
 
     source = _last(data.get("source", "not recorded"))
     sha256 = data.get("sha256", "not recorded")
     yield "data", f"`{source}`, SHA-256 `{sha256}`"
     # The samples of a data set of the user's own need not be tokens.
-    samples = f"{train.global_batch} samples"
+    samples = number_of(train.global_batch, "sample")
     if config.data.target is None:
         samples += f" of {config.data.context} tokens"
     yield "batch", f"{samples} a step"
@@ -485,7 +493,7 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     # From what was asked for to what became of it.
     effective: list[str] = []
     for precision, count in sorted(Counter(ran.values()).items()):
-        effective.append(f"{precision}: {count} modules")
+        effective.append(f"{precision}: {number_of(count, 'module')}")
     rows = [
         ("recipe", f"{plan['recipe']}, SHA-256 `{plan['recipe_sha256']}`"),
         ("requested", plan["requested"]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.core.errors import ConfigError, ExitCode, Problem, near_match
+from harness.core.errors import ConfigError, ExitCode, Problem, near_match, number_of
 from harness.core.screen import say
 from harness.report import short, tool
 from harness.tools.restored import check_recipe, read_run
@@ -379,7 +379,9 @@ def _show(
 
     if found.recommended is not None:
         path = out / recommended.FILE
-        recommended.write(path, found.recommended, f"{request.name}, {found.begin.steps} steps")
+        recommended.write(
+            path, found.recommended, f"{request.name}, {number_of(found.begin.steps, 'step')}"
+        )
         content["recipe"]["path"] = str(path)
         lines += ["", *text.recipe_lines(content["recipe"])]
 
@@ -410,4 +412,4 @@ def _machine(worker: Worker) -> str:
         return worker.facts.card(worker.device.index)
     import torch
 
-    return f"this CPU, {torch.get_num_threads()} thread(s)"
+    return f"this CPU, {number_of(torch.get_num_threads(), 'thread')}"

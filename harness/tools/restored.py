@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.core.errors import CheckpointError, ConfigError, Problem, some
+from harness.core.errors import CheckpointError, ConfigError, Problem, number_of, some
 from harness.core.screen import say
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class Restored:
         if self.precision.fell_back_to:
             return f"{self.plan.resolved}, downgraded to {self.precision.fell_back_to}"
         if self.precision.demoted:
-            return f"{self.plan.resolved}, {len(self.precision.demoted)} layers in BF16"
+            return (
+                f"{self.plan.resolved}, {number_of(len(self.precision.demoted), 'layer')} in BF16"
+            )
         return self.plan.resolved
 
     @property

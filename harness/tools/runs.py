@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.core.errors import ConfigError, ExitCode, Problem, shown
+from harness.core.errors import ConfigError, ExitCode, Problem, number_of, shown
 from harness.core.memory import size_text
 from harness.core.plan_text import aligned
 from harness.core.screen import say
@@ -170,9 +170,7 @@ def _events(run: Overview) -> str:
     counted = [
         (run.events.get(severity, 0), severity) for severity in (Severity.ERROR, Severity.WARNING)
     ]
-    texts = [
-        f"{count} {severity}{'s' if count > 1 else ''}" for count, severity in counted if count
-    ]
+    texts = [number_of(count, severity) for count, severity in counted if count]
     return f"{', '.join(texts)} ({run.worst})" if texts else "-"
 
 

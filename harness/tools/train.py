@@ -44,7 +44,14 @@ from harness.core.config import (
     unwatched,
     warmup_doubt,
 )
-from harness.core.errors import CheckpointError, ExitCode, LostRankError, Problem, tell_wrapper
+from harness.core.errors import (
+    CheckpointError,
+    ExitCode,
+    LostRankError,
+    Problem,
+    number_of,
+    tell_wrapper,
+)
 from harness.core.facts import Outcome
 from harness.core.state import RunLedger
 from harness.data.source import source_changes
@@ -131,9 +138,8 @@ def train(request: Request) -> int:
         stream = None if worker.is_lead else open(os.devnull, "w")  # noqa: SIM115
         console = Console(config.train.steps, stream=stream)
         if has_finished(folder, config.train.steps):
-            console.say(
-                f"{folder} has finished its {read_outcome(folder)['step']} steps; see harness inspect {folder}"
-            )
+            done = number_of(read_outcome(folder)["step"], "step")
+            console.say(f"{folder} has finished its {done}; see harness inspect {folder}")
             return ExitCode.DONE
 
         # Data, plan and model come before the run's own files: a job that cannot run here must not become a run.
@@ -254,7 +260,8 @@ def headline(request: Request, worker: Worker, folder: Path) -> str:
     launch = request.launcher
     if request.config.engine.name != "auto":
         launch += f", engine {worker.engine}"
-    return f"run {folder}  ({launch}, {worker.group.world_size} rank(s) on {worker.device.type})"
+    ranks = number_of(worker.group.world_size, "rank")
+    return f"run {folder}  ({launch}, {ranks} on {worker.device.type})"
 
 
 def _begin_folder(start: StartingPoint, job: Job, worker: Worker) -> list[int]:

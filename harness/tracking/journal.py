@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.core.errors import ConfigError, Problem, near_match, some
+from harness.core.errors import ConfigError, Problem, near_match, number_of, some
 from harness.core.files import read_json, write_json
 from harness.tracking.existing import ExistingRows
 
@@ -398,7 +398,7 @@ def require_run(run_dir: Path) -> Path:
     if (run_dir / JOURNAL).is_file():
         return run_dir.resolve()
     if inside := runs_in(run_dir):
-        what = f"a folder of {len(inside)} runs, not a run"
+        what = f"a folder of {number_of(len(inside), 'run')}, not a run"
         fix = f"name one of them: {some(inside, 3)}"
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
 

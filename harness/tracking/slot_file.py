@@ -47,7 +47,11 @@ _NAMES, _STATS = b"FP8n", b"FP8s"
 _MAX_PAYLOAD = 256 << 20
 _ROWS_AT_ONCE = 1 << 20
 _ALWAYS_MEASURED = ("amax", "scale", "saturation")
+MOST_AT_ONCE = 256
+"""Steps of a block at most: thousands of slots have 10 MB in so many."""
 Floats = npt.NDArray[np.float32]
+Neighbours = tuple[npt.NDArray[np.int64], tuple[str, ...], Floats]
+"""Places of neighbouring steps in `SlotSteps.steps`, their slots, and float32 [steps, figures, slots]."""
 
 
 class SlotFile:
@@ -229,6 +233,28 @@ class SlotSteps:
                 values = _floats(file, at, packed, len(names))
                 if values is not None:
                     yield step, names, values
+
+    def neighbours(self, each: int) -> Iterator[Neighbours]:
+        """Blocks of at most MOST_AT_ONCE neighbouring steps, none across a multiple of `each` places.
+
+        A step at a time costs more in calls than in arithmetic: a long run of a small model took a minute. A damaged
+        step is left out.
+        """
+        places: list[int] = []
+        values: list[Floats] = []
+        slots: tuple[str, ...] = ()
+        for step, names, figures in self.read():
+            place = int(np.searchsorted(self.steps, step))
+            # A block ends where its slots or its group of steps do.
+            is_other = names is not slots or place // each != places[0] // each
+            if places and (is_other or len(places) == MOST_AT_ONCE):
+                yield np.array(places), slots, np.stack(values)
+                places, values = [], []
+            slots = names
+            places.append(place)
+            values.append(figures)
+        if places:
+            yield np.array(places), slots, np.stack(values)
 
     def heard(self) -> list[str]:
         """Slots whose amax was ever over 0."""

@@ -83,8 +83,17 @@ class Linears(nn.Module):
         return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
+def converted() -> nn.Module:
+    """Parameters in another type and back, as peft has those of its adapters."""
+    model = Elsewhere()
+    model.head.weight = model.embed.weight
+    return model.to(torch.bfloat16).float()
+
+
 def build(fault: str) -> nn.Module:
     """A `Planted` model, or one of another class."""
+    if fault == "converted":
+        return converted()
     return {"elsewhere": Elsewhere, "recurrent": Recurrent}.get(fault, lambda: Planted(fault))()
 
 

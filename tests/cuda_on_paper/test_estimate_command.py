@@ -298,6 +298,13 @@ def test_what_a_model_made_on_the_cpu_comes_to_the_card() -> None:
     assert found["waits"] == []
 
 
+def test_a_model_may_convert_its_parameters() -> None:
+    done = planted("converted", "--json")
+    assert done.returncode == 0, done.stderr
+    # A head tied to the embedding, and two layers that share a weight.
+    assert json.loads(done.stdout)["parameters"] == 64 * 256 + 256 + 64 * 64 + 2 * 64
+
+
 def test_a_calibrated_prediction_follows_the_measurements(tmp_path: Path) -> None:
     """A card that is half as fast in everything that was measured makes a step that takes twice as long."""
     base = answer("--card", "A100", *QUICK, "data.context=2048", "train.micro_batch=4")

@@ -176,8 +176,8 @@ def test_weights_that_do_not_fit_are_named_before_any_is_read(tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         build_deferred(ModelConfig(target=f"hf:{tmp_path}"), CPU)
     told = str(caught.value)
-    assert "1 weights are missing: lm_head.weight" in told
-    assert "1 weights would be left out: score.weight" in told
+    assert "1 weight missing: lm_head.weight" in told
+    assert "1 weight would be left out: score.weight" in told
     assert "of another shape: model.norm.weight [65], not [64]" in told
 
 

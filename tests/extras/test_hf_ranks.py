@@ -164,7 +164,7 @@ def test_a_folder_that_one_rank_cannot_use_ends_all_of_them(tmp_path: Path) -> N
             process.kill()
     first, second = (log.read_text() for log in rank_logs(tmp_path, 2))
     assert codes == [ExitCode.USAGE, ExitCode.USAGE], first + second
-    assert "1 weights are missing: lm_head.weight" in second
+    assert "1 weight missing: lm_head.weight" in second
     assert "rank 1 cannot build the model" in first
     assert "lm_head.weight" in first
     assert not list(tmp_path.rglob("journal.jsonl")), "nothing was trained"

@@ -262,8 +262,8 @@ def test_missing_and_left_out_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path)
     told = str(caught.value)
-    assert "1 weights are missing: lm_head.weight" in told
-    assert "1 weights would be left out: score.weight" in told
+    assert "1 weight missing: lm_head.weight" in told
+    assert "1 weight would be left out: score.weight" in told
     weights["lm_head.weight"] = head
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert load(tmp_path, ignore=["score.*"]).training

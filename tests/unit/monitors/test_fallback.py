@@ -319,7 +319,7 @@ def test_evidence_names_slot_figures_and_layer() -> None:
     assert found == {
         slot: {"saturation": [2.0, 3.0, 3.403e38], "amax": [9.0, 9.0, 2.0, 1.0, 3.0, 3.403e38][-4:]}
     }
-    assert f"{slot} saturation 2, 3, 3.403e+38" in last.text
+    assert f"{slot} saturation 2, 3, 3.403e+38; limit " in last.text
     json.dumps(last.evidence, allow_nan=False)
 
 

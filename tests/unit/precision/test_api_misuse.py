@@ -135,8 +135,8 @@ def test_a_model_without_fp8_layers_goes_down_the_ladder(caplog: pytest.LogCaptu
     taken = [verdict.rung for verdict in precision.plan.rungs if verdict.taken]
     assert taken == ["autocast:bf16"] == [precision.plan.resolved]
     refused = next(verdict for verdict in precision.plan.rungs if verdict.rung == "native:fp8")
-    assert refused.reason.startswith("no layer of this model can run in FP8: 0: ")
-    assert "native:fp8 is not taken: no layer of this model can run in FP8 (0: " in caplog.text
+    assert refused.reason.startswith("no layer of this model can run in FP8: 0")
+    assert "native:fp8 is not taken: no layer of this model can run in FP8 (0" in caplog.text
 
 
 def test_without_a_rung_below_a_model_with_nothing_for_fp8_is_refused() -> None:

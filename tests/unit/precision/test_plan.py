@@ -89,6 +89,14 @@ def test_a_model_without_an_fp8_layer_is_an_error_that_says_why() -> None:
     assert "not multiples of 16" in str(caught.value)
 
 
+def test_every_reason_is_given_once_with_the_layers_that_it_holds_for() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)), nn.Linear(32, 3))
+    with pytest.raises(ConfigError) as caught:
+        plan_for(model)
+    text = str(caught.value)
+    assert "0, 1, 2 and 2 more: too small to gain (min_features 64); 5: sizes 3x32" in text
+
+
 def test_requested_and_resolved_by_card() -> None:
     cpu = probe()
     smi_free = replace(

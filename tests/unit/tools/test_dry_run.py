@@ -135,7 +135,7 @@ def test_of_a_run_that_is_there_it_says_where_it_goes_on_and_changes_nothing(
 def test_ranks_check_together(engine: str, tmp_path: Path) -> None:
     done = runs.train_ranks(tmp_path, 2, "--dry-run", f"engine.name={engine}", "--recipe", "bf16")
     assert done.returncode == 0, done.stdout
-    assert "2 rank(s)" in done.stdout
+    assert "2 ranks" in done.stdout
     assert done.stdout.count("dry run: all checks passed") == 1
     advised = done.stdout.count("model.args.recompute=block frees them")
     assert advised == (engine == "fsdp"), "once, by rank 0"

@@ -83,7 +83,7 @@ def test_it_follows_what_a_run_writes(tmp_path: Path) -> None:
         assert "in BF16" in text
         assert "saturation 3 (limit 1.5)" in text
         assert "30.0" in text
-        assert "precision.switched: to BF16: 1 layers, back: 0" in text
+        assert "precision.switched: to BF16: 1 layer, back: 0" in text
 
         # A rollback brings the layer back.
         journal.event(2, "guard.rollback", to_step=1, reason="why")
@@ -97,6 +97,15 @@ def test_it_follows_what_a_run_writes(tmp_path: Path) -> None:
     assert run.look(locked=False)
     assert run.ended
     assert "done: 2 steps" in header(run)[0]
+
+
+def test_the_speed_counts_what_the_run_s_data_are(tmp_path: Path) -> None:
+    with begin(tmp_path) as journal:
+        journal.note("run", tags={}, params={}, data={"counted": "samples"})
+        step(journal, 1)
+    run = Follower(tmp_path)
+    run.look(locked=True)
+    assert "100 samples/s" in shown(run)
 
 
 def test_a_look_costs_the_same_however_long_the_run_is(
@@ -224,7 +233,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         inspect_command.command(tmp_path / "missing", follow=True)
     with begin(tmp_path / "one"):
         pass
-    with pytest.raises(ConfigError, match="a folder of 1 runs"):
+    with pytest.raises(ConfigError, match="a folder of 1 run, "):
         inspect_command.command(tmp_path, follow=True)
 
 

@@ -22,7 +22,7 @@ from harness.report.fp8_pictures import (
 from harness.report.page import write
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, Journal
-from harness.tracking.slot_file import SLOT_FILE, SlotFile, SlotSteps
+from harness.tracking.slot_file import FIGURES, SLOT_FILE, SlotFile, SlotSteps
 from tests.support.pages import content_of
 
 LAYERS = 11
@@ -67,6 +67,29 @@ def make_run(
         journal.note("end", status="done")
     file.close()
     return folder
+
+
+def test_steps_of_a_long_run_come_many_at_once(tmp_path: Path) -> None:
+    """A pass that takes one at a time makes a report of 100,000 steps take minutes."""
+    names = ("a.input", "a.weight", "b.input")
+    figures = [np.full(2, number, np.float32) for number in range(6)]
+    file = SlotFile(tmp_path / SLOT_FILE)
+    for step in range(1, 1001):
+        # The layer `b` is there from step 701 on.
+        there = names[:2] if step <= 700 else names[1:]
+        file.add(1, step, SlotStats(there, *figures))
+    file.close()
+    blocks = list(SlotSteps(tmp_path / SLOT_FILE).neighbours(300))
+    spans = [(int(places[0]), int(places[-1]), slots) for places, slots, _ in blocks]
+    first, second = names[:2], names[1:]
+    assert spans == [
+        *((0, 255, first), (256, 299, first), (300, 555, first), (556, 599, first)),
+        *((600, 699, first), (700, 899, second), (900, 999, second)),
+    ]
+    assert [values.shape for _, _, values in blocks][:2] == [
+        (256, len(FIGURES), 2),
+        (44, len(FIGURES), 2),
+    ]
 
 
 @pytest.mark.parametrize("logarithmic", [True, False])

@@ -226,8 +226,8 @@ def test_checkpoints_and_cost_come_from_the_journal(tmp_path: Path) -> None:
     ((step, _, _, seconds, size, state),) = content["checkpoints"]
     assert (step, seconds, size, state) == (1, 2.5, 0, "good, not in the folder")
     cost = dict(content["cost"])
-    assert cost["time"] == "30:00 in 2 start(s)", "62 s and 1738 s, and not the time between"
-    assert cost["rank hours"].startswith("1: 2 rank(s)")
+    assert cost["time"] == "30:00 in 2 starts", "62 s and 1738 s, and not the time between"
+    assert cost["rank hours"].startswith("1: 2 ranks")
 
 
 def test_a_large_run_fits_and_its_spikes_are_there(tmp_path: Path) -> None:

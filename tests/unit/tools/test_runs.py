@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli import app
+from harness.core.errors import number_of
 from harness.run_folder import RunLock, is_locked
 from harness.tracking.journal import Journal
 from tests.support import runs
@@ -60,7 +61,8 @@ def test_a_real_run_has_its_figures_in_its_line(tmp_path: Path) -> None:
     assert found["train_loss"] == runs.metrics(run)[-1][1]
     assert found["val_loss"] == runs.metrics(run, "val/loss")[-1][1]
     effective = json.loads((run / "plan.json").read_text())["effective"]
-    assert effective == ", ".join(f"{k}: {n} modules" for k, n in sorted(found["layers"].items()))
+    counts = [f"{name}: {number_of(n, 'module')}" for name, n in sorted(found["layers"].items())]
+    assert effective == ", ".join(counts)
     assert math.isclose(sum(found["share"].values()), 1.0)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert found["bytes"] == sum(path.stat().st_blocks * 512 for path in files)

@@ -208,6 +208,6 @@ def test_each_source_of_a_mixture_has_its_share_and_epochs(tmp_path: Path) -> No
     text = token_run(
         tmp_path / "r", {**TOKENS, "kind": "mixture", "mixture": parts, "skipped": []}, 3.0
     )
-    assert "75.0% of web: 96,000 tokens, 1 epochs" in text
+    assert "75.0% of web: 96,000 tokens, 1 epoch" in text
     assert "25.0% of code: 6,400 tokens, 5 epochs" in text
     assert "left out" not in text
