@@ -475,8 +475,11 @@ def _samples(answer: Answer) -> list[str]:
         return []
     bad = [sample for sample in answer.samples if sample.bad]
     if bad:
-        head = f"samples: {len(bad)} of {answer.window_size} are bad alone:"
-        return [head, *(f"  {_sample(sample)}" for sample in bad[:SHOWN])]
+        lines = [f"samples: {len(bad)} of {answer.window_size} are bad alone:"]
+        lines += [f"  {_sample(sample)}" for sample in bad[:SHOWN]]
+        if len(bad) > SHOWN:
+            lines.append(f"  and {len(bad) - SHOWN} more: replay.json lists them")
+        return lines
 
     # Look in the samples for the figure that went over its limit in the whole window.
     here = answer.here

@@ -104,6 +104,12 @@ def test_what_is_shown_names_module_tensor_and_samples() -> None:
     assert text.index("sample 4 ") < text.index("sample 3 "), "largest loss first"
 
 
+def test_samples_that_are_not_shown_are_counted() -> None:
+    shown = lines(answer(BROKEN, samples=[sample(each, math.nan) for each in range(12)]))
+    assert sum(line.startswith("  sample ") for line in shown) == 8
+    assert "  and 4 more: replay.json lists them" in shown
+
+
 def test_gradients_are_unscaled_and_the_fastest_grown_come_first() -> None:
     now = {"a": (8.0, 4.0, 0), "b": (20.0, 10.0, 0), "c": (math.nan, math.inf, 7)}
     found = growth(now, {"a": (1.0, 1.0, 0), "b": (40.0, 1.0, 0)}, scale=2.0, scale_before=4.0)
