@@ -120,7 +120,7 @@ def rank_main(engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", rest_nightly(CASES, "data", "save", "blocks"))
+@pytest.mark.parametrize("where", rest_nightly(CASES, "blocks"))
 def test_every_log_names_the_rank_and_the_code(tmp_path: Path, where: str) -> None:
     engine, headline, function = CASES[where]
     line = [__file__, engine]

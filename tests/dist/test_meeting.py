@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.errors import ExitCode
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, command, environment, rank_logs, start_ranks, train_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults(20)]
@@ -89,7 +90,7 @@ def lose(folder: Path, stage: str, name: str, victim: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", rest_nightly(["SIGKILL", "SIGSTOP"], "SIGKILL"))
 def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
     told = lose(tmp_path, "store", name, 0)
     assert "error on rank 1: rank 1: the rendezvous at 127.0.0.1:" in told
@@ -98,27 +99,33 @@ def test_the_host_of_the_rendezvous_that_does_not_come_is_named(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("name", rest_nightly(["SIGKILL", "SIGSTOP"], "SIGSTOP"))
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, name: str) -> None:
     assert "error: rank 0: waited in vain for rank 1 of 2 ranks; there: rank 0" in lose(
         tmp_path, "store", name, 1
     )
 
 
-# The quick ones: while ranks meet, and while they build.
-QUICK = {("group", "SIGKILL", 1), ("build_plan", "SIGKILL", 1)}
 LOSSES = [("group", name, victim) for name in ("SIGKILL", "SIGSTOP") for victim in (0, 1)]
 LOSSES += [
     (stage, "SIGKILL", 1) for stage in ("build_data", "build_plan", "build_model", "build_run")
 ]
 LOSSES += [(stage, "SIGSTOP", 0) for stage in ("build_data", "build_run")]
+# While ranks meet, and while they build; the others are nightly.
+MARKS: dict[tuple[str, str, int], tuple[pytest.MarkDecorator, ...]] = {
+    ("group", "SIGKILL", 1): (),
+    ("build_plan", "SIGKILL", 1): (),
+    ("group", "SIGSTOP", 0): (pytest.mark.slow,),
+    ("build_run", "SIGKILL", 1): (pytest.mark.slow,),
+    ("build_run", "SIGSTOP", 0): (pytest.mark.slow,),
+}
 
 
 @pytest.mark.parametrize(
     ("stage", "name", "victim"),
     [
         pytest.param(
-            *loss, id="-".join(map(str, loss)), marks=[] if loss in QUICK else [pytest.mark.slow]
+            *loss, id="-".join(map(str, loss)), marks=MARKS.get(loss, (pytest.mark.nightly,))
         )
         for loss in LOSSES
     ],

@@ -305,7 +305,7 @@ def test_one_rank(tmp_path: Path) -> None:
     check(session(tmp_path, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks(tmp_path: Path) -> None:
     settings(tmp_path, 2)
     first, second = run_ranks(__file__, tmp_path, 2)

@@ -33,11 +33,9 @@ def test_what_cannot_be_compiled_is_refused_before_any_work(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param("fp8_dynamic", marks=pytest.mark.slow),
-        pytest.param("fp8_block", marks=pytest.mark.nightly),
-    ],
+    ["fp8_dynamic", "fp8_block"],
 )
+@pytest.mark.nightly
 def test_the_torchao_rung_trains_alike_eager_and_compiled(tmp_path: Path, recipe: str) -> None:
     """Scales of tensors and of rows; statistics are sampled at the first of these steps and not at the others."""
     found = {}

@@ -64,7 +64,7 @@ def test_a_rank_of_a_launcher_is_no_drill(tmp_path: Path) -> None:
     assert "started as a rank" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults(1)
 def test_a_model_that_is_never_the_same_fails_soak_and_meets_no_tracker(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(NOISY)

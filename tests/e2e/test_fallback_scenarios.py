@@ -65,12 +65,10 @@ def run(work: Path, scenario: Scenario, kind: str) -> Path:
 
 @pytest.mark.parametrize(
     "scenario",
-    [
-        pytest.param(SCENARIOS[0], marks=pytest.mark.slow),
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in SCENARIOS[1:]),
-    ],
+    SCENARIOS,
     ids=[scenario.target for scenario in SCENARIOS],
 )
+@pytest.mark.nightly
 def test_plain_fp8_loses_and_the_fallback_saves_the_run_with_one_layer(
     work: Path, scenario: Scenario
 ) -> None:

@@ -98,7 +98,7 @@ def test_everything_arrives_once_although_the_run_was_killed(tmp_path: Path) -> 
     assert list(zip(one.step, one.amax, strict=True)) == series(tmp_path, f"fp8_amax/{SLOTS[5]}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults(18)
 def test_a_refusing_tracking_server_costs_nothing_and_is_synced_later(tmp_path: Path) -> None:
     short = ("--name", "r", "train.steps=6", "tracking.mlflow=true", "tracking.drain_seconds=1")

@@ -93,7 +93,7 @@ def test_sync_delivers_to_the_store_of_the_run_from_wherever_it_is_called(
     assert check_delivered(run, database) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_store_takes_a_flag(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +122,7 @@ def test_another_store_takes_a_flag(
     assert query(here / "mlflow.db", "select count(*) from metrics") == [(4,)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_copy_of_the_store_gets_what_it_lacks(places: tuple[Path, Path]) -> None:
     """A backup from before the newest rows, under another address: what the first has counts for nothing there."""
     here, there = places
@@ -332,7 +332,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pro
         proxy.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_fails_three_in_ten_requests_gets_the_run_once_and_in_order(
     tmp_path: Path, server: tuple[Path, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +406,7 @@ def test_sync_says_the_first_refusal_at_once_and_that_it_tries_again(
     assert "shipper.log" in last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_store_has_taken_is_not_sent_again_when_the_next_batch_fails(
     places: tuple[Path, Path],
 ) -> None:
@@ -459,7 +459,7 @@ def files_with(folder: Path, *words: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded"))
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str

@@ -294,7 +294,7 @@ def test_a_line_without_an_end_is_shown_in_part_or_not_at_all(run_dir: Path, siz
     assert ("word word" in said) is (size < MAX_ROW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_attempts_and_events_take_time_by_their_number(run_dir: Path) -> None:
     rows = [
         {"kind": "metrics", "step": 9, "attempt": n, "time": 1.0, "metrics": {"a": 1.0}}

@@ -192,6 +192,7 @@ def stopped_while_it_holds(disk: Disk, *more: str, name: str = "SIGTERM") -> tup
     return job, code
 
 
+@pytest.mark.nightly
 def test_stopped_while_it_holds_it_names_the_steps_that_are_lost(disk: Disk) -> None:
     job, code = stopped_while_it_holds(disk)
     assert code == 1, job.output()
@@ -215,6 +216,7 @@ def test_stopped_while_it_holds_it_saves_if_there_is_room_by_then(disk: Disk) ->
     finishes(disk.folder)
 
 
+@pytest.mark.nightly
 def test_stopped_while_it_holds_it_saves_elsewhere_and_comes_back(
     disk: Disk, tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ def test_it_halts_where_that_is_wanted(disk: Disk) -> None:
     finishes(disk.folder)
 
 
+@pytest.mark.nightly
 def test_a_run_whose_end_is_not_saved_is_not_done(disk: Disk) -> None:
     job = disk.start("checkpoint.on_failure=continue")
     assert job.process.wait(timeout=120) == 1, job.output()

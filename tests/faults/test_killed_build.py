@@ -45,7 +45,7 @@ def test_a_run_killed_while_deepspeed_compiles_does_not_block_the_next(tmp_path:
     assert list(cache.glob("*/*.so")), "the kernel was built"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.faults(7)
 @pytest.mark.parametrize("name", rest_nightly(["SIGTERM", "SIGINT"], "SIGTERM"))

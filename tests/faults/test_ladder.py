@@ -41,8 +41,8 @@ def same(one: Path, other: Path, *names: str) -> bool:
 @pytest.mark.parametrize(
     ("target", "times", "code"),
     [
-        pytest.param("gradient", 10.0, "gradient.skip", marks=pytest.mark.slow),
-        pytest.param("gradient", 100.0, "gradient.skip", marks=pytest.mark.slow),
+        pytest.param("gradient", 10.0, "gradient.skip", marks=pytest.mark.nightly),
+        pytest.param("gradient", 100.0, "gradient.skip", marks=pytest.mark.nightly),
         ("gradient", 1000.0, "gradient.skip"),
         ("loss", 10.0, "loss.skip"),
     ],
