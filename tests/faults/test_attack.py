@@ -99,9 +99,7 @@ def recorded(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "faults"),
     [
-        *rest_nightly(
-            [("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2)], ("suspend", 4)
-        ),
+        *rest_nightly([("suspend", 4), ("no inodes", 2), ("read-only", 2), ("threads", 2)]),
         pytest.param("server", 4, marks=pytest.mark.attack),
     ],
 )

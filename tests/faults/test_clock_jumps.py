@@ -144,7 +144,7 @@ def test_rows_keep_their_order_when_the_clock_is_set(
     assert after - ahead < 60
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_clock_jumps_is_in_order_everywhere(
     tmp_path: Path, figure: Callable[..., None]
 ) -> None:

@@ -279,7 +279,9 @@ def signalled(folder: Path, kind: str, ranks: int, target: str, name: str, step:
 @pytest.mark.parametrize(
     ("kind", "ranks", "sent"),
     [
-        pytest.param("torchrun", 2, RANKS_ALONE, marks=pytest.mark.slow, id="a rank of torchrun"),
+        pytest.param(
+            "torchrun", 2, RANKS_ALONE, marks=pytest.mark.nightly, id="a rank of torchrun"
+        ),
         pytest.param("torchrun", 2, ALL, marks=pytest.mark.nightly, id="torchrun-2"),
         pytest.param("torchrun", 1, LAUNCHERS, marks=pytest.mark.nightly, id="torchrun-1"),
         pytest.param("deepspeed", 1, LAUNCHERS, marks=pytest.mark.nightly, id="deepspeed-1"),
@@ -335,7 +337,6 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
         ],
         ("torchrun", "SIGTERM"),
         ("torchrun", "launcher killed"),
-        ("deepspeed", "SIGINT"),
         ("deepspeed", "starting"),
     ),
 )

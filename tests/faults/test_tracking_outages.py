@@ -165,7 +165,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pro
         proxy.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", rest_nightly(FAULTS, "refuse"))
 def test_a_server_that_fails_delays_delivery_and_nothing_else(
     tmp_path: Path, server: tuple[Path, Proxy], fault: str, figure: Tell
@@ -201,7 +201,7 @@ def sync(folder: Path, run: str, *words: str, **extra: str) -> subprocess.Comple
 SHORT = ("--name", "r", "train.steps=8", "tracking.mlflow=true", "tracking.drain_seconds=1")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", rest_nightly(["hang", "error", "no name"], "hang"))
 def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(
     tmp_path: Path, proxy: Proxy, fault: str
