@@ -46,7 +46,7 @@ def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyP
         return real(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    events = Events()
+    events: Any = Events()
     snapshots = room_for_snapshots(64, 1, torch.device("cuda"), events, overlapped=False)
     assert snapshots is not None
     for step in (5, 10, 15):
@@ -59,7 +59,7 @@ def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyP
 
 
 def test_ordinary_memory_that_was_asked_for_is_no_event() -> None:
-    events = Events()
+    events: Any = Events()
     assert room_for_snapshots(64, 1, torch.device("cpu"), events, overlapped=False) is not None
     assert events.seen == []
 

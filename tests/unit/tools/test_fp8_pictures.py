@@ -72,12 +72,13 @@ def make_run(
 def test_steps_of_a_long_run_come_many_at_once(tmp_path: Path) -> None:
     """A pass that takes one at a time makes a report of 100,000 steps take minutes."""
     names = ("a.input", "a.weight", "b.input")
-    figures = [np.full(2, number, np.float32) for number in range(6)]
+    amax, scale, saturation, clipped, underflow, sqnr = np.ones((6, 2), np.float32)
     file = SlotFile(tmp_path / SLOT_FILE)
     for step in range(1, 1001):
         # The layer `b` is there from step 701 on.
         there = names[:2] if step <= 700 else names[1:]
-        file.add(1, step, SlotStats(there, *figures))
+        stats = SlotStats(there, amax, scale, saturation, clipped, underflow, sqnr)
+        file.add(1, step, stats)
     file.close()
     blocks = list(SlotSteps(tmp_path / SLOT_FILE).neighbours(300))
     spans = [(int(places[0]), int(places[-1]), slots) for places, slots, _ in blocks]
