@@ -69,7 +69,7 @@ def test_a_step_of_the_readme_names_its_vocabulary() -> None:
     sizes = figures("proof_h100_torch213", "te")["model"]
     text = page("../README.md")
     assert f"{sizes['layers']} layers of Llama-3-8B's sizes, vocabulary {sizes['vocab']}" in text
-    assert f"vocabulary {sizes['vocab']} (larger ones gain less)" in text
+    assert f"vocabulary {sizes['vocab']} (larger vocabularies gain less)" in text
     assert f"Their vocabulary is {sizes['vocab']}" in page("studies/hopper.md")
 
 
