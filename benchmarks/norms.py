@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.monitors import spread
 from benchmarks.rollback import seconds
@@ -55,8 +55,9 @@ def predicted(card: Card, elements: int, element_bytes: int) -> dict[str, float]
     return {"float32 ms": 1e3 * read, "float64 ms": 1e3 * slower, "ratio": slower / read}
 
 
-def in_float32(gradients: list[Tensor]) -> Tensor:
-    """The norm that a loop takes: `torch.nn.utils.get_total_norm`'s operations."""
+def norm_in_float32(params: Iterable[nn.Parameter]) -> Tensor:
+    """The gradients' norm that a loop takes: `torch.nn.utils.get_total_norm`'s operations."""
+    gradients = [param.grad for param in params if param.grad is not None]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2)))
 
 
@@ -77,9 +78,7 @@ def measured(tokens: int, rounds: int) -> dict[str, Any]:
     turns: dict[str, Callable[[], object]] = {
         "forward and backward": forward_and_backward,
         "norm in float64": lambda: grad_norm(params),
-        "norm in float32": lambda: in_float32(
-            [param.grad for param in params if param.grad is not None]
-        ),
+        "norm in float32": lambda: norm_in_float32(params),
         "AdamW": optimizer.step,
     }
     times: dict[str, list[float]] = {name: [] for name in turns}
@@ -91,7 +90,7 @@ def measured(tokens: int, rounds: int) -> dict[str, Any]:
                 times[name].append(took)
 
     wide_norm = grad_norm(params).item()
-    narrow = in_float32([param.grad for param in params if param.grad is not None]).item()
+    narrow = norm_in_float32(params).item()
     added: list[float] = []
     steps: list[float] = []
     updates: list[float] = []

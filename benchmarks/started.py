@@ -28,13 +28,19 @@ class Started(NamedTuple):
 
 
 def start_run(
-    stack: ExitStack, config: RunConfig, recipe: Recipe, folder: Path, device: torch.device
+    stack: ExitStack,
+    config: RunConfig,
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    launcher: str = "python",
 ) -> Started:
     """Build the run of `config` in `folder`, which must be there; `stack` closes it.
 
-    Weights are initialised on `device`. Raises ConfigError and MachineError as a start of `harness train`.
+    Weights are initialised on `device`. launcher: as for `build.join_worker`. Raises ConfigError and MachineError as a
+    start of `harness train`.
     """
-    worker = join_worker(config, "python")
+    worker = join_worker(config, launcher)
     with torch.device(device):
         plan, model = build_plan(config, recipe, worker)
     data = build_data(config, folder, worker)

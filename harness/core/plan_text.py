@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from harness.core.errors import number_of
 
 HEADINGS = ("layers", "precision", "backend", "shape", "why")
 
@@ -102,3 +105,11 @@ def _ranges(numbers: Sequence[str]) -> str:
         else:
             spans.append([number])
     return ",".join("-".join(span) for span in spans)
+
+
+def effective_text(precisions: Iterable[str]) -> str:
+    """How many modules ran in each precision: `bf16: 1 module, fp8: 16 modules`. precisions: of every module."""
+    parts: list[str] = []
+    for precision, count in sorted(Counter(precisions).items()):
+        parts.append(f"{precision}: {number_of(count, 'module')}")
+    return ", ".join(parts)

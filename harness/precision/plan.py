@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.capability.cards import Tier, tier_of
-from harness.core.errors import ConfigError, MachineError, Problem, number_of, some
+from harness.core.errors import ConfigError, MachineError, Problem, some
 from harness.core.facts import ROLES, LayerPlan, RungVerdict, as_it_ran, pad_numbers
-from harness.core.plan_text import plan_text
+from harness.core.plan_text import effective_text, plan_text
 from harness.precision.backends.registry import BACKENDS, PLAIN, can_run
 from harness.precision.recipe import Recipe, Rung
 
@@ -256,10 +256,8 @@ class Plan:
             unused = name not in used
             layers[layer.module] = as_it_ran(layer.precision, fell_to, name in demoted, unused)
 
-        parts: list[str] = []
-        for precision, count in sorted(Counter(layers.values()).items()):
-            parts.append(f"{precision}: {number_of(count, 'module')}")
-        return {**self.as_dict(), "effective": ", ".join(parts), "effective_layers": layers}
+        effective = effective_text(layers.values())
+        return {**self.as_dict(), "effective": effective, "effective_layers": layers}
 
 
 def resolve(recipe: Recipe, facts: MachineFacts) -> tuple[Rung | None, list[RungVerdict]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from harness.checkpoint.manifest import read_marks
 from harness.checkpoint.policy import load_ledger
@@ -15,7 +14,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, ConfigError, Problem, number_of, some
 from harness.core.state import RunLedger
-from harness.replay.flight import Branches
+from harness.replay.flight import Branches, Setting
 from harness.tracking.history import RunHistory
 
 _ENDINGS = ("guard.rollback", "guard.halt")
@@ -149,14 +148,7 @@ def _at(history: Branches, config: RunConfig, steps: int, step: int, store: Stor
     )
 
 
-class _Done(NamedTuple):
-    """How the run did a step. ranks: they decide the order of sums, and whose random numbers count."""
-
-    config: RunConfig
-    ranks: int
-
-
-def _as_done(history: Branches, config: RunConfig, step: int) -> _Done:
+def _as_done(history: Branches, config: RunConfig, step: int) -> Setting:
     """How the run did the step after `step`, the last time that it did it.
 
     A resume may have changed the config since: then that step had another one than `config`, the present one. A step
@@ -164,18 +156,17 @@ def _as_done(history: Branches, config: RunConfig, step: int) -> _Done:
     """
     attempt = history.last_attempt_of(step + 1)
     if attempt is not None:
-        ranks, _ = history.ranks_of(step + 1, attempt)
-        return _Done(history.config_of(step + 1, config, attempt), ranks)
+        return history.setting_of(step + 1, config, attempt)
     attempt = history.last_attempt_of(step)
     ranks = 1 if attempt is None else history.ranks_of(step, attempt)[0]
-    return _Done(config, ranks)
+    return Setting(config, ranks)
 
 
 def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> Beginning:
     """Begin with the newest good checkpoint before `incident`; else the newest that verifies; else initial weights."""
     # Raises an error for a step that the run does not have.
     attempt = history.attempt_of(incident)
-    config = history.config_of(incident, config)
+    config, ranks = history.setting_of(incident, config)
     step, store = 0, None
     for base, holder in _candidates(history, incident):
         if holder.is_whole(base):
@@ -194,7 +185,6 @@ def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> 
     ledger = copy.deepcopy(history.ledger_of(incident))
     if store is None:
         ledger = _unspent(ledger)
-    ranks, _ = history.ranks_of(incident)
     return Beginning(
         config, ledger, ranks, step, store, steps, incident, attempt=attempt, history=history
     )

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, PlainValidator
@@ -255,6 +255,13 @@ class Difference:
     here: float
 
 
+class Setting(NamedTuple):
+    """How a run did a step. ranks: they decide the order of sums, and whose random numbers count."""
+
+    config: RunConfig
+    ranks: int
+
+
 class Branches:
     """The attempts of a run: which of them ran a step, and which checkpoints they share."""
 
@@ -363,6 +370,11 @@ class Branches:
         train = config.train.model_copy(update={"steps": steps})
         own_engine = config.engine.model_copy(update={"name": engine})
         return config.model_copy(update={"train": train, "engine": own_engine})
+
+    def setting_of(self, step: int, config: RunConfig, attempt: int | None = None) -> Setting:
+        """How `step` ran. Arguments as of `config_of`."""
+        ranks, _ = self.ranks_of(step, attempt)
+        return Setting(self.config_of(step, config, attempt), ranks)
 
     def ranks_of(self, step: int, attempt: int | None = None) -> tuple[int, str]:
         """How many ranks `step` ran on, and their engine; (1, "") if neither record nor journal says.

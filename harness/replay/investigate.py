@@ -234,17 +234,17 @@ class Investigation:
         self.history = branches
         self.step = step
         self.say = say
-        self._whole_config = config
-        self.config = branches.config_of(step, config)
+        # The run's present config. A resume may have changed it since the step.
+        self._present_config = config
+        self._setting = branches.setting_of(step, config)
+        self.config, self.world_size = self._setting
         self.build = build
         self.attempt = branches.attempt_of(step)
         self.record: BadStep | None = branches.records.get(step)
-        self.world_size, _ = branches.ranks_of(step)
         if self.record:
             # The number of threads decides the order in which sums are rounded.
             torch.set_num_threads(self.record.threads)
         self.rerun = build(self.config, config.recipe, branches.ledger_of(step), self.world_size)
-        self._setting = (self.config, self.world_size)
         self.difference: Difference | None = None
         # Facts and observations of the step before; None if it is not re-run.
         self.before: tuple[StepFacts, Origin] | None = None
@@ -372,12 +372,10 @@ class Investigation:
 
     def _up_to_the_step(self) -> None:
         """Run the steps before it as the loop does. Watch the last of them, to know what is usual."""
-        state = self.rerun.run.state
         reported = time.monotonic()
-        while state.step < self.step - 1:
+        while (done := self.rerun.run.state.step) < self.step - 1:
             self._follow_changes()
-            state = self.rerun.run.state
-            if state.step == self.step - 2:
+            if done == self.step - 2:
                 self.before = self._watch_the_step_before()
             facts = self.rerun.advance().facts
             self._compare(facts)
@@ -391,16 +389,14 @@ class Investigation:
     def _follow_changes(self) -> None:
         """Build the re-run anew if the next step ran with another config or number of ranks, as after a resume."""
         step = self.rerun.run.state.step + 1
-        ranks, _ = self.history.ranks_of(step)
-        setting = (self.history.config_of(step, self._whole_config), ranks)
+        setting = self.history.setting_of(step, self._present_config)
         if setting == self._setting:
             return
         kept = keep(self.rerun.run)
         self.rerun.close()
-        config = setting[0]
+        config, ranks = self._setting = setting
         self.rerun = self.build(config, config.recipe, self.history.ledger_of(self.step), ranks)
         self.rerun.resume(kept)
-        self._setting = setting
 
     def _watch_the_step_before(self) -> tuple[StepFacts, Origin]:
         kept = keep(self.rerun.run)

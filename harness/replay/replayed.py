@@ -6,7 +6,7 @@ from harness.checkpoint.store import Store
 from harness.core.config import RunConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Meta, Tensors
-from harness.replay.flight import Branches
+from harness.replay.flight import Branches, Setting
 from harness.replay.investigate import Builder, Rerun
 from harness.replay.kept import Kept, keep, restore
 from harness.replay.step_tensors import Place, StepTensors
@@ -43,9 +43,9 @@ class Replayed:
         self.difference: Split | None = None
         self._config = config
         self._build = build
-        # The re-run, and the config and number of ranks with which it was built.
+        # The re-run, and the setting with which it was built.
         self._rerun: Rerun | None = None
-        self._setting: tuple[RunConfig, int] | None = None
+        self._setting: Setting | None = None
 
     @property
     def name(self) -> str:
@@ -168,20 +168,14 @@ class Replayed:
     def _new(self, step: int) -> None:
         """Build the run with the set-up that it had in `step`, in its initial state."""
         self.close()
-        config, ranks = self._setting_of(step)
+        config, ranks = self._setting = self.branches.setting_of(step, self._config)
         ledger = self.branches.ledger_of(self.last)
         self._rerun = self._build(config, config.recipe, ledger, ranks)
-        self._setting = (config, ranks)
-
-    def _setting_of(self, step: int) -> tuple[RunConfig, int]:
-        """Config and number of ranks with which `step` ran."""
-        ranks, _ = self.branches.ranks_of(step)
-        return self.branches.config_of(step, self._config), ranks
 
     def _follow_changes(self) -> None:
         """Build the re-run anew if a resume of the run changed config or ranks before the next step."""
         step = self.steps_done + 1
-        if self._setting_of(step) == self._setting:
+        if self.branches.setting_of(step, self._config) == self._setting:
             return
         kept = keep(self.rerun.run)
         self.resume(kept)

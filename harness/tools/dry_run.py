@@ -20,7 +20,7 @@ from harness.build import Worker
 from harness.checkpoint.recovery import fallback_folders
 from harness.checkpoint.store import Store
 from harness.core.deferred import computing
-from harness.core.errors import CheckpointError, ExitCode, Problem, number_of
+from harness.core.errors import CheckpointError, ExitCode, Problem
 from harness.core.findings import Finding
 from harness.core.memory import size_text
 from harness.core.state import state_bytes
@@ -28,7 +28,7 @@ from harness.engines.process_group import lost_rank_named
 from harness.optim.lints import epsilon_finding
 from harness.optim.optimizers import optimizer_bytes
 from harness.optim.schedule import too_high
-from harness.run_folder import RunLock, place_of_runs, read_outcome
+from harness.run_folder import RunLock, place_of_runs
 from harness.tools.examine import lint_run
 from harness.tools.preflight import memory_text
 from harness.tools.resume import (
@@ -36,7 +36,7 @@ from harness.tools.resume import (
     agree_on_folder,
     choose_state,
     find_start,
-    has_finished,
+    finished_text,
 )
 from harness.tools.start import Request
 from harness.tools.train import Job, doubts, first_lines, headline, meet, prepare
@@ -58,11 +58,8 @@ def check(request: Request) -> int:
         start = find_start(request, config, folder, source)
         stream = None if worker.is_lead else open(os.devnull, "w")  # noqa: SIM115
         console = Console(config.train.steps, stream=stream)
-        if has_finished(folder, config.train.steps):
-            step = read_outcome(folder)["step"]
-            console.say(
-                f"{folder} has finished its {number_of(step, 'step')}; see harness inspect {folder}"
-            )
+        if text := finished_text(folder, config.train.steps):
+            console.say(text)
             return ExitCode.DONE
 
         with _data_place(start, worker) as place:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +29,7 @@ from harness.core.errors import (
 )
 from harness.core.facts import as_it_ran
 from harness.core.files import MAX_LARGE, file_sha256, read_mapping, sync_folder, write_json
+from harness.core.plan_text import effective_text
 from harness.core.schema import read_yaml, validate
 from harness.core.screen import say
 from harness.report import RunFolder, short
@@ -491,14 +491,11 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     ran = stamp.ran(plan)
 
     # From what was asked for to what became of it.
-    effective: list[str] = []
-    for precision, count in sorted(Counter(ran.values()).items()):
-        effective.append(f"{precision}: {number_of(count, 'module')}")
     rows = [
         ("recipe", f"{plan['recipe']}, SHA-256 `{plan['recipe_sha256']}`"),
         ("requested", plan["requested"]),
         ("resolved", f"{plan['resolved']} on {plan['tier']}"),
-        ("effective", ", ".join(effective)),
+        ("effective", effective_text(ran.values())),
         *(("trained under", text) for text in _recipes(history, step)),
         *(("not taken", text) for text in _not_taken(plan)),
         *(("started before as", text) for text in _elsewhere(history)),

@@ -19,7 +19,7 @@ from harness.checkpoint.recovery import fallback_folders, move_from_fallback
 from harness.checkpoint.store import Store
 from harness.checkpoint.together import newest_valid_together
 from harness.core.config import RunConfig, load_config
-from harness.core.errors import CheckpointError, ConfigError, Problem
+from harness.core.errors import CheckpointError, ConfigError, Problem, number_of
 from harness.core.files import step_name
 from harness.core.state import RunLedger, lost_ledger, unrelated_ledger
 from harness.engines.parts import OptimizerPart
@@ -158,13 +158,15 @@ def find_start(
     return StartingPoint(folder, config, source, origin, resumed)
 
 
-def has_finished(folder: Path, steps: int) -> bool:
-    """Whether the run ended with at least `steps` steps done, and has the checkpoint of its last step."""
+def finished_text(folder: Path, steps: int) -> str:
+    """What to say of a run that ended with at least `steps` steps done, and has the checkpoint of its last; else ""."""
     if not is_finished(folder, steps):
-        return False
+        return ""
     # Without that checkpoint, outcome.json may have been copied from another run.
-    last = step_name(read_outcome(folder)["step"])
-    return (folder / "checkpoints" / last).is_dir()
+    last = read_outcome(folder)["step"]
+    if not (folder / "checkpoints" / step_name(last)).is_dir():
+        return ""
+    return f"{folder} has finished its {number_of(last, 'step')}; see harness inspect {folder}"
 
 
 def take_back(start: StartingPoint, worker: Worker) -> list[int]:

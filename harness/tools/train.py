@@ -71,7 +71,6 @@ from harness.run_folder import (
     fit_vocab,
     forget_outcome,
     forget_run,
-    read_outcome,
     read_plan,
     run_identity,
     write_config,
@@ -96,7 +95,7 @@ from harness.tools.resume import (
     choose_state,
     find_source,
     find_start,
-    has_finished,
+    finished_text,
     load_state,
     log_changes,
     take_back,
@@ -137,9 +136,8 @@ def train(request: Request) -> int:
         start = find_start(request, config, folder, source)
         stream = None if worker.is_lead else open(os.devnull, "w")  # noqa: SIM115
         console = Console(config.train.steps, stream=stream)
-        if has_finished(folder, config.train.steps):
-            done = number_of(read_outcome(folder)["step"], "step")
-            console.say(f"{folder} has finished its {done}; see harness inspect {folder}")
+        if text := finished_text(folder, config.train.steps):
+            console.say(text)
             return ExitCode.DONE
 
         # Data, plan and model come before the run's own files: a job that cannot run here must not become a run.

@@ -245,11 +245,12 @@ class SlotSteps:
         slots: tuple[str, ...] = ()
         for step, names, figures in self.read():
             place = int(np.searchsorted(self.steps, step))
-            # A block ends where its slots or its group of steps do.
-            is_other = names is not slots or place // each != places[0] // each
-            if places and (is_other or len(places) == MOST_AT_ONCE):
-                yield np.array(places), slots, np.stack(values)
-                places, values = [], []
+            # A block ends where its slots or its group of steps do, or where it is full.
+            if places:
+                is_other = names is not slots or place // each != places[0] // each
+                if is_other or len(places) == MOST_AT_ONCE:
+                    yield np.array(places), slots, np.stack(values)
+                    places, values = [], []
             slots = names
             places.append(place)
             values.append(figures)

@@ -5,10 +5,10 @@ Run as a script, this file is one rank.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.build import (
-    build_data,
-    build_plan,
-    build_run,
-    join_worker,
-    open_store,
-    open_telemetry,
-    read_ledger,
-)
+from benchmarks.started import start_run
 from harness.core.config import RunConfig
 from harness.core.memory import size_text
+from harness.models import build_model
 from harness.precision.recipe import load_recipe
 from harness.precision.sharding import kept_copies
 from harness.run import train_step
-from harness.tracking.console import Console
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -93,13 +85,9 @@ def kept(
         }
     )
     policy = load_recipe(recipe)
-    worker = join_worker(config, "torchrun")
-    plan, model = build_plan(config, policy, worker)
-    shapes = {tuple(each.weight.shape) for each in model.modules() if isinstance(each, nn.Linear)}
+    whole = build_model(config.model)
+    shapes = {tuple(each.weight.shape) for each in whole.modules() if isinstance(each, nn.Linear)}
     shapes |= {shape[::-1] for shape in shapes}
-    data = build_data(config, folder, worker)
-    store = open_store(folder, worker)
-    ledger = read_ledger(folder, worker, store)
     copies: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -108,12 +96,11 @@ def kept(
             copies[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with open_telemetry(config, folder, worker, Console(2, stream=io.StringIO())) as telemetry:
-        run = build_run(config, policy, folder, worker, plan, model, data, telemetry, ledger, store)
-        train_step(run, data.window(0))
+    with ExitStack() as stack:
+        run, plan, _ = start_run(stack, config, policy, folder, torch.device("cpu"), "torchrun")
+        train_step(run, run.data.window(0))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            train_step(run, data.window(1))
-        run.stop.uninstall()
+            train_step(run, run.data.window(1))
     return {"bytes": sum(copies.values()), "notes": plan.notes, "printed": str(plan)}
 
 

@@ -246,8 +246,8 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         27,
         "an outcome counts with its checkpoint",
-        'return (folder / "checkpoints" / last).is_dir()',
-        "return True",
+        'if not (folder / "checkpoints" / step_name(last)).is_dir():',
+        "if False:",
         "tests/faults/test_deleted_checkpoints.py -k outcome",
     ),
     Mutation(
