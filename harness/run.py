@@ -519,11 +519,12 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
 
 
 def _log_eager(run: Run) -> None:
-    """Log compiled code that fell back to eager: it costs speed, and torch reports it only to its own logger."""
+    """Log what was to be compiled and runs eager: it costs speed, and torch reports it to its own logger at most."""
     if run.watch is None:
         return
-    if text := run.watch.take():
-        run.telemetry.tell(run.state.step, "compile.eager", text)
+    for text in (run.watch.take(), run.watch.take_uncalled()):
+        if text:
+            run.telemetry.tell(run.state.step, "compile.eager", text)
 
 
 def _validate(run: Run) -> float:

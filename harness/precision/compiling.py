@@ -10,9 +10,10 @@ Python's headers the run would fail at its first step; with `auto` it runs eager
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -144,14 +145,20 @@ def check_compile(
 
 
 class EagerWatch(logging.Handler):
-    """Notices when torch gives up compiled code and runs a function eager.
+    """Notices what runs eager although it was to be compiled.
 
-    torch does so after torch._dynamo.config.recompile_limit variants of the function (shapes, dtypes, branches), and
-    where it may fall back, for a function that it cannot compile. It reports both to its logger only.
+    torch gives up compiled code after torch._dynamo.config.recompile_limit variants of a function (shapes, dtypes,
+    branches), and where it may fall back, for a function that it cannot compile. It reports both to its logger only.
+
+    A block is compiled by its first call as a module. The code of a block that is called in another way, such as
+    `block.run(x)` or `block.forward(x)`, is never compiled, and torch does not report that at all.
+
+    uncalled: names of the blocks that have not been called as modules yet, in the model's order.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self.uncalled: list[str] = []
         self._found = ""
         self._taken = False
 
@@ -173,6 +180,23 @@ class EagerWatch(logging.Handler):
         self._taken = True
         return self._found
 
+    def called(self, name: str) -> None:
+        """The block `name` was called as a module for the first time."""
+        if name in self.uncalled:
+            self.uncalled.remove(name)
+
+    def take_uncalled(self) -> str:
+        """After the first step: blocks that it did not call as modules. Given once; empty if there are none."""
+        if not self.uncalled:
+            return ""
+        first, *others = self.uncalled
+        name = f"{first} and {len(others)} more" if others else first
+        self.uncalled.clear()
+        return (
+            f"{name}: not called as a module in the first step, so not compiled; call block(...), not a method "
+            "of the block"
+        )
+
 
 def compile_blocks(model: nn.Module, may_fall_back: bool = False) -> EagerWatch:
     """Compile the blocks of `model` in place, each at its first call. state_dict keys stay as they are.
@@ -183,6 +207,25 @@ def compile_blocks(model: nn.Module, may_fall_back: bool = False) -> EagerWatch:
     if may_fall_back:
         torch._dynamo.config.suppress_errors = True
     logging.getLogger("torch._dynamo").addHandler(watch)
+    names = {module: name for name, module in model.named_modules()}
     for block in blocks_of(model):
         block.compile()
+        watch.uncalled.append(names[block])
+        _note_first_call(block, partial(watch.called, names[block]))
     return watch
+
+
+def _note_first_call(block: nn.Module, note: Callable[[], None]) -> None:
+    """Have the first call of `block` as a module call `note`.
+
+    A hook would become part of what is compiled, and compile it again when it is removed.
+    """
+    compiled = block._compiled_call_impl
+    assert compiled is not None
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        block._compiled_call_impl = compiled
+        note()
+        return compiled(*args, **kwargs)
+
+    block._compiled_call_impl = first

@@ -100,3 +100,18 @@ def test_a_fall_back_to_eager_is_one_event(tmp_path: Path) -> None:
     assert "recompile_limit (2)" in told[0]["text"]
     assert "restless_model.py" in told[0]["text"]
     assert len(metrics(tmp_path / "runs" / "restless")) == 6
+
+
+@pytest.mark.slow
+def test_blocks_that_are_called_by_a_method_are_named(tmp_path: Path) -> None:
+    """The plan says that blocks are compiled, and torch compiles nothing of these."""
+    shutil.copy(ROOT / "tests" / "e2e" / "aside_model.py", tmp_path)
+    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    config["model"] = {"target": "aside_model:Aside"}
+    (tmp_path / "aside.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--config", "aside.yaml", "--name", "aside", "train.steps=3", BLOCKS)
+    done = train(tmp_path, *arguments, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    (told,) = events(tmp_path / "runs" / "aside", "compile.eager")
+    assert told["step"] == 1
+    assert told["text"].startswith("blocks.0 and 1 more: not called as a module")

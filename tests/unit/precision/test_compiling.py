@@ -146,6 +146,32 @@ class Doubling(nn.Module):
         return 2 * self.linear(x)
 
 
+class Aside(nn.Module):
+    """Calls the first of its blocks as a module, the others by their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Doubling() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        return third.forward(second.forward(first(x)))
+
+
+def test_blocks_that_are_not_called_as_modules_are_named_once(watch: EagerWatch) -> None:
+    """torch never compiles them, and says nothing."""
+    model, x = Aside(), torch.ones(1, 2)
+    expected = model(x)
+    with torch._dynamo.config.patch(disable=True):
+        watch = compile_blocks(model)
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        told = watch.take_uncalled()
+        assert told.startswith("blocks.1 and 1 more: not called as a module")
+        assert watch.take_uncalled() == ""
+        model.blocks[1](x)  # later is no error
+
+
 def test_auto_is_eager_on_a_cpu_and_says_nothing() -> None:
     model = build(vocab=16, dim=16, layers=1, heads=1)
     assert choose_compiling("auto", rung("native", "fp8"), model, CPU) == Compiling(False)
