@@ -41,6 +41,7 @@ from harness.core.files import read_json
 from harness.core.schema import Strict, import_extra, validate
 from harness.models.huggingface_later import from_pretrained_later
 from harness.models.stored import INDEX, WEIGHTS, weight_files
+from harness.models.token_loss import sum_of_losses
 
 PREFIX = "hf:"
 # Endings of weights in formats that are not read.
@@ -51,6 +52,8 @@ _ROUNDING = 1e-5
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
 # The attribute in which `check` leaves its result on the model: see `CausalLM.unpackable`.
 _UNPACKABLE = "unpackable_because"
+# The function of transformers.masking_utils that returns the number of each token's document, or None for a single one.
+_FINDS_DOCUMENTS = "find_packed_sequence_indices"
 # Relative difference between two sums of the same cross-entropies.
 _SAME_LOSS = 1e-3
 # The same for logits of a document at two places in a sample: other shapes round differently, TF32 above all.
@@ -439,10 +442,9 @@ class CausalLM:
         """
         targets = batch["targets"].flatten()
         output = self.outputs(module, batch["inputs"], batch.get("segments"))
-        logits = output.logits.float().flatten(0, -2)
-        total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        total = sum_of_losses(output.logits.flatten(0, -2), targets)
 
-        # Not reduction="mean": it is 0 / 0 where no target counts.
+        # A mean would be 0 / 0 where no target counts.
         loss = total / (targets != IGNORED).sum().clamp(min=1)
 
         # Validation compares models by the cross-entropy alone.
@@ -466,7 +468,8 @@ class CausalLM:
             fix = f"data.context={self._positions}, or more positions: model.args.config={{max_position_embeddings: N}}"
             raise ConfigError(Problem(what, "data.context", fix=fix))
         if segments is None:
-            return module(input_ids=inputs, use_cache=False, **more)
+            with _documents_known(None):
+                return module(input_ids=inputs, use_cache=False, **more)
         if self.unpackable:
             why, fix = self.unpackable, "take data that is not packed, or another model"
             raise ConfigError(
@@ -474,7 +477,37 @@ class CausalLM:
             )
         # From position_ids that begin anew, transformers derives the mask between documents.
         positions = positions_of(segments)
-        return module(input_ids=inputs, position_ids=positions, use_cache=False, **more)
+        with _documents_known(segments):
+            return module(input_ids=inputs, position_ids=positions, use_cache=False, **more)
+
+
+@contextmanager
+def _documents_known(segments: Tensor | None) -> Iterator[None]:
+    """In this context transformers need not find out from the positions which documents a sample holds.
+
+    It would ask the device in every forward whether there is more than one, and the host would wait for the answer. On
+    fake tensors it cannot ask, and takes every sample for a packed one: `harness estimate` would see attention with a
+    mask, which no fused kernel computes.
+    """
+    masks = importlib.import_module("transformers.masking_utils")
+    theirs = getattr(masks, _FINDS_DOCUMENTS, None)
+    # Another version of transformers may not have it, and then finds out in its own way.
+    if theirs is None:
+        yield
+        return
+    documents = None if segments is None else _begins(segments).cumsum(dim=1)
+    setattr(masks, _FINDS_DOCUMENTS, lambda position_ids: documents)
+    try:
+        yield
+    finally:
+        setattr(masks, _FINDS_DOCUMENTS, theirs)
+
+
+def _begins(segments: Tensor) -> Tensor:
+    """Whether a document begins at a token, and another one ends before it: bool [batch, time]."""
+    begins = torch.zeros_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return begins
 
 
 def positions_of(segments: Tensor) -> Tensor:
@@ -484,9 +517,7 @@ def positions_of(segments: Tensor) -> Tensor:
     """
     # A token's position is its place minus the place at which its document begins.
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return place - torch.where(begins, place, 0).cummax(dim=1).values
+    return place - torch.where(_begins(segments), place, 0).cummax(dim=1).values
 
 
 def causal_lm(model: nn.Module) -> CausalLM | None:

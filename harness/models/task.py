@@ -40,6 +40,7 @@ from harness.core.health import LABELS, Flawed, count_targets, one_sample
 from harness.core.protocols import Batch
 from harness.core.state import left_alone
 from harness.models import huggingface, masks
+from harness.models.token_loss import sum_of_losses
 
 NO_UNIT = "loss"
 """The unit of a loss whose unit is not known."""
@@ -451,9 +452,14 @@ def _class_dim(logits: Tensor, labels: Tensor) -> int | None:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    if _class_dim(logits, labels) == logits.ndim - 1:
-        logits, labels = logits.flatten(0, -2), labels.flatten()
-    return F.cross_entropy(logits.float(), labels.long())
+    """Mean over the labels that count, in nats, float32 0-d; NaN if none does."""
+    of_tokens = labels.ndim > 1 and _class_dim(logits, labels) == logits.ndim - 1
+    if not of_tokens:
+        return F.cross_entropy(logits.float(), labels.long())
+
+    # With a vocabulary for classes, logits are large: no float32 copy of them.
+    labels = labels.flatten().long()
+    return sum_of_losses(logits.flatten(0, -2), labels) / (labels != IGNORED).sum()
 
 
 def _alike(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:

@@ -102,6 +102,7 @@ def test_a_fused_cast_saves_a_bfloat16_copy() -> None:
         assert moved[phase] == pytest.approx(before - saved[phase], rel=1e-3), phase
 
 
+@pytest.mark.nightly
 def test_torchaos_amaxes_are_noted_without_a_copy() -> None:
     found = compiled("torchao:fp8")
     assert found["layers"] == 4

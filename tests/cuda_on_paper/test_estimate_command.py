@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from tests.support.matrix import rest_nightly
+
 QUICK = ("--config", "tiny")
 LAUNCHED = {
     "RANK": "0",
@@ -94,7 +96,7 @@ importlib.metadata.version = version
 """
 
 
-@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic"])
+@pytest.mark.parametrize("recipe", rest_nightly(["fp8_hybrid", "fp8_dynamic"], "fp8_hybrid"))
 def test_a_cards_own_software_is_assumed_there_whatever_is_installed_here(
     recipe: str, tmp_path: Path
 ) -> None:
@@ -135,6 +137,7 @@ def test_overrides_and_ranks() -> None:
     assert reduced == 4 * two["parameters"]
 
 
+@pytest.mark.nightly
 def test_snapshots_that_training_does_not_wait_for_take_a_copy_of_the_state() -> None:
     asked = ("--card", "H100", *QUICK, "model.args={vocab: 8192, dim: 256, layers: 2}")
     waits = answer(*asked)
@@ -241,6 +244,7 @@ def test_engines_that_share_the_state_are_refused_by_name(asked: str, engine: st
     assert f"the engine {engine} is not estimated" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> None:
     # What an H100's machine had: torch took that library's symbols for its own, and crashed.
     compiler = tmp_path / "static"

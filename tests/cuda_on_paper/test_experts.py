@@ -26,10 +26,10 @@ def mixture(way: str, recipe: str = "bf16") -> subprocess.CompletedProcess[str]:
     ("way", "chosen"),
     [
         ("where", 2),
-        pytest.param("one_hot", 2, marks=pytest.mark.slow),
-        pytest.param("mask", 2, marks=pytest.mark.slow),
+        pytest.param("one_hot", 2, marks=pytest.mark.nightly),
+        pytest.param("mask", 2, marks=pytest.mark.nightly),
         pytest.param("sorted", 2, marks=pytest.mark.slow),
-        pytest.param("switch", 1, marks=pytest.mark.slow),
+        pytest.param("switch", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_a_token_costs_its_own_experts(way: str, chosen: int) -> None:

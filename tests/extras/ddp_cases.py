@@ -22,13 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from loop_support import EAGER, ROWS, adamw, codes, mlp, recipe
+from loop_support import EAGER, ROWS, adamw, codes, forget_accelerator, mlp, recipe
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -546,9 +545,7 @@ def main(folder: Path, only: str = "") -> None:
     for name, case in cases(folder):
         if only not in name:
             continue
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()
+        forget_accelerator()
         try:
             found[name] = case()
         except (

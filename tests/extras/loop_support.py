@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -20,6 +21,13 @@ ROWS = 16
 ROOT = Path(__file__).resolve().parents[2]
 # Limits that every healthy tensor is over: a layer leaves FP8 as soon as the fallback may act.
 EAGER = {"saturation_weight": 1e-6, "hits": 1, "window": 2, "dwell_steps": 1, "warmup_steps": 1}
+
+
+def forget_accelerator() -> None:
+    """An Accelerator keeps its settings in the process: one of this test must not be that of the test before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
 
 
 def recipe(name: str = "fp8_hybrid", **sections: Any) -> Recipe:

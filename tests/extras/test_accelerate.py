@@ -10,8 +10,18 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from loop_support import EAGER, adamw, codes, loader, mlp, plain, recipe, rows, same_weights
+from loop_support import (
+    EAGER,
+    adamw,
+    codes,
+    forget_accelerator,
+    loader,
+    mlp,
+    plain,
+    recipe,
+    rows,
+    same_weights,
+)
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -26,10 +36,7 @@ RUNGS = ["fp8_hybrid", "bf16", "fp16_scaler", "fp32"]
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    """An Accelerator of one test is not that of the next."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
+    forget_accelerator()
 
 
 class Run:

@@ -60,7 +60,7 @@ def test_adapters_beside_a_frozen_base_learn(tmp_path: Path) -> None:
     assert "adapters loaded back: the same logits" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_of_ones_own_becomes_samples(tmp_path: Path) -> None:
     told = shown(EXAMPLES[2], tmp_path)
     assert re.search(r"^loss +validation (\d\.\d+) nats per token", told, re.MULTILINE)

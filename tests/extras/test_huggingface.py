@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
@@ -20,6 +22,8 @@ from harness.models import Task, build_model
 from harness.models.huggingface import causal_lm, check, positions_of, tokenizer_of
 from harness.precision.api import Precision
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, fresh, load, save
+from tests.support.runs import BIN, ROOT
+from tests.support.wide import Wide
 
 KINDS = sorted(CONFIGS)
 
@@ -89,6 +93,18 @@ def test_ignored_targets_have_no_loss(tmp_path: Path) -> None:
     assert none.item() == 0
 
 
+def test_logits_have_no_float32_copy(tmp_path: Path) -> None:
+    """Llama 3's vocabulary has 2^17 ids. Of 256 tokens, 32 are in float32 at a time."""
+    vocab = 2**17
+    model = load(
+        save(tmp_path, "llama", vocab_size=vocab, hidden_size=16, max_position_embeddings=128)
+    )
+    tokens = batch(2, 128)
+    with Wide(vocab) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        Task(model, "hf").loss(model, tokens).backward()
+    assert 0 < seen.largest <= 2**22
+
+
 def test_routers_loss_is_trained_on_and_not_validated_on(tmp_path: Path) -> None:
     tokens = batch()
     model, without = load(save(tmp_path, "mixtral")), load(tmp_path, aux_loss=False)
@@ -133,6 +149,52 @@ def test_packed_documents_are_as_each_alone(kind: str, attention: str, tmp_path:
     alone = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
     assert abs(unpacked - alone) > 1e-4  # what attention across documents would give
+
+
+class Waits(TorchDispatchMode):
+    """How often a value is read from a tensor: on a GPU the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mixtral"])
+def test_a_forward_reads_no_value_from_the_device(kind: str, packed: bool, tmp_path: Path) -> None:
+    """transformers asks in each forward whether a sample is packed. A mixture's loop over experts waits anyway."""
+    model, tokens = load(save(tmp_path, kind)), batch()
+    given = {**tokens, "segments": SEGMENTS} if packed else tokens
+    task = Task(model, "hf")
+    with Waits() as seen:
+        task.loss(model, given)
+    assert seen.count == 0
+
+    asked = Waits()
+    with asked:
+        model(tokens["inputs"], use_cache=False)
+    assert asked.count > 0, "transformers asks no more: `_documents_known` can go"
+
+
+def test_an_estimate_attends_as_training_does(tmp_path: Path) -> None:
+    """Without a mask, so in a fused kernel. With one, 2048 tokens would keep 4 heads x 2048^2 numbers a layer."""
+    folder = save(tmp_path, "llama", max_position_embeddings=2048)
+    command = [str(BIN / "harness"), "estimate", "--card", "H100", "--config", "tiny", "--json"]
+    sizes = ["data.context=2048", "train.micro_batch=1", "train.global_batch=1"]
+    done = subprocess.run(
+        [*command, f"model.target=hf:{folder}", "model.args={}", *sizes],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["at_peak_gib"]["activations"] * 2**30 < 4 * 2048**2 * 2
 
 
 def test_a_model_that_mixes_packed_documents_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from loop_support import forget_accelerator
 from torch import nn
 
 from benchmarks.peers.agreement import disagreement
@@ -18,6 +19,7 @@ def test_libraries_train_what_plain_pytorch_does(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    forget_accelerator()
     turns = {}
     for name in (PLAIN, "accelerate", "Lightning Fabric", "harness.Precision"):
         folder = tmp_path / name.replace(" ", "-")

@@ -16,6 +16,7 @@ from harness.core.errors import ConfigError
 from harness.core.facts import IGNORED
 from harness.core.protocols import Batch
 from harness.models import Task
+from tests.support.wide import Wide
 
 CLASSES, PLACES = 5, 4
 
@@ -307,3 +308,35 @@ def test_labels_that_are_hit_are_counted_but_those_that_do_not_count() -> None:
     assert Task(model, "t").judged(model, {"inputs": text, "targets": text})[1] is None, (
         "tokens are no classes"
     )
+
+
+class Reader(nn.Module):
+    """Logits of token ids."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocab, 8), nn.Linear(8, vocab)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embed(inputs))
+
+
+def test_logits_of_tokens_have_no_float32_copy() -> None:
+    """Of 256 tokens, 64 are in float32 at a time; the loss and its gradient are torch's."""
+    vocab = 2**16
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randint(0, vocab, (2, 2, 128), generator=generator)
+    targets[0, :9] = IGNORED
+    model = Reader(vocab)
+    with Wide(vocab) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = Task(model, "own").loss(model, {"inputs": inputs, "targets": targets})
+        (found,) = torch.autograd.grad(loss, model.head.bias)
+    assert 0 < seen.largest <= 2**22
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(inputs).float().flatten(0, 1)
+        expected = F.cross_entropy(logits, targets.flatten())
+        (right,) = torch.autograd.grad(expected, model.head.bias)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-9)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness import Precision
 from harness.core.facts import IGNORED
@@ -17,6 +16,7 @@ from harness.models.gpt import GPT, build
 from harness.models.token_loss import loss_of_head, sum_of_losses
 from harness.precision.recipe import Recipe, load_recipe
 from tests.support.matrix import rest_nightly
+from tests.support.wide import Wide
 
 VOCAB, DIM, TOKENS = 1000, 64, 96
 
@@ -261,23 +261,6 @@ def test_a_compiled_model_has_its_loss(chunk: int) -> None:
     loss = compiled(*tokens())
     loss.backward()
     torch.testing.assert_close(loss, plain(*tokens()), rtol=1e-6, atol=0)
-
-
-class Wide(TorchDispatchMode):
-    """The largest float32 tensor, in elements, of those whose last dimension is `vocab`."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.vocab = vocab
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            logits = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[-1] == self.vocab
-            if logits and leaf.dtype == torch.float32:
-                self.largest = max(self.largest, leaf.numel())
-        return out
 
 
 @pytest.mark.parametrize("head", rest_nightly([nn.Linear, Doubled], nn.Linear))
