@@ -153,16 +153,17 @@ class Graph:
     def classes(self) -> int | None:
         """The number of classes that a cross-entropy of the batch's labels chooses among; None without one."""
         for node in self.nodes:
-            if node.op not in ("nll_loss_forward", "nll_loss2d_forward"):
-                continue
-            labels = node.inputs[1].behind()
-            # A causal loss shifts its labels by one, and pads them.
-            while labels.op == "constant_pad_nd":
-                labels = labels.inputs[0].behind()
-            if set(labels.keys) & set(LABELS):
+            if node.op in ("nll_loss_forward", "nll_loss2d_forward"):
                 shape = node.inputs[0].shape
                 # One sample alone has no batch dimension.
-                return shape[min(1, len(shape) - 1)]
+                classes = shape[min(1, len(shape) - 1)]
+            elif node.op == "gather":
+                # A loss written by hand, or `sum_of_losses`: the logit of each label.
+                classes = node.inputs[0].shape[node.args[1]]
+            else:
+                continue
+            if set(_labels_behind(node.inputs[1]).keys) & set(LABELS):
+                return classes
         return None
 
     @property
@@ -175,6 +176,16 @@ class Graph:
             if set(node.inputs[1].behind().keys) & set(TOKENS):
                 return node.inputs[0].shape[0]
         return None
+
+
+def _labels_behind(node: Node) -> Node:
+    """The labels that `node` holds, perhaps shifted by one and padded (a causal loss), or with others for masked ones."""
+    node = node.behind()
+    while node.op == "constant_pad_nd" or (node.op == "where" and len(node.inputs) > 1):
+        # The first argument of `where` is its condition.
+        kept = node.inputs[1 if node.op == "where" else 0]
+        node = kept.behind()
+    return node
 
 
 class Recorder(TorchDispatchMode):
