@@ -112,12 +112,15 @@ def table(record: Mapping[str, Any]) -> str:
 def answers(record: Mapping[str, Any]) -> str:
     """Markdown: what was planted, and what ours said of it."""
     lines = [
-        "| scenario | planted | a right answer | ours reported, from step | named | false alarms |",
-        "|---|---|---|---|---|---|",
+        "| scenario | planted | a right answer | ours reported, from step | named |",
+        "|---|---|---|---|---|",
     ]
     for row in record["rows"]:
-        cells = [row["scenario"], row["planted"], row["right"], blamed(row), named(row)]
-        lines.append(f"| {' | '.join(cells)} | {false_alarms(row)} |")
+        judged = named(row)
+        if alarms := false_alarms(row):
+            judged += f", {alarms} false alarms"
+        cells = [row["scenario"], row["planted"], row["right"], blamed(row), judged]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
