@@ -361,7 +361,8 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow comes and goes, denies access, or fails. Ten such faults, one after another; a share is three in ten requests."""
+    """MLflow comes and goes, denies access, or fails. Ten such faults follow each other. "share": three requests in ten
+    fail."""
     kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
     faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}

@@ -124,10 +124,11 @@ def matrix(tests: Sequence[Mapping[str, Any]]) -> str:
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
     """A line for each kind of figure; what it was measured on stands before each value, and in the same order."""
     lines: list[str] = []
-    for (row, kind, target), alike in kinds(merged(figures)).items():
+    for (kind, target), alike in kinds(merged(figures)).items():
         # Those with the same value stand in one line.
         names_of: dict[str, list[str]] = {}
         tests: list[str] = []
+        rows = ", ".join(map(str, sorted({figure["row"] for _, figure in alike})))
         for name, figure in alike:
             names_of.setdefault(_measured(figure["value"]), []).append(name)
             test = f"`{_plain(figure).removeprefix('tests/faults/')}`"
@@ -139,37 +140,37 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
             values.append(f"{named}: {measured}" if named else measured)
         if target not in OBVIOUS:
             values.append(f"(wanted: {target})")
-        cells = (str(row), kind, "<br>".join(values), "<br>".join(tests))
+        cells = (rows, kind, "<br>".join(values), "<br>".join(tests))
         lines.append(f"| {' | '.join(cells)} |")
     return FIGURES + "\n".join(lines) + "\n"
 
 
 def kinds(
     figures: Sequence[Mapping[str, Any]],
-) -> dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]]:
-    """(row, kind, target) -> its figures, each with the name of what it was measured on.
+) -> dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]]:
+    """(kind, target) -> its figures, each with the name of what it was measured on.
 
-    A figure's text is "name: kind" or "kind: name". Several of one row and target that have the same words on one side
-    of the colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of
-    its own, without a name.
+    A figure's text is "name: kind" or "kind: name". Several of one target that have the same words on one side of the
+    colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of its own,
+    without a name.
     """
-    sides: Counter[tuple[int, str, str]] = Counter()
+    sides: Counter[tuple[str, str]] = Counter()
     for figure in figures:
         head, _, tail = figure["what"].partition(": ")
-        sides.update((figure["row"], side, figure["target"]) for side in {head, tail} if side)
+        sides.update((side, figure["target"]) for side in {head, tail} if side)
 
-    found: dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    found: dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for figure in figures:
-        row, target = figure["row"], figure["target"]
+        target = figure["target"]
         head, _, tail = figure["what"].partition(": ")
-        before, after = sides[row, head, target], sides[row, tail, target]
+        before, after = sides[head, target], sides[tail, target]
         if not tail or max(before, after) == 1:
             kind, name = figure["what"], ""
         elif before >= after:
             kind, name = head, tail
         else:
             kind, name = tail, head
-        found.setdefault((row, kind, target), []).append((name, figure))
+        found.setdefault((kind, target), []).append((name, figure))
     return found
 
 
