@@ -66,8 +66,8 @@ for end in map(json.loads, lines):
         print(end["commit"], end["again"], end["finding"][:80])
 ```
 
-`make test-faults` writes this page if all tests pass. Each asserts that its fault happened. `make mutations` checks
-that one fails without each protection.
+`make test-faults` writes this page if all tests pass. Every test asserts that its fault happened. `make mutations`
+checks that one fails without each protection.
 """
 FIGURES = """## Figures
 `pytest tests/faults/TEST` measures again. In brackets: the share that could still fail, at 95% confidence.
