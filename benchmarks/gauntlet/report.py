@@ -83,14 +83,9 @@ def blamed(row: Row) -> str:
     if run is None:
         return ""
     first: dict[str, int] = {}
-    times: dict[str, int] = {}
     for event in run["events"]:
         first.setdefault(event["code"], event["step"])
-        times[event["code"]] = times.get(event["code"], 0) + 1
-    parts: list[str] = []
-    for code, step in first.items():
-        again = f" x {times[code]}" if times[code] > 1 else ""
-        parts.append(f"`{code}` {step}{again}")
+    parts = [f"`{code}` {step}" for code, step in first.items()]
     if run["cause"]:
         parts.append(f"replay: {run['cause']}")
     return "; ".join(parts) or "nothing"
@@ -112,12 +107,15 @@ def table(record: Mapping[str, Any]) -> str:
 def answers(record: Mapping[str, Any]) -> str:
     """Markdown: what was planted, and what ours said of it."""
     lines = [
-        "| scenario | planted | a right answer | ours reported, from step | named | false alarms |",
-        "|---|---|---|---|---|---|",
+        "| scenario | planted | a right answer | ours reported, first at step | named |",
+        "|---|---|---|---|---|",
     ]
     for row in record["rows"]:
-        cells = [row["scenario"], row["planted"], row["right"], blamed(row), named(row)]
-        lines.append(f"| {' | '.join(cells)} | {false_alarms(row)} |")
+        judged = named(row)
+        if alarms := false_alarms(row):
+            judged = f"{judged}, {alarms} false alarms".removeprefix("-, ")
+        cells = [row["scenario"], row["planted"], row["right"], blamed(row), judged]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

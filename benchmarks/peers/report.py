@@ -95,3 +95,20 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cells(name, row)) + " |" for name, row in rows.items()]
     return "\n".join(lines)
+
+
+def losses(shapes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """What holds of a CPU's record, as a Markdown table: last loss, its largest difference, lines of user code.
+
+    shapes: shape -> loop -> figures, of which each loop has them for all shapes or for none.
+    """
+    head = ("loop", "precision", *(f"`{shape}`" for shape in shapes), "lines")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in next(iter(shapes.values())):
+        rows = [loops[name] for loops in shapes.values()]
+        if any("loss" not in row for row in rows):
+            continue
+        found = [f"{row['loss']:.4f} ({row['loss_difference']:.3%})" for row in rows]
+        counts = ", ".join(dict.fromkeys(str(row["lines"]) for row in rows))
+        lines.append("| " + " | ".join([name, rows[0]["precision"], *found, counts]) + " |")
+    return "\n".join(lines)

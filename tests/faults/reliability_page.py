@@ -26,11 +26,10 @@ LEDGER = Path(__file__).with_name("attack_ledger.jsonl")
 ATTACK = "## Random sequences of faults\n"
 ABOUT = """\
 `make attack` does faults to small runs, in sequences drawn from a seed. A sequence ends well if the run finished with
-the bytes and whole history of an undisturbed one, or if it refused to start, named the damaged file, and finished so
-once that file was restored.
-
-Every exit code must be true, without a traceback, and no secret may reach the run's files, the screen or MLflow. Rows
-of the journal that the attack itself changed may differ: nothing checks for such edits.
+the bytes and whole history of an undisturbed one. It also does if it refused to start, named the damaged file, and
+finished so once that file was restored. Every exit code must be true, without a traceback, and no secret may reach the
+run's files, the screen or MLflow. Rows of the journal that the attack itself changed may differ: nothing checks for
+such edits.
 
 Most runs are forked from a warm process; a sixth ("new python", torchrun, deepspeed) start as a user's do.
 `tests/faults/attack_ledger.jsonl` has each sequence.
@@ -39,6 +38,8 @@ UNPROTECTED = ("a journal cut, deleted or doubled is not noticed",)
 """Findings about edits of a run's own journal, which are no faults any more; `ABOUT` says so."""
 SHOWN = 120
 """Characters of a finding."""
+OBVIOUS = ("", "all", "0", "bit for bit")
+"""Targets that a figure's own words show to be reached."""
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.intervals import binomial_upper  # noqa: E402
@@ -50,8 +51,7 @@ for whoever has to rely on it. All on CPUs, with one or two ranks.
 
 - [The fault matrix](#the-fault-matrix): every fault that has tests here ended as it must.
 - [Figures](#figures): in how many trials, and how many could still fail.
-- [Random sequences of faults](#random-sequences-of-faults): ends that no test foresees. The example lists the wrong
-  ones.
+- [Random sequences of faults](#random-sequences-of-faults): ends that no test foresees. This lists the wrong ones:
 
 ```python
 import json
@@ -66,11 +66,11 @@ for end in map(json.loads, lines):
         print(end["commit"], end["again"], end["finding"][:80])
 ```
 
-`make test-faults` writes this page if all tests pass. Every test asserts that its fault happened; `make mutations`
+`make test-faults` writes this page if all tests pass. Every test asserts that its fault happened. `make mutations`
 checks that one fails without each protection.
 """
 FIGURES = """## Figures
-`pytest tests/faults/TEST` measures a figure again. In brackets: the share that could still fail, at 95% confidence.
+`pytest tests/faults/TEST` measures again. In brackets: the share that could still fail, at 95% confidence.
 
 | row | what | measured | TEST |
 |---|---|---|---|
@@ -124,10 +124,11 @@ def matrix(tests: Sequence[Mapping[str, Any]]) -> str:
 def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
     """A line for each kind of figure; what it was measured on stands before each value, and in the same order."""
     lines: list[str] = []
-    for (row, kind, target), alike in kinds(merged(figures)).items():
+    for (kind, target), alike in kinds(merged(figures)).items():
         # Those with the same value stand in one line.
         names_of: dict[str, list[str]] = {}
         tests: list[str] = []
+        rows = ", ".join(map(str, sorted({figure["row"] for _, figure in alike})))
         for name, figure in alike:
             names_of.setdefault(_measured(figure["value"]), []).append(name)
             test = f"`{_plain(figure).removeprefix('tests/faults/')}`"
@@ -137,39 +138,39 @@ def figures_table(figures: Sequence[Mapping[str, Any]]) -> str:
         for measured, names in names_of.items():
             named = "; ".join(dict.fromkeys(filter(None, names)))
             values.append(f"{named}: {measured}" if named else measured)
-        if target not in ("", "all"):
+        if target not in OBVIOUS:
             values.append(f"(wanted: {target})")
-        cells = (str(row), kind, "<br>".join(values), "<br>".join(tests))
+        cells = (rows, kind, "<br>".join(values), "<br>".join(tests))
         lines.append(f"| {' | '.join(cells)} |")
     return FIGURES + "\n".join(lines) + "\n"
 
 
 def kinds(
     figures: Sequence[Mapping[str, Any]],
-) -> dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]]:
-    """(row, kind, target) -> its figures, each with the name of what it was measured on.
+) -> dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]]:
+    """(kind, target) -> its figures, each with the name of what it was measured on.
 
-    A figure's text is "name: kind" or "kind: name". Several of one row and target that have the same words on one side
-    of the colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of
-    its own, without a name.
+    A figure's text is "name: kind" or "kind: name". Several of one target that have the same words on one side of the
+    colon are of that kind, with the side that more of them share. A text that shares neither side is a kind of its own,
+    without a name.
     """
-    sides: Counter[tuple[int, str, str]] = Counter()
+    sides: Counter[tuple[str, str]] = Counter()
     for figure in figures:
         head, _, tail = figure["what"].partition(": ")
-        sides.update((figure["row"], side, figure["target"]) for side in {head, tail} if side)
+        sides.update((side, figure["target"]) for side in {head, tail} if side)
 
-    found: dict[tuple[int, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    found: dict[tuple[str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for figure in figures:
-        row, target = figure["row"], figure["target"]
+        target = figure["target"]
         head, _, tail = figure["what"].partition(": ")
-        before, after = sides[row, head, target], sides[row, tail, target]
+        before, after = sides[head, target], sides[tail, target]
         if not tail or max(before, after) == 1:
             kind, name = figure["what"], ""
         elif before >= after:
             kind, name = head, tail
         else:
             kind, name = tail, head
-        found.setdefault((row, kind, target), []).append((name, figure))
+        found.setdefault((kind, target), []).append((name, figure))
     return found
 
 
@@ -226,8 +227,8 @@ def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
         f"| {ends['same']:,} | {ends['refused']:,} | {ends['known']:,} | {ends['finding']:,} |\n",
         *_found(lines),
         "",
-        "| family | what it does | sequences | wrong | since the last wrong one |",
-        "|---|---|---|---|---|",
+        "| family | what it does | sequences | since the last wrong one |",
+        "|---|---|---|---|",
     ]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})
     for name in (*families, "all"):
@@ -237,8 +238,7 @@ def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
             len(results),
         )
         bound = f"{since:,} ({binomial_upper(0, since):.1%})" if since else "0"
-        counts = f"{len(results):,} | {results.count('finding'):,}"
-        text.append(f"| {name} | {_about(name)} | {counts} | {bound} |")
+        text.append(f"| {name} | {_about(name)} | {len(results):,} | {bound} |")
     return "\n".join(text) + "\n"
 
 
