@@ -455,7 +455,7 @@ class GuardConfig(Strict):
 
 
 class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns. docs/reference/runbook.md, `precision.demote`, has it for users.
+    """When a layer leaves FP8 and when it returns. docs/guide/fallback.md has it for users.
 
     Statistics of a slot:
     - saturation is amax * scale / fp8_max. While a tensor grows, its limit is up to twice as large, and clipped values
