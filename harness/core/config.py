@@ -347,7 +347,7 @@ class EngineConfig(Strict):
     )
     deterministic: bool = Field(
         default=False,
-        description="kernels that repeat their bits, proven at each start",
+        description="kernels that repeat their bits; each start tests it on two steps",
     )
 
     def may_compile(self, on_gpu: bool) -> bool:

@@ -122,7 +122,8 @@ _OPTIMIZERS = "`train.optimizer` is `adamw` or `sgd`"
 _SNAPSHOTS = "No snapshots in memory: a rollback goes back to a checkpoint"
 _COMPARISON = "`guard.compare_ranks_every` has nothing to compare"
 _LOSS_SCALE = (
-    "The recipe's `loss_scale` and `layers.keep_fp32` are refused, and a run cannot leave fp16"
+    "Weights in half precision: the recipe's `loss_scale` and `layers.keep_fp32` are refused, and a run cannot leave "
+    "fp16"
 )
 _LIMITS = (_OPTIMIZERS, _SNAPSHOTS, _COMPARISON, _LOSS_SCALE)
 
