@@ -38,27 +38,27 @@ COMMANDS = {
     ),
     "runs": (
         "tools.runs",
-        "List the runs of a folder, one line each. State, steps, losses, precisions, events, age and size.",
+        "List the runs of a folder, one line each.",
     ),
     "compare": (
         "tools.compare",
-        "Compare runs: what differs, the gap in loss, and where they part. First step and tensor that differ, and why.",
+        "Compare runs: what differs, the gap in loss, and where they part.",
     ),
     "inspect": (
         "tools.inspect",
-        "Show a run's FP8 slots and its account, once or live. Of a slot: amax, scale, saturation, underflow, SQNR.",
+        "Show a run's FP8 slots and its account, once or live.",
     ),
     "explain": (
         "report.explain",
-        "Explain an event code, a symptom, or a run. Says what it means and what to do, or what happened in the run.",
+        "Explain an event code, a symptom, or a run.",
     ),
     "replay": (
         "tools.replay",
-        "Run one step of a run again to find where it broke. Names module, tensor, sample, and whether fp32 broke too.",
+        "Run one step of a run again to find where it broke.",
     ),
     "rehearse": (
         "tools.rehearse",
-        "Try a run in every precision, and say whose fault a bad run is. Predicts demotions, and writes a recipe.",
+        "Try a run in every precision, and say whose fault a bad run is.",
     ),
     "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
@@ -67,15 +67,15 @@ COMMANDS = {
     ),
     "doctor": (
         "tools.doctor",
-        "Report what this machine can run, and what in a config is unsafe. Findings say what, why and fix.",
+        "Report what this machine can run, and what in a config is unsafe.",
     ),
     "drill": (
         "tools.drill",
-        "Rehearse kills, damage and outages on short runs of a config. A verdict for each, and a page to file.",
+        "Rehearse kills, damage and outages on short runs of a config.",
     ),
     "profile": (
         "tools.profile",
-        "Show what the profiled steps of a run went to. By kind of work, beside what estimate predicts for the card.",
+        "Show what the profiled steps of a run went to, beside what estimate predicts.",
     ),
     "estimate": (
         "tools.estimate",

@@ -32,14 +32,14 @@ Documents = Literal["JSONL", "csv", "Parquet", "Arrow", "webdataset", "text"]
 """Formats of text, which is made into token ids; `data.rows.FORMATS` has their readers."""
 
 RESUME_DECIDED_BY = {
-    "train.steps": "all alike, by the step",
-    "train.max_minutes": "the first rank whose time is over stops all after the same step",
-    "train.profile_steps": "all alike, by the step",
-    "train.profile_ranks": "each rank by its own number",
-    "checkpoint.": "all alike, by the step; where the disk fails, rank 0 decides",
-    "engine.timeout_seconds": "the first rank that has waited so long fails the run",
-    "engine.compile": "all together: auto compiles if every rank can",
-    "guard.hunt": "all alike, by the step",
+    "train.steps": "all alike",
+    "train.max_minutes": "the first rank whose time is over",
+    "train.profile_steps": "all alike",
+    "train.profile_ranks": "each rank for itself",
+    "checkpoint.": "all alike; where the disk fails, rank 0",
+    "engine.timeout_seconds": "the first rank that has waited so long",
+    "engine.compile": "all together",
+    "guard.hunt": "all alike",
 }
 """Prefixes of the keys that a resume may change freely, and which rank decides by the key's value while the run trains.
 
@@ -81,7 +81,7 @@ class TrainConfig(Strict):
     )
     min_lr_ratio: Share = Field(
         default=0.1,
-        description="final learning rate, as a share of train.lr; not for constant",
+        description="last learning rate, as a share of train.lr",
     )
     decay_share: Share = Field(
         default=0.2, description="share of train.steps over which wsd decays"
@@ -91,7 +91,7 @@ class TrainConfig(Strict):
         ge=0,
         description="weight decay rate of matrices; norms and biases have none",
     )
-    decay_embeddings: bool = Field(default=True, description="whether embeddings have weight decay")
+    decay_embeddings: bool = Field(default=True, description="embeddings decay too")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
         strict=False,
@@ -118,12 +118,9 @@ class TrainConfig(Strict):
     profile_steps: tuple[Positive, Positive] | None = Field(
         default=None,
         strict=False,
-        description="first and last profiled step, at most 20: a Perfetto trace and a table, in the run's profile/; "
-        "null: none",
+        description="first and last profiled step, at most 20; null: none",
     )
-    profile_ranks: Literal[0, "all"] = Field(
-        default=0, description="profiled ranks; all: each has its own files"
-    )
+    profile_ranks: Literal[0, "all"] = Field(default=0, description="profiled ranks")
 
     @field_validator("profile_steps")
     @classmethod
@@ -186,7 +183,7 @@ class DataConfig(HubConfig):
 
     target: str | None = Field(
         default=None,
-        description='your data set, "pkg.mod:fn"; fn(**args) returns an object with __len__ and __getitem__',
+        description='"pkg.mod:fn"; fn(**args) returns your data set',
     )
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of data.target")
     path: str | None = Field(
@@ -229,13 +226,12 @@ class DataConfig(HubConfig):
     )
     val_samples: Positive = Field(
         default=128,
-        description="samples of a validation, over all ranks, spread over the held-out data",
+        description="samples of a validation, over all ranks",
     )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",
-        description="samples that are not finite, out of range, unlabelled, unreadable or changed: skip skips the "
-        "update, fail halts, auto halts only for labels out of range; files and rows without text: skip leaves them "
-        "out, fail refuses, auto leaves out binary and empty ones",
+        description="bad samples: skip skips the update, fail halts, auto halts only for labels out of range; files "
+        "and rows without text: skip leaves them out, fail refuses, auto leaves out binary and empty ones",
     )
 
     @model_validator(mode="after")
@@ -276,7 +272,7 @@ class CheckpointConfig(Strict):
     )
     background: bool = Field(
         default=True,
-        description="write while training goes on, from a copy of the state in memory",
+        description="write from a copy in memory while training goes on",
     )
     on_failure: Literal["continue", "pause", "halt"] = Field(
         default="pause",
@@ -291,7 +287,7 @@ class CheckpointConfig(Strict):
     )
     emergency_path: str | None = Field(
         default=None,
-        description="folder on another disk for the last save if the run's own is full; the next start brings it back",
+        description="folder on another disk for the last save if the run's own is full",
     )
 
 
@@ -331,7 +327,7 @@ class EngineConfig(Strict):
     )
     gradient_sync: Literal["window", "micro_batch"] = Field(
         default="window",
-        description="when fsdp exchanges gradients: once a window, as ddp, or every micro-batch, in less memory",
+        description="when fsdp exchanges gradients: once a window, or every micro-batch, in less memory",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="DeepSpeed's ZeRO stage; 3 is refused"
@@ -351,7 +347,7 @@ class EngineConfig(Strict):
     )
     deterministic: bool = Field(
         default=False,
-        description="kernels that repeat their bits; each start proves it on two steps, run twice",
+        description="kernels that repeat their bits; each start tests it on two steps",
     )
 
     def may_compile(self, on_gpu: bool) -> bool:
@@ -412,8 +408,7 @@ class GuardConfig(Strict):
     )
     hunt: Literal["auto", True, False] = Field(
         default="auto",
-        description="every layer's gradient norm at every step; auto: in the 50 steps after a rollback; "
-        "not under ZeRO 1 and 2",
+        description="every layer's gradient norm at every step; auto: in the 50 steps after a rollback",
     )
     snapshot_every: Count = Field(
         default=20,
@@ -421,13 +416,12 @@ class GuardConfig(Strict):
     )
     snapshot_seldom_after: Count = Field(
         default=200,
-        description="step after which snapshots are five times as far apart, at most 100 steps (or "
-        "guard.snapshot_every, if longer); 0: never",
+        description="step after which snapshots are five times as far apart, up to 100 steps; 0: never",
     )
     snapshot_copy: Literal["blocking", "overlapped"] = Field(
         default="blocking",
-        description="how a GPU's state is copied: blocking: training waits; overlapped: it goes on after a copy on the "
-        "card, where that has room",
+        description="blocking: training waits for the copy; overlapped: it goes on after a copy on the card, where "
+        "that has room",
     )
     loss_rise: Literal["act", "report"] = Field(
         default="act",
@@ -452,16 +446,16 @@ class GuardConfig(Strict):
     )
     budget_windows: Positive = Field(
         default=10_000,
-        description="windows (steps) over which both budgets count, across rollbacks and resumes",
+        description="windows over which both budgets count",
     )
     max_switches: Count = Field(
         default=64,
-        description="number of layer switches in a run; more are refused",
+        description="number of layer switches in a run",
     )
 
 
 class FallbackConfig(Strict):
-    """When a layer leaves FP8 and when it returns. docs/reference/runbook.md, `precision.demote`, has it for users.
+    """When a layer leaves FP8 and when it returns. docs/guide/fallback.md has it for users.
 
     Statistics of a slot:
     - saturation is amax * scale / fp8_max. While a tensor grows, its limit is up to twice as large, and clipped values
@@ -524,36 +518,35 @@ class FallbackConfig(Strict):
     )
     amax_growth: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="times its amax of fallback.window observations ago; null: not checked",
+        description="times its amax of fallback.window observations ago; null: off",
     )
     amax_over: Ratio | None = Field(
         default=None,
-        description="amax; null: not checked, which suits delayed scales",
+        description="amax; null: off",
     )
     hits: int = Field(
         default=3,
         ge=1,
-        description="bad ones of fallback.window observations that demote a layer; far over a limit, also further "
-        "apart",
+        description="bad ones of fallback.window observations that demote a layer",
     )
     window: int = Field(default=8, ge=1, description="number of last observations that count")
     dwell_steps: int = Field(default=50, ge=1, description="least steps in BF16 after a demotion")
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="factor on the next stay, unless the layer was back in FP8 for as long as that",
+        description="factor on the next stay, if that comes soon",
     )
     warmup_steps: int = Field(
         default=2,
         ge=1,
-        description="first steps without evidence: scales are not set yet",
+        description="first steps, which do not count",
     )
     max_demoted_share: float = Field(
         default=0.5, gt=0, le=1, description="share of FP8 layers that may be in BF16 at once"
     )
     over_budget: Literal["bf16", "stay"] = Field(
         default="bf16",
-        description="if more want to leave: bf16 moves the whole run for good, stay keeps them in FP8",
+        description="if more want to leave: bf16 moves the whole run, stay keeps them in FP8",
     )
     failed_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=3,

@@ -56,8 +56,10 @@ def _decided() -> str:
     for key, ranks in RESUME_DECIDED_BY.items():
         name = f"{key}*" if key.endswith(".") else key
         keys_of.setdefault(ranks, []).append(f"`{name}`")
-    lines = ["Ranks whose configs differ refuse together at the start, whatever the key.", ""]
-    lines += ["Of the keys with yes, which rank decides while the run trains:", ""]
+    lines = [
+        "Ranks whose configs differ are refused at the start. Which rank decides by a key with yes:",
+        "",
+    ]
     lines += [f"- {', '.join(keys)}: {ranks}." for ranks, keys in keys_of.items()]
     return "\n".join(lines)
 
@@ -81,8 +83,8 @@ def _table(prefix: str, model: type[BaseModel], sections: bool = True) -> str:
 _INTRODUCTION = """\
 # Config keys
 
-Every key of a run's config; [a recipe has others](recipe-keys.md). Made from the schema:
-`python -m harness.core.config_page > docs/reference/config.md`.
+<!-- Made from the schema: python -m harness.core.config_page > docs/reference/config.md -->
+Every key of a run's config; [a recipe has others](recipe-keys.md).
 
 ```python
 from harness.core.config import load_config
@@ -91,19 +93,16 @@ config = load_config("tiny", ["train.lr=1e-3", "guard.spike_sigma=20"])  # as on
 assert (config.train.lr, config.guard.spike_sigma) == (1e-3, 20)
 ```
 
-A config is a YAML file with these sections; `key=value` on the command line overrides it. An unknown key is refused,
-with the nearest that exists. A step is one optimizer step; its samples are a window. Shares are from 0 to 1.
+A config is a YAML file with these sections; `key=value` on the command line overrides it. A step is one optimizer step;
+its samples are a window.
 
 Whether a resume may bring another value:
 
 - yes: the run goes on with it.
-- if accepted: only with `--accept-changed KEY`, recorded as `run.changed`.
-- never: start a new run, from a checkpoint of the old one if you like:
-  `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
+- if accepted: only with `--accept-changed KEY`.
+- never: start a new run, if you like from a checkpoint: `--name NEW --resume runs/<run>/checkpoints/step-<N>`."""
 
-_RECIPE = (
-    "`recipe` is in no section. On a resume: if accepted, which covers the recipe's contents too."
-)
+_RECIPE = "`recipe` is in no section. On a resume: if accepted, which covers the recipe's contents."
 
 _ITEM = re.compile(r"\w+\[\]\.")
 

@@ -87,8 +87,7 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         MFU,
         "",
-        "model FLOPs utilisation: time of the step's matrix products at the card's peak for its fastest precision, as "
-        "a share of the step's time; left out where the peak is unknown",
+        "model FLOPs utilisation, by the card's peak for its fastest precision, where that is known",
         _mfu,
     ),
     (
@@ -118,7 +117,7 @@ _OF_THE_RUN: tuple[tuple[str, str, str, Callable[[StepFacts, RunLedger], float]]
     (
         "Loss/train",
         "nats per token",
-        "`train/loss`, under a name that MLflow shows first",
+        "`train/loss`, which MLflow shows first",
         lambda facts, _: facts.loss,
     ),
 )
@@ -202,8 +201,8 @@ def _page_row(key: str, about: str, unit: str, over_ranks: str, often: str) -> s
 
 
 _BEGINNING = (
-    "Every metric in a run's journal, and from there in MLflow. Made from the declarations:",
-    "`python -m harness.core.metrics > docs/reference/metrics.md`.",
+    "<!-- Made from the declarations: python -m harness.core.metrics > docs/reference/metrics.md -->",
+    "Every metric in a run's journal, and from there in MLflow.",
     "",
     "<!-- setup",
     "from pathlib import Path",
@@ -221,13 +220,11 @@ _BEGINNING = (
     '            print(row["step"], row["metrics"].get("train/loss"))',
     "```",
     "",
-    "- `max over ranks`: of the ranks' values. Where it is not said, all ranks have the same. A slot's shares and",
-    "  decibels are over the values of all ranks.",
-    "- **measured**: in which steps. A key stands for one step in so many; the last step has a row too. `sampled`: the",
-    "  value of the last sampled step (`fp8.stats_every`) since the row before.",
+    "- Without `max over ranks` all ranks have the same value. A slot's shares and decibels are over all ranks.",
+    "- **measured**: a key stands for one step in so many, and the last. `sampled`: the value of the last sampled step",
+    "  (`fp8.stats_every`).",
     "- `<slot>` is `<layer>.<role>`; a role is input, weight or grad_output. Numbers in names are padded with zeros.",
     "  Models of over `tracking.fp8_series` slots have series of picked ones ([telemetry.md](../guide/telemetry.md)).",
-    "- `grad_norm/<layer>`: a layer is a module that owns trained parameters ([guard.md](../guide/guard.md), hunting).",
     "- Over the layers: `p10`, `p50` and `p90` are of the step, `min` and `max` of every step since the row before.",
     "",
 )

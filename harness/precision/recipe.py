@@ -76,7 +76,7 @@ class Fp8Config(Strict):
 
     scaling: Literal["delayed", "current", "block"] = Field(
         default="delayed",
-        description="transformer_engine rungs: by amax history, this tensor's amax, or blocks of 128",
+        description="transformer_engine: by amax history, this tensor's amax, or blocks of 128",
     )
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: E4M3 forward, E5M2 gradients"
@@ -95,23 +95,23 @@ class Fp8Config(Strict):
     )
     dynamic: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         default="tensorwise",
-        description="torchao's recipe name, for torchao rungs",
+        description="torchao's recipe name",
     )
     scrub_inf: bool = Field(
         default=True, description="drop an infinite amax; false: as TE, it freezes the scale"
     )
     backend: Annotated[str, BeforeValidator(_way_to_choose)] = Field(
         default="first",
-        description="of the ladder's: first, auto (the fastest with the same rule, timed) or a name",
+        description="of the ladder's: first, auto (the fastest) or a name",
     )
     weight_gradients: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",
-        description="native rungs: as their GEMM gives them; float32 saves a rounding and a cast",
+        description="native: as the GEMM gives them; float32 saves a rounding and a cast",
     )
     stats_every: int = Field(
         default=10,
         ge=1,
-        description="one in so many steps, drawn by a seed, measures underflow, clipped and SQNR",
+        description="one in so many steps measures underflow, clipped and SQNR",
     )
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class LayersConfig(Strict):
     )
     probe: bool = Field(
         default=False,
-        description="on a GPU, time each layer size and keep in BF16 those that FP8 slows down",
+        description="on a GPU, keep in BF16 layers that FP8 slows down",
     )
     probe_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -161,8 +161,8 @@ class LayersConfig(Strict):
     )
     fuse: bool = Field(
         default=False,
-        description="transformer_engine, delayed: norm and Linear, or a SwiGLU MLP, in one, if declared; "
-        "native, compiled: cast to FP8 by the kernel that makes a tensor",
+        description="transformer_engine, delayed: declared norms, Linears and SwiGLU MLPs in one; native, compiled: "
+        "cast to FP8 by the kernel that makes a tensor",
     )
 
 
@@ -183,9 +183,7 @@ class LossScaleConfig(Strict):
     init: Ratio = Field(
         default=65536.0, description="first loss scale (underflow: 131072, overflow: 32768)"
     )
-    growth_factor: float = Field(
-        default=2.0, gt=1, description="multiplier after growth_interval good steps"
-    )
+    growth_factor: float = Field(default=2.0, gt=1, description="multiplier at growth")
     backoff_factor: float = Field(
         default=0.5, gt=0, lt=1, description="multiplier after a bad step (underflow: 0.75)"
     )
@@ -217,7 +215,7 @@ class LossScaleConfig(Strict):
 class Recipe(Strict):
     """A precision policy for any machine: the ladder says what runs where the best rung cannot."""
 
-    name: str = Field(min_length=1, description="the recipe's name in plans and tags")
+    name: str = Field(min_length=1, description="its name in plans and tags")
     description: str = Field(default="", description="one line for people")
     ladder: list[Rung] = Field(
         min_length=1, description="rungs from best to last; the first that can run is taken"
@@ -321,8 +319,8 @@ def page() -> str:
 _PAGE_HEAD = (
     "# Recipe keys",
     "",
-    "Every key of a recipe, for whoever writes one ([how](../guide/recipes.md#write-your-own)). Made from the schema:",
-    "`python -m harness.precision.recipe > docs/reference/recipe-keys.md`.",
+    "<!-- Made from the schema: python -m harness.precision.recipe > docs/reference/recipe-keys.md -->",
+    "Every key of a recipe, for whoever writes one ([how](../guide/recipes.md#write-your-own)).",
     "",
     "```python",
     "from harness.precision.recipe import load_recipe",
@@ -331,8 +329,7 @@ _PAGE_HEAD = (
     "print(recipe.ladder[0].name, recipe.fp8.amax_history_len, recipe.fallback.hits)",
     "```",
     "",
-    "Only `name` and `ladder` are required. Unknown keys, wrong types and values outside of the limits are errors. A",
-    "slot is bad over a limit of `fallback`, or under one in dB.",
+    "A slot is bad over a limit of `fallback`, or under one in dB.",
     "",
 )
 

@@ -38,7 +38,7 @@ def command(
     bad: Annotated[
         Literal["auto", "skip", "fail"],
         typer.Option(
-            help="rows and files without text: skip, fail, or auto (skip only empty and binary ones)"
+            help="rows and files without text: skip, fail, or auto (skip empty and binary ones)"
         ),
     ] = "auto",
     val_fraction: Annotated[

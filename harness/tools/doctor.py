@@ -69,7 +69,7 @@ def command(
         typer.Option("--speed", help="time the config's step in every precision and compile mode"),
     ] = False,
     minutes: Annotated[
-        float, typer.Option(help="for --speed: minutes of turns; building comes on top")
+        float, typer.Option(help="for --speed: minutes, without building")
     ] = MINUTES,
     picture: Annotated[
         Path | None, typer.Option(help="for --speed: draw the times into this PNG file")

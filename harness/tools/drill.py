@@ -46,13 +46,11 @@ def command(
     config: ConfigName = "quickstart",
     recipe: RecipeName = None,
     only: Annotated[
-        str, typer.Option(metavar="NAME,...", help="exercises to do; all if it is not given")
+        str, typer.Option(metavar="NAME,...", help="exercises to do [default: all]")
     ] = "",
     steps: Annotated[int, typer.Option(help="steps of each run, at least 8")] = 12,
     folder: Annotated[Path | None, typer.Option(help=_FOLDER_HELP)] = None,
-    patience: Annotated[
-        float, typer.Option(help="minutes to wait for any one event, such as a run's end")
-    ] = 30.0,
+    patience: Annotated[float, typer.Option(help="minutes to wait for any one event")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Do the exercises; the exit code is 0 if all passed or do not apply, else 1.

@@ -120,10 +120,10 @@ def nearest(
 # What an engine's class declares, as a limit of the runs that it works for. Each has a number on the page.
 _OPTIMIZERS = "`train.optimizer` is `adamw` or `sgd`"
 _SNAPSHOTS = "No snapshots in memory: a rollback goes back to a checkpoint"
-_COMPARISON = "Ranks hold different rows: `guard.compare_ranks_every` has nothing to compare"
+_COMPARISON = "`guard.compare_ranks_every` has nothing to compare"
 _LOSS_SCALE = (
-    "Weights in half precision and a loss scale of the engine's own: the recipe's `loss_scale` and "
-    "`layers.keep_fp32` are refused, and a run cannot leave fp16"
+    "Weights in half precision: the recipe's `loss_scale` and `layers.keep_fp32` are refused, and a run cannot leave "
+    "fp16"
 )
 _LIMITS = (_OPTIMIZERS, _SNAPSHOTS, _COMPARISON, _LOSS_SCALE)
 
@@ -199,7 +199,7 @@ def page() -> str:
     lines = [*_HEAD]
     for device, title in zip(DEVICES, ("## On GPUs", "## On a CPU"), strict=True):
         lines += [title, key_table.table(heading, _rung_rows(device)), ""]
-    lines += ["## Limits", "The numbers in the cells of both tables:", ""]
+    lines += ["## Limits", "The numbers in the cells:", ""]
     for number, limit in enumerate(_LIMITS, start=1):
         lines.append(f"{number}. {limit}.")
     engines = [f"`{engine}`" for engine in ENGINES]
@@ -216,8 +216,8 @@ def page() -> str:
 _HEAD = (
     "# What runs on which engine",
     "",
-    "Every rung of a recipe under every engine, for whoever chooses one ([how](../guide/engines.md)). Made from what",
-    "engines and backends declare: `python -m harness.tools.engine_page > docs/reference/engines.md`.",
+    "<!-- Made from declarations: python -m harness.tools.engine_page > docs/reference/engines.md -->",
+    "Every rung of a recipe under every engine, for whoever chooses one ([how](../guide/engines.md)).",
     "",
     "Which rungs this machine can run at all:",
     "",
@@ -225,10 +225,10 @@ _HEAD = (
     "harness doctor",
     "```",
     "",
-    "A run asks the same declarations before its model is built, and ends with a message where it is refused.",
+    "A run that is refused ends before its model is built.",
     "",
-    "Tests run every combination that works on a CPU, on two ranks over gloo, beside DDP. Those of Transformer Engine,",
-    'and of fp16 under DeepSpeed, need GPUs. No engine has run on several GPUs yet: "works" is what is declared.',
+    "Tests run every combination that works on a CPU, on two ranks. Those of Transformer Engine, and of fp16 under",
+    'DeepSpeed, need GPUs. No engine has run on several GPUs yet: "works" is what is declared.',
     "",
 )
 

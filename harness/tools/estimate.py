@@ -45,7 +45,7 @@ def command(
         int, typer.Option(min=1, help="processes that share the global batch, a card each")
     ] = 1,
     calibration: Calibration = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     # Report the problems of config, recipe, cards, prices and calibration together.
     problems: list[Problem] = []

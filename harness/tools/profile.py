@@ -32,7 +32,7 @@ def command(
         str, typer.Option(help="card to predict for [default: the one that the run had]")
     ] = "",
     calibration: Calibration = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     history = RunHistory.read(run)
     found = profiles(history.run_dir)

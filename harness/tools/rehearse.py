@@ -40,7 +40,7 @@ def command(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="rehearse a run that does not exist yet: config, name or path"),
+        typer.Option(help="rehearse a run that does not exist: config, name or path"),
     ] = None,
     recipe: Annotated[
         str | None,
@@ -62,9 +62,7 @@ def command(
             min=1, help="begin just before this step [default: its first rollback or halt]"
         ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="folder for rehearsed.yaml, the recipe, and rehearsal.png")
-    ] = Path(),
+    out: Annotated[Path, typer.Option(help="folder for rehearsed.yaml and rehearsal.png")] = Path(),
     no_picture: Annotated[bool, typer.Option("--no-picture", help="draw no rehearsal.png")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:

@@ -84,10 +84,10 @@ def test_tables_become_entries() -> None:
 
 def test_a_code_has_what_happened_why_what_was_done_and_what_to_do() -> None:
     text = printed("loss.spike")
-    assert text.startswith("loss.spike\n")
+    assert text.startswith("loss.spike, loss.skip\n")
     labels = ["What happened", "Why", "Effect", "What to do"]
     assert [line for line in text.splitlines() if line and not line.startswith(" ")] == [
-        "loss.spike",
+        "loss.spike, loss.skip",
         *labels,
     ]
     assert "guard.spike_sigma" in text
