@@ -1,6 +1,6 @@
 """The architecture is a test: import layers, no cycles, vendor homes, torch-free files.
 
-The rooms are described in docs/architecture.md; a change of the tables below is a change of that document.
+The rooms are described in docs/architecture.md, which leaves the details of who may import whom to the tables below.
 """
 
 from __future__ import annotations
