@@ -120,14 +120,11 @@ _ATTEND = F.scaled_dot_product_attention
 
 
 class _Attention(TorchFunctionMode):
-    """Chooses the attention kernel that PyTorch would choose on the real card, except with a mask.
+    """Chooses the attention kernel that PyTorch would choose on the real card.
 
     FlashAttention: compute capability 8.0 or higher, 16 bits, heads of at most 256 features, no mask.
-    Memory-efficient attention: no mask, no grouped queries.
+    Memory-efficient attention: no grouped queries.
     Plain mathematics: everything else. A CPU-only build would always choose this one.
-
-    PyTorch's memory-efficient kernel takes masks as well. Here they go to plain mathematics, so that time and memory of
-    masked attention are overestimated.
 
     `attend` replaces torch's function, because no mode is active when activation checkpointing recomputes the forward
     pass in backward. The mode covers callers that imported the function before it was replaced.
@@ -164,6 +161,8 @@ class _Attention(TorchFunctionMode):
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(dtype)
 
         half = query.dtype in (torch.bfloat16, torch.float16)
         kernels = torch.ops.aten
@@ -174,14 +173,23 @@ class _Attention(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
             )[0]
 
-        if attn_mask is None and not enable_gqa:
+        if not enable_gqa:
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
-            return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]
+            bias = None if attn_mask is None else _bias(attn_mask, query, key)
+            return efficient(query, key, value, bias, trains, dropout_p, is_causal, scale=scale)[0]
 
         return _ATTEND(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as PyTorch gives it to memory-efficient attention: added to the scores, and as large, by strides of 0."""
+    if mask.dtype == torch.bool:
+        added = torch.zeros_like(mask, dtype=query.dtype)
+        mask = added.masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 def _on_cuda(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -622,7 +630,10 @@ class _Tokens:
         train = config.train
         shape = (train.micro_batch, config.data.context)
         self.tokens_per_sample = config.data.context
-        self._shapes = dict.fromkeys(("inputs", "targets"), (shape, torch.int64))
+        names = ["inputs", "targets"]
+        if config.data.packing == "documents":
+            names.append("segments")
+        self._shapes = dict.fromkeys(names, (shape, torch.int64))
         if config.data.target is not None:
             # With as many ranks as micro-batches, rank 0 has exactly one to read.
             ranks = train.global_batch // train.micro_batch

@@ -289,6 +289,12 @@ def scene_cards(_: str) -> dict[str, Any]:
         with on_card(config_of(), recipe, find_card(card), rung_of(rung), 1) as made:
             made.step(2, "usual")
             found[f"{card} {rung}"] = seen(made)
+    packed = config_of(data={"packing": "documents"})
+    with on_card(
+        packed, load_recipe("auto"), find_card("H100"), rung_of("autocast:bf16"), 1
+    ) as made:
+        made.step(2, "usual")
+        found["H100 packed"] = seen(made)
     config, recipe, rung = (
         config_of(train={"global_batch": 10}),
         load_recipe("fp8_hybrid"),
