@@ -185,7 +185,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as PyTorch gives it to memory-efficient attention: added to the scores, and as large, by strides of 0."""
+    """The mask as PyTorch gives it to memory-efficient attention: added to the scores, and of their shape."""
     if mask.dtype == torch.bool:
         added = torch.zeros_like(mask, dtype=query.dtype)
         mask = added.masked_fill_(mask.logical_not(), -torch.inf)

@@ -139,6 +139,7 @@ def test_an_activation_that_outgrows_fp8(tmp_path: Path) -> None:
     assert f"{guilty} to BF16" in told(follow(tmp_path, suggested(done.stdout, "in order")))
 
 
+@pytest.mark.slow
 def test_a_custom_loss_with_exp_in_fp16(tmp_path: Path) -> None:
     prepare(tmp_path)
     done = train(

@@ -192,6 +192,7 @@ def test_another_loss_than_the_journals_is_not_reproducible(
     )
 
 
+@pytest.mark.slow
 def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, shown = in_process(backward_run, 7, monkeypatch)
     assert answer["cause"] == "sound"
@@ -203,6 +204,7 @@ def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPa
     assert not (backward_run / "flight" / "step-00000400").exists()
 
 
+@pytest.mark.slow
 def test_a_step_under_anothers_loss_scale_is_refused(backward_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(backward_run, tmp_path / "r", symlinks=True)
     record = next((run / "flight").glob("step-*/record.json"))

@@ -255,6 +255,7 @@ def test_evaluation_has_the_loss_of_training(chunk: int) -> None:
 
 # torch's own compiler does that while it traces a checkpoint.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", rest_nightly([10, 1000], 10))
 def test_a_compiled_model_has_its_loss(chunk: int) -> None:
     plain, compiled = small(), torch.compile(small(loss_chunk=chunk), backend="aot_eager")

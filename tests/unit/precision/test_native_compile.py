@@ -32,7 +32,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness.core.blocks import blocks_of
 from harness.precision.backends import native_triton
-from tests.support.matrix import rest_nightly
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -41,10 +40,14 @@ pytestmark = [
 ]
 
 
-WAYS = ["carriers", "compiler's casts", "own casts"]
+WAYS = [
+    pytest.param("carriers", marks=pytest.mark.slow),
+    "compiler's casts",
+    pytest.param("own casts", marks=pytest.mark.nightly),
+]
 
 
-@pytest.fixture(autouse=True, params=rest_nightly(WAYS, *WAYS[:2]))
+@pytest.fixture(autouse=True, params=WAYS)
 def _fresh_compiler(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
@@ -88,6 +91,7 @@ def test_a_bias_gradient_is_of_rounded_values_under_the_default_compiler() -> No
     )
 
 
+@pytest.mark.slow
 def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> None:
     """On FP8 units a block has two: one that shows the casts, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")
