@@ -179,7 +179,7 @@ class Graph:
 
 
 def _labels_behind(node: Node) -> Node:
-    """The labels that `node` holds, perhaps shifted by one and padded (a causal loss), or with others for masked ones."""
+    """The labels that `node` holds: perhaps shifted by one and padded (a causal loss), or with masked ones replaced."""
     node = node.behind()
     while node.op == "constant_pad_nd" or (node.op == "where" and len(node.inputs) > 1):
         # The first argument of `where` is its condition.
