@@ -122,9 +122,11 @@ _ATTEND = F.scaled_dot_product_attention
 class _Attention(TorchFunctionMode):
     """Chooses the attention kernel that PyTorch would choose on the real card.
 
-    FlashAttention: compute capability 8.0 or higher, 16 bits, heads of at most 256 features, no mask.
+    FlashAttention: compute capability 8.0 or higher, 16 bits, heads of at most 256 features, values as wide as keys, no
+        mask.
     Memory-efficient attention: no grouped queries.
-    Plain mathematics: everything else. A CPU-only build would always choose this one.
+    Plain mathematics: everything else, and operands that either kernel would have to broadcast. A CPU-only build would
+        always choose this one.
 
     `attend` replaces torch's function, because no mode is active when activation checkpointing recomputes the forward
     pass in backward. The mode covers callers that imported the function before it was replaced.
@@ -166,14 +168,19 @@ class _Attention(TorchFunctionMode):
 
         half = query.dtype in (torch.bfloat16, torch.float16)
         kernels = torch.ops.aten
-        flashes = self._card.capability >= _FLASH_CAPABILITY and query.shape[-1] <= _FLASH_HEAD_DIM
+        flashes = (
+            self._card.capability >= _FLASH_CAPABILITY
+            and query.shape[-1] <= _FLASH_HEAD_DIM
+            and query.shape[-1] == value.shape[-1]
+            and _pairs(query, key, value, enable_gqa)
+        )
         if attn_mask is None and half and flashes:
             flash = kernels._scaled_dot_product_flash_attention
             return flash(
                 query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
             )[0]
 
-        if not enable_gqa:
+        if _pairs(query, key, value, grouped=False):
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
@@ -182,6 +189,18 @@ class _Attention(TorchFunctionMode):
         return _ATTEND(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def _pairs(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+    """Whether a fused kernel takes these shapes: [batch, heads, time, features], none of them broadcast.
+
+    grouped: whether several query heads may share a key head.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    if not len(query) == len(key) == len(value):
+        return False
+    return grouped or query.shape[1] == key.shape[1] == value.shape[1]
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

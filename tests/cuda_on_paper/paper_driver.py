@@ -42,6 +42,14 @@ from harness.precision.recipe import Recipe, Rung, load_recipe  # noqa: E402
 
 SMALL = {"vocab": 256, "dim": 256, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 704}
 LLAMA = "llama3_8b_8layers"
+# Kinds of `planted_models.Attends`.
+OPERANDS = (
+    "broadcast key heads",
+    "broadcast samples",
+    "three dimensions",
+    "groups of one",
+    "narrow values",
+)
 
 
 def config_of(
@@ -295,6 +303,13 @@ def scene_cards(_: str) -> dict[str, Any]:
     ) as made:
         made.step(2, "usual")
         found["H100 packed"] = seen(made)
+    for kind in OPERANDS:
+        config = config_of({"kind": kind}, "planted_models:attends")
+        with on_card(
+            config, load_recipe("auto"), find_card("H100"), rung_of("autocast:bf16"), 1
+        ) as made:
+            made.step(2, "usual")
+            found[kind] = seen(made)["attention"]
     config, recipe, rung = (
         config_of(train={"global_batch": 10}),
         load_recipe("fp8_hybrid"),

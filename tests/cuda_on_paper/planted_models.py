@@ -83,6 +83,38 @@ class Linears(nn.Module):
         return F.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 
+class Attends(nn.Module):
+    """Attention of four heads with a mask, whose operands are as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(256, 64)
+        self.head = nn.Linear(32 if kind == "narrow values" else 64, 256)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        samples, time = inputs.shape
+        heads = self.embed(inputs).unflatten(-1, (4, 16)).transpose(1, 2)
+        query, key, value = heads, heads * 2.0, heads * 3.0
+        mask = None
+        if self.kind == "narrow values":
+            value = value[..., :8]
+        else:
+            mask = torch.ones(time, time, dtype=torch.bool, device=inputs.device).tril()
+        if self.kind == "broadcast key heads":
+            key, value = key[:, :1], value[:, :1]
+        if self.kind == "broadcast samples":
+            key, value = key[:1], value[:1]
+        if self.kind == "three dimensions":
+            query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        grouped = self.kind == "groups of one"
+        x = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        x = x.reshape(samples, 4, time, -1).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 def converted() -> nn.Module:
     """Parameters in another type and back, as peft has those of its adapters."""
     model = Elsewhere()
@@ -100,3 +132,8 @@ def build(fault: str) -> nn.Module:
 def linears(width: int, layers: int) -> nn.Module:
     """A `Linears` model."""
     return Linears(width, layers)
+
+
+def attends(kind: str) -> nn.Module:
+    """An `Attends` model."""
+    return Attends(kind)
