@@ -124,7 +124,7 @@ class _Attention(TorchFunctionMode):
 
     FlashAttention: compute capability 8.0 or higher, 16 bits, heads of at most 256 features, values as wide as keys, no
         mask.
-    Memory-efficient attention: no grouped queries.
+    Memory-efficient attention: no grouped queries, heads of a multiple of some features (`_aligned`).
     Plain mathematics: everything else, and operands that either kernel would have to broadcast. A CPU-only build would
         always choose this one.
 
@@ -180,7 +180,7 @@ class _Attention(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
             )[0]
 
-        if _pairs(query, key, value, grouped=False):
+        if _pairs(query, key, value, grouped=False) and self._aligned(query, value):
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
@@ -189,6 +189,18 @@ class _Attention(TorchFunctionMode):
         return _ATTEND(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+    def _aligned(self, query: Tensor, value: Tensor) -> bool:
+        """Whether memory-efficient attention takes heads of so many features: multiples of 16 bytes for tensor cores.
+
+        Source: `check_head_dim_size_mem_efficient` in PyTorch's sdp_utils.cpp.
+        """
+        multiple = 1
+        if query.element_size() == 2:
+            multiple = 8
+        elif self._card.capability >= _FLASH_CAPABILITY:
+            multiple = 4
+        return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
 
 
 def _pairs(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:

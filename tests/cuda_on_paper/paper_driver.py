@@ -47,6 +47,7 @@ OPERANDS = (
     "broadcast key heads",
     "broadcast samples",
     "three dimensions",
+    "twelve features",
     "groups of one",
     "narrow values",
 )

@@ -90,7 +90,8 @@ class Attends(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(256, 64)
-        self.head = nn.Linear(32 if kind == "narrow values" else 64, 256)
+        widths = {"narrow values": 32, "twelve features": 48}
+        self.head = nn.Linear(widths.get(kind, 64), 256)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         samples, time = inputs.shape
@@ -101,6 +102,8 @@ class Attends(nn.Module):
             value = value[..., :8]
         else:
             mask = torch.ones(time, time, dtype=torch.bool, device=inputs.device).tril()
+        if self.kind == "twelve features":
+            query, key, value = query[..., :12], key[..., :12], value[..., :12]
         if self.kind == "broadcast key heads":
             key, value = key[:, :1], value[:, :1]
         if self.kind == "broadcast samples":

@@ -40,10 +40,10 @@ def test_grouped_queries_never_fall_to_plain_mathematics(
 
 
 @pytest.mark.parametrize(
-    "operands", ["broadcast key heads", "broadcast samples", "three dimensions"]
+    "operands", ["broadcast key heads", "broadcast samples", "three dimensions", "twelve features"]
 )
 def test_what_no_fused_kernel_takes_is_plain_mathematics(scene: Scene, operands: str) -> None:
-    """PyTorch's kernels want four dimensions, and broadcast nothing: Falcon's single key head is not fused."""
+    """PyTorch's kernels want four dimensions, heads of 8 features or a multiple, and broadcast nothing, as Falcon does."""
     assert scene("cards")[operands] == []
 
 
