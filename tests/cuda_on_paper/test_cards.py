@@ -43,7 +43,7 @@ def test_grouped_queries_never_fall_to_plain_mathematics(
     "operands", ["broadcast key heads", "broadcast samples", "three dimensions", "twelve features"]
 )
 def test_what_no_fused_kernel_takes_is_plain_mathematics(scene: Scene, operands: str) -> None:
-    """PyTorch's kernels want four dimensions, heads of 8 features or a multiple, and broadcast nothing, as Falcon does."""
+    """PyTorch's kernels want four dimensions and heads of a multiple of 8 features. They broadcast nothing."""
     assert scene("cards")[operands] == []
 
 
