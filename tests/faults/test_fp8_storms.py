@@ -23,6 +23,7 @@ from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.recipe import load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
+from tests.support.matrix import rest_nightly
 from tests.support.runs import TEXT, events, metrics
 
 pytestmark = pytest.mark.faults(15, 16)
@@ -210,7 +211,7 @@ def over_limits(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "storm", [pytest.param("up", marks=pytest.mark.slow), "down", "oscillating"]
+    "storm", rest_nightly(["up", "down", "oscillating"], "up", "oscillating")
 )
 def test_a_layer_in_a_storm_leaves_fp8_within_two_windows(tmp_path: Path, storm: str) -> None:
     folder = run(tmp_path, "r", {"layers": ["blocks.0.mlp.down"], **STORMS[storm]}, 44)

@@ -140,7 +140,7 @@ def test_a_run_killed_when_only_its_outcome_is_missing_says_nothing_twice(
     assert difference(run, tmp_path / "undisturbed" / "runs" / "r", 4) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults(1)
 def test_a_fork_of_the_driver_is_as_good_as_a_new_process(
     driver: Driver, tmp_path: Path, text: Path

@@ -579,7 +579,7 @@ def test_a_last_save_is_moved_back_as_it_is(tmp_path: Path) -> None:
 RANKS = 1024
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_ranks_fit_and_one_tensor_is_read_without_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
