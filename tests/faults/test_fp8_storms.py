@@ -210,9 +210,7 @@ def over_limits(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "storm", rest_nightly(["up", "down", "oscillating"], "up", "oscillating")
-)
+@pytest.mark.parametrize("storm", rest_nightly(["up", "down", "oscillating"], "up", "oscillating"))
 def test_a_layer_in_a_storm_leaves_fp8_within_two_windows(tmp_path: Path, storm: str) -> None:
     folder = run(tmp_path, "r", {"layers": ["blocks.0.mlp.down"], **STORMS[storm]}, 44)
     assert over_limits(folder), "the fault fired"
