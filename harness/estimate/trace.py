@@ -193,7 +193,7 @@ class _Attention(TorchFunctionMode):
     def _aligned(self, query: Tensor, value: Tensor) -> bool:
         """Whether memory-efficient attention takes heads of so many features: multiples of 16 bytes for tensor cores.
 
-        Source: `check_head_dim_size_mem_efficient` in PyTorch's sdp_utils.cpp.
+        Source: PyTorch's sdp_utils.cpp, the check of head sizes for this kernel.
         """
         multiple = 1
         if query.element_size() == 2:
