@@ -77,5 +77,6 @@ def test_a_token_meets_its_own_experts(kind: str, tmp_path: Path) -> None:
     norms = (2 * LAYERS + 1) * DIM
     assert found["parameters"] == matrices + norms
     active = LAYERS * (ATTENTION + router + chosen * expert + shared) + VOCAB * DIM
-    attention = LAYERS * 2 * CONTEXT * HEADS * HEAD  # queries by keys, and their scores by values
-    assert found["flops"] == 6 * TOKENS * (active + attention)
+    # FlashAttention: two products forward, five backward. The causal half of each is left out.
+    product = LAYERS * CONTEXT * HEADS * HEAD
+    assert found["flops"] == 6 * TOKENS * active + 2 * TOKENS * product * (2 + 5) / 2
