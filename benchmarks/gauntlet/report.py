@@ -112,8 +112,10 @@ def answers(record: Mapping[str, Any]) -> str:
     ]
     for row in record["rows"]:
         judged = named(row)
-        if alarms := false_alarms(row):
-            judged = f"{judged}, {alarms} false alarms".removeprefix("-, ")
+        alarms = false_alarms(row)
+        if alarms:
+            text = f"{alarms} false alarms"
+            judged = text if judged == "-" else f"{judged}, {text}"
         cells = [row["scenario"], row["planted"], row["right"], blamed(row), judged]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

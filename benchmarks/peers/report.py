@@ -92,23 +92,29 @@ def cells(name: str, row: Mapping[str, Any]) -> list[str]:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures of one shape as a Markdown table."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cells(name, row)) + " |" for name, row in rows.items()]
-    return "\n".join(lines)
+    return _markdown(HEAD, [cells(name, row) for name, row in rows.items()])
 
 
 def losses(shapes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """What holds of a CPU's record, as a Markdown table: last loss, its largest difference, lines of user code.
+    """A CPU's record as a Markdown table without times: last loss, its largest difference, lines of user code.
 
     shapes: shape -> loop -> figures, of which each loop has them for all shapes or for none.
     """
     head = ("loop", "precision", *(f"`{shape}`" for shape in shapes), "lines")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines: list[list[str]] = []
     for name in next(iter(shapes.values())):
         rows = [loops[name] for loops in shapes.values()]
         if any("loss" not in row for row in rows):
             continue
         found = [f"{row['loss']:.4f} ({row['loss_difference']:.3%})" for row in rows]
         counts = ", ".join(dict.fromkeys(str(row["lines"]) for row in rows))
-        lines.append("| " + " | ".join([name, rows[0]["precision"], *found, counts]) + " |")
-    return "\n".join(lines)
+        lines.append([name, rows[0]["precision"], *found, counts])
+    return _markdown(head, lines)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, *rows]
+    text = [f"| {' | '.join(line)} |" for line in lines]
+    text.insert(1, "|" + "---|" * len(head))
+    return "\n".join(text)

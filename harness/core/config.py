@@ -118,7 +118,7 @@ class TrainConfig(Strict):
     profile_steps: tuple[Positive, Positive] | None = Field(
         default=None,
         strict=False,
-        description="first and last profiled step, at most 20; null: none",
+        description="first and last profiled step, at most 20: a Perfetto trace and a table; null: none",
     )
     profile_ranks: Literal[0, "all"] = Field(default=0, description="profiled ranks")
 
@@ -527,14 +527,15 @@ class FallbackConfig(Strict):
     hits: int = Field(
         default=3,
         ge=1,
-        description="bad ones of fallback.window observations that demote a layer",
+        description="bad ones of fallback.window observations that demote a layer; far over a limit, also further "
+        "apart",
     )
     window: int = Field(default=8, ge=1, description="number of last observations that count")
     dwell_steps: int = Field(default=50, ge=1, description="least steps in BF16 after a demotion")
     cooldown_factor: float = Field(
         default=2.0,
         ge=1,
-        description="factor on the next stay, if that comes soon",
+        description="factor on the next stay, unless the layer was back in FP8 for as long as that",
     )
     warmup_steps: int = Field(
         default=2,

@@ -134,11 +134,11 @@ class SlotStats:
     names: tuple[str, ...]
     amax: Annotated[
         _PerSlot,
-        Metric("largest magnitude of the tensor", "", "fp8_amax", "max", _KEPT),
+        Metric("largest magnitude of the tensor, before scaling", "", "fp8_amax", "max", _KEPT),
     ]
     scale: Annotated[
         _PerSlot,
-        Metric("scale that the step used", "", "fp8_scale", often=_KEPT),
+        Metric("scale that the step used, before scales roll", "", "fp8_scale", often=_KEPT),
     ]
     saturation: Annotated[
         _PerSlot,
@@ -298,7 +298,7 @@ class StepFacts:
     param_norm: Annotated[
         float,
         Metric(
-            "L2 norm of trainable parameters; infinite if one is NaN",
+            "L2 norm of trainable parameters before the update; infinite if one is NaN",
             key="train/param_norm",
             over_ranks="max",
             often="guard.measure_every",
@@ -329,7 +329,7 @@ class StepFacts:
     layer_norms: Annotated[
         Mapping[str, float],
         Metric(
-            "L2 norm of the unscaled gradients of one layer's own parameters",
+            "L2 norm of the unscaled gradients of one layer's own parameters, unclipped",
             key="grad_norm",
             often=_HUNTED,
         ),

@@ -483,11 +483,11 @@ class CausalLM:
 
 @contextmanager
 def _documents_known(segments: Tensor | None) -> Iterator[None]:
-    """In this context transformers need not find out from the positions which documents a sample holds.
+    """Tells transformers which documents the samples hold: one each (None), or those of `segments`.
 
-    It would ask the device in every forward whether there is more than one, and the host would wait for the answer. On
-    fake tensors it cannot ask, and takes every sample for a packed one: `harness estimate` would see attention with a
-    mask, which no fused kernel computes.
+    By itself transformers reads that from the positions. In every forward the host then waits for the device to say
+    whether a sample holds more than one. Fake tensors have no values to read, and every sample counts as packed:
+    `harness estimate` would see attention with a mask, which FlashAttention does not take.
     """
     masks = importlib.import_module("transformers.masking_utils")
     theirs = getattr(masks, _FINDS_DOCUMENTS, None)

@@ -454,12 +454,14 @@ def _class_dim(logits: Tensor, labels: Tensor) -> int | None:
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over the labels that count, in nats, float32 0-d; NaN if none does."""
     of_tokens = labels.ndim > 1 and _class_dim(logits, labels) == logits.ndim - 1
-    if not of_tokens:
-        return F.cross_entropy(logits.float(), labels.long())
+    if of_tokens:
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+    labels = labels.long()
 
-    # With a vocabulary for classes, logits are large: no float32 copy of them.
-    labels = labels.flatten().long()
-    return sum_of_losses(logits.flatten(0, -2), labels) / (labels != IGNORED).sum()
+    # The logits of a vocabulary are large: those in 16 bits get no float32 copy.
+    if of_tokens and logits.element_size() == 2:
+        return sum_of_losses(logits, labels) / (labels != IGNORED).sum()
+    return F.cross_entropy(logits.float(), labels)
 
 
 def _alike(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:

@@ -183,7 +183,9 @@ class LossScaleConfig(Strict):
     init: Ratio = Field(
         default=65536.0, description="first loss scale (underflow: 131072, overflow: 32768)"
     )
-    growth_factor: float = Field(default=2.0, gt=1, description="multiplier at growth")
+    growth_factor: float = Field(
+        default=2.0, gt=1, description="multiplier after growth_interval good steps"
+    )
     backoff_factor: float = Field(
         default=0.5, gt=0, lt=1, description="multiplier after a bad step (underflow: 0.75)"
     )

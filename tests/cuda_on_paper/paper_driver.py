@@ -289,28 +289,22 @@ def scene_cards(_: str) -> dict[str, Any]:
         for name in ("fp8_hybrid", "auto", "bf16"):
             taken = resolve(load_recipe(name), facts_of(find_card(card), replaced=False))[0]
             found[f"{card} {name}"] = taken.name if taken else None
-    for card, rung in (
-        ("T4", "autocast:fp16"),
-        ("H100", "autocast:bf16"),
-        ("H100", "autocast:fp32"),
-    ):
-        recipe = load_recipe("auto")
-        with on_card(config_of(), recipe, find_card(card), rung_of(rung), 1) as made:
-            made.step(2, "usual")
-            found[f"{card} {rung}"] = seen(made)
-    packed = config_of(data={"packing": "documents"})
-    with on_card(
-        packed, load_recipe("auto"), find_card("H100"), rung_of("autocast:bf16"), 1
-    ) as made:
-        made.step(2, "usual")
-        found["H100 packed"] = seen(made)
+
+    usual = config_of()
+    runs = {
+        "T4 autocast:fp16": (usual, "T4", "autocast:fp16"),
+        "H100 autocast:bf16": (usual, "H100", "autocast:bf16"),
+        "H100 autocast:fp32": (usual, "H100", "autocast:fp32"),
+        "H100 packed": (config_of(data={"packing": "documents"}), "H100", "autocast:bf16"),
+    }
     for kind in OPERANDS:
         config = config_of({"kind": kind}, "planted_models:attends")
-        with on_card(
-            config, load_recipe("auto"), find_card("H100"), rung_of("autocast:bf16"), 1
-        ) as made:
+        runs[kind] = (config, "H100", "autocast:bf16")
+    for name, (config, card, rung) in runs.items():
+        with on_card(config, load_recipe("auto"), find_card(card), rung_of(rung), 1) as made:
             made.step(2, "usual")
-            found[kind] = seen(made)["attention"]
+            found[name] = seen(made)
+
     config, recipe, rung = (
         config_of(train={"global_batch": 10}),
         load_recipe("fp8_hybrid"),

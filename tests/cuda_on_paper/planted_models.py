@@ -84,7 +84,7 @@ class Linears(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention of four heads with a mask, whose operands are as `kind` says."""
+    """Attention of four heads, whose operands are as `kind` says; with a mask but for narrow values."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

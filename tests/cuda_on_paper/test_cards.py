@@ -44,14 +44,14 @@ def test_grouped_queries_never_fall_to_plain_mathematics(
 )
 def test_what_no_fused_kernel_takes_is_plain_mathematics(scene: Scene, operands: str) -> None:
     """PyTorch's kernels want four dimensions and heads of a multiple of 8 features. They broadcast nothing."""
-    assert scene("cards")[operands] == []
+    assert scene("cards")[operands]["attention"] == []
 
 
 @pytest.mark.parametrize("operands", ["groups of one", "narrow values"])
 def test_the_kernel_that_takes_these_operands(scene: Scene, operands: str) -> None:
     """`enable_gqa` without groups changes nothing. FlashAttention wants values as wide as keys."""
     kernel = "_scaled_dot_product_efficient_attention"
-    assert scene("cards")[operands] == [kernel, f"{kernel}_backward"]
+    assert scene("cards")[operands]["attention"] == [kernel, f"{kernel}_backward"]
 
 
 def test_micro_batches_that_are_not_traced_are_counted(scene: Scene) -> None:

@@ -86,32 +86,32 @@ def test_it_trains_alike_eager_compiled_and_on_two_ranks(tmp_path: Path) -> None
         assert losses == pytest.approx(found["eager"], rel=0.01), name
 
 
+def compiled_run(folder: Path, module: str, function: str, steps: int) -> Path:
+    """The folder of a finished run with compiled blocks, of a model in a file beside this one."""
+    shutil.copy(ROOT / "tests" / "e2e" / f"{module}.py", folder)
+    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    config["model"] = {"target": f"{module}:{function}"}
+    (folder / "own.yaml").write_text(yaml.safe_dump(config))
+    arguments = ("--config", "own.yaml", "--name", "own", f"train.steps={steps}", BLOCKS)
+    done = train(folder, *arguments, PYTHONPATH=str(folder))
+    assert done.returncode == 0, done.stdout
+    return folder / "runs" / "own"
+
+
 @pytest.mark.slow
 def test_a_fall_back_to_eager_is_one_event(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "e2e" / "restless_model.py", tmp_path)
-    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
-    config["model"] = {"target": "restless_model:restless"}
-    (tmp_path / "restless.yaml").write_text(yaml.safe_dump(config))
-    arguments = ("--config", "restless.yaml", "--name", "restless", "train.steps=6", BLOCKS)
-    done = train(tmp_path, *arguments, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout
-    told = events(tmp_path / "runs" / "restless", "compile.eager")
+    run = compiled_run(tmp_path, "restless_model", "restless", 6)
+    told = events(run, "compile.eager")
     assert len(told) == 1
     assert "recompile_limit (2)" in told[0]["text"]
     assert "restless_model.py" in told[0]["text"]
-    assert len(metrics(tmp_path / "runs" / "restless")) == 6
+    assert len(metrics(run)) == 6
 
 
 @pytest.mark.slow
 def test_blocks_that_are_called_by_a_method_are_named(tmp_path: Path) -> None:
     """The plan says that blocks are compiled, and torch compiles nothing of these."""
-    shutil.copy(ROOT / "tests" / "e2e" / "aside_model.py", tmp_path)
-    config = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
-    config["model"] = {"target": "aside_model:Aside"}
-    (tmp_path / "aside.yaml").write_text(yaml.safe_dump(config))
-    arguments = ("--config", "aside.yaml", "--name", "aside", "train.steps=3", BLOCKS)
-    done = train(tmp_path, *arguments, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout
-    (told,) = events(tmp_path / "runs" / "aside", "compile.eager")
+    run = compiled_run(tmp_path, "aside_model", "Aside", 3)
+    (told,) = events(run, "compile.eager")
     assert told["step"] == 1
     assert told["text"].startswith("blocks.0 and 1 more: not called as a module")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import ModelConfig
 from harness.core.errors import CheckpointError, ConfigError
@@ -23,6 +22,7 @@ from harness.models.huggingface import causal_lm, check, positions_of, tokenizer
 from harness.precision.api import Precision
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, fresh, load, save
 from tests.support.runs import BIN, ROOT
+from tests.support.waits import HostReads
 from tests.support.wide import Wide
 
 KINDS = sorted(CONFIGS)
@@ -151,19 +151,6 @@ def test_packed_documents_are_as_each_alone(kind: str, attention: str, tmp_path:
     assert abs(unpacked - alone) > 1e-4  # what attention across documents would give
 
 
-class Waits(TorchDispatchMode):
-    """How often a value is read from a tensor: on a GPU the host waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mixtral"])
 def test_a_forward_reads_no_value_from_the_device(kind: str, packed: bool, tmp_path: Path) -> None:
@@ -171,11 +158,11 @@ def test_a_forward_reads_no_value_from_the_device(kind: str, packed: bool, tmp_p
     model, tokens = load(save(tmp_path, kind)), batch()
     given = {**tokens, "segments": SEGMENTS} if packed else tokens
     task = Task(model, "hf")
-    with Waits() as seen:
+    with HostReads() as seen:
         task.loss(model, given)
     assert seen.count == 0
 
-    asked = Waits()
+    asked = HostReads()
     with asked:
         model(tokens["inputs"], use_cache=False)
     assert asked.count > 0, "transformers asks no more: `_documents_known` can go"

@@ -158,7 +158,7 @@ def kill(scene: Scene) -> Episode:
 
 
 def signals(scene: Scene) -> Episode:
-    """Requests to stop. At a step, a start or a save."""
+    """Requests to stop, at a step, a start or a save."""
     names = scene.chance.choice(SIGNALS)
     at: int | str = scene.step() if scene.chance.random() < 0.6 else scene.chance.choice(STAGES)
     # Before the ranks have met, only a signal to all of them ends all of them.
@@ -185,7 +185,7 @@ def freeze(scene: Scene) -> Episode:
 
 
 def disk(scene: Scene) -> Episode:
-    """Disk full from a step on. Then room, a stop, or a kill."""
+    """Disk full from a step on; then room, a stop, or a kill."""
     return _disk(
         scene, "disk", scene.chance.choice(("0", str(scene.chance.choice((1, 100, 5000, 200_000)))))
     )
@@ -246,7 +246,7 @@ def failing_call(scene: Scene) -> Episode:
 
 
 def torn_rename(scene: Scene) -> Episode:
-    """A kill within a rename. That is several calls here."""
+    """A kill within a rename of several calls."""
     at, number = scene.step(), scene.chance.randint(1, 120)
     return Episode("torn rename", events=[{"at": "begin", "do": ["disk", "parts"]},
                                           {"at": at, "do": ["call", str(number), "kill"]}], may=[-9, 1])  # fmt: skip
@@ -265,7 +265,7 @@ def power_cut(scene: Scene) -> Episode:
 
 
 def files(scene: Scene) -> Episode:
-    """Files damaged, lost, swapped or older. One or two of the run's."""
+    """One or two of the run's files damaged, lost, swapped or older."""
     damage = [
         {
             "what": scene.chance.choice(FILES),
@@ -278,7 +278,7 @@ def files(scene: Scene) -> Episode:
 
 
 def lost(scene: Scene) -> Episode:
-    """Checkpoints or data gone. All checkpoints, the newest, the data, or all but checkpoints."""
+    """All checkpoints, the newest, the data, or all but checkpoints gone."""
     what = scene.chance.choice(
         ("all checkpoints", "newest checkpoint", "data folder", "all but checkpoints")
     )
@@ -300,7 +300,7 @@ def forged(scene: Scene) -> Episode:
 
 
 def changed(scene: Scene) -> Episode:
-    """Other settings. They must be refused by name and change nothing."""
+    """Other settings, which must be refused by name and change nothing."""
     return Episode("changed", change=scene.chance.choice(CHANGES), may=[2])
 
 
@@ -342,14 +342,14 @@ def suspend(scene: Scene) -> Episode:
 
 
 def clock(scene: Scene) -> Episode:
-    """The wall clock is set. Between and within starts."""
+    """The wall clock is set, between and within starts."""
     events = [{"at": at, "do": ["clock", str(scene.chance.choice((-3600, 3600, 31_536_000, -31_536_000, 0, 7)))]}
               for at in sorted({scene.step(), scene.step()})]  # fmt: skip
     return Episode("clock", events=[*events, *scene.end(scene.last)], may=[-9, 75, 1])
 
 
 def ranks(scene: Scene) -> Episode:
-    """A rank killed or frozen too long, or its launcher killed or stopped."""
+    """One rank killed or frozen too long; or its launcher killed or stopped."""
     at = scene.step()
     if scene.kind in ("torchrun", "deepspeed") and scene.chance.random() < 0.6:
         do = scene.chance.choice(("kill launcher", "stop launcher", "interrupt launcher"))
@@ -361,8 +361,7 @@ def ranks(scene: Scene) -> Episode:
 
 
 def tracking(scene: Scene) -> Episode:
-    """MLflow comes and goes, denies access, or fails. Ten such faults follow each other. "share": three requests in ten
-    fail."""
+    """MLflow comes and goes ten times, denies access, or fails three in ten requests."""
     kinds = ("refuse", "denied", "error", "swallow", "share", "share", "denied", "refuse")
     faults = [scene.chance.choice(kinds) for _ in range(10)]
     reactions = [{"when": "started", "after": round(0.4 * (number + 1), 2), "do": f"server {fault}"}

@@ -137,8 +137,8 @@ HUGGING_FACE = (
     Mutation(
         24,
         "logits of tokens have no float32 copy",
-        "return sum_of_losses(logits.flatten(0, -2), labels)",
-        "return sum_of_losses(logits.float().flatten(0, -2), labels)",
+        "return sum_of_losses(logits, labels)",
+        "return sum_of_losses(logits.float(), labels)",
         "tests/unit/models/test_task.py -k float32_copy",
     ),
     Mutation(

@@ -227,8 +227,8 @@ def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
         f"| {ends['same']:,} | {ends['refused']:,} | {ends['known']:,} | {ends['finding']:,} |\n",
         *_found(lines),
         "",
-        "| family | what it does | sequences | since the last wrong one |",
-        "|---|---|---|---|",
+        "| family | what it does | sequences | wrong | since the last wrong one |",
+        "|---|---|---|---|---|",
     ]
     families = sorted({family for line in lines for family in line["families"]} - {"start"})
     for name in (*families, "all"):
@@ -238,7 +238,8 @@ def attacks(ledger: Sequence[Mapping[str, Any]]) -> str:
             len(results),
         )
         bound = f"{since:,} ({binomial_upper(0, since):.1%})" if since else "0"
-        text.append(f"| {name} | {_about(name)} | {len(results):,} | {bound} |")
+        counts = f"{len(results):,} | {results.count('finding'):,}"
+        text.append(f"| {name} | {_about(name)} | {counts} | {bound} |")
     return "\n".join(text) + "\n"
 
 

@@ -556,7 +556,7 @@ def test_the_page_tells_the_sums_of_the_ledger() -> None:
     )
     assert "| kill | SIGKILL: after a step, " in told
     assert "| 1 | 0 | 0 | 1 |" in told
-    assert " | 2 | 1 (95.0%) |" in told
+    assert " | 2 | 1 | 1 (95.0%) |" in told
     assert "1 different wrong ends and gaps were found. Each was fixed" in told
     assert "| bytes: x |" not in told
     still = attacks([{**line, "commit": "c", "result": "finding", "finding": "bytes: x"}])

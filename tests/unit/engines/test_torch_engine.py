@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.core.config import TrainConfig
 from harness.core.facts import Limits
@@ -18,6 +17,7 @@ from harness.engines.torch_engine import TorchEngine
 from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
 from tests.support.updates import finish
+from tests.support.waits import HostReads
 
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(lr=0.02, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
@@ -46,20 +46,6 @@ class HalvingScale:
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {"value": self.value}, {}
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations by which a tensor's value reaches the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += "_local_scalar_dense" in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +18,11 @@ from api_support import (
     train_step,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Precision
 from harness.core.files import shipped
 from harness.models.gpt import build as build_gpt
+from tests.support.waits import HostReads
 
 ON_CPU = {"fp8_hybrid": "native:fp8", "auto": "autocast:bf16", "bf16": "autocast:bf16"}
 ON_CPU |= {"fp16_scaler": "autocast:fp16", "fp32": "autocast:fp32", "fp8_dynamic": "torchao:fp8"}
@@ -248,20 +246,6 @@ def test_schedulers_and_fused_sgd_work_as_usual() -> None:
         assert train_step(precision, model, optimizer, step, max_grad_norm=0.01).was_applied
         scheduler.step()
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operations by which a tensor's value reaches the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += "_local_scalar_dense" in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16_scaler"])
