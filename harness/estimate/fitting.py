@@ -31,7 +31,7 @@ from harness.estimate.prediction import (
 )
 from harness.estimate.recorder import COPIES, LASTING, OPTIMIZER_STATE
 from harness.estimate.trace import Trace
-from harness.models.huggingface import PREFIX
+from harness.models.huggingface import PREFIX, Arguments
 from harness.precision.recipe import Recipe
 
 # Tokens whose logits are in memory at a time: fewer save little, and the head's GEMM should stay a large one.
@@ -127,13 +127,15 @@ class _Search:
             better = values.get(args.get("recompute", "none"), [])
             if better:
                 found.append([f"model.args.recompute={value}" for value in better])
+        if "gradient_checkpointing" in taken and not args.get("gradient_checkpointing"):
+            found.append(["model.args.gradient_checkpointing=true"])
         return found
 
     def _arguments(self) -> frozenset[str]:
-        """Names of the arguments that the model's function takes; a Hugging Face model takes none of ours."""
+        """Names of the arguments that the model's function takes."""
         target = self._config.model.target
         if target.startswith(PREFIX):
-            return frozenset()
+            return frozenset(Arguments.model_fields)
         function = find_target(f"model.target {target!r}", target, "models")
         try:
             return frozenset(inspect.signature(function).parameters)

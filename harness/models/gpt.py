@@ -18,19 +18,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from harness.core.errors import ConfigError, Problem, near_match
 from harness.core.facts import IGNORED
 from harness.models.room import require_room
-from harness.models.token_loss import loss_of_head, sum_of_losses
+from harness.models.token_loss import (
+    autocast_dtype,
+    dtype_of_head,
+    loss_in_chunks,
+    loss_of_head,
+    recomputed,
+    sum_of_losses,
+)
 
 ROPE_BASE = 10000.0
 EPS = 1e-5
@@ -282,29 +287,12 @@ class GPT(nn.Module):
         if not chunk:
             return self.loss(self.lm_head(self.norm(x)), targets)
         x, targets = x.flatten(0, 1), targets.flatten()
-        dtype = self._head_dtype(x)
+        dtype = dtype_of_head(self.lm_head, x) if type(self.loss) is TokenLoss else None
         if dtype is None:
-            return self._chunked(x, targets, chunk)
+            counted = (targets != IGNORED).sum()
+            return loss_in_chunks(self._share, x, targets, counted, chunk)
         weight, z_loss = self.lm_head.weight, self.loss.z_loss
         return loss_of_head(self.norm(x), weight, targets, chunk, z_loss, dtype)
-
-    def _head_dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype in which `loss_of_head` computes what head and loss would; None where it cannot stand for them.
-
-        It can if the head is an nn.Linear that nobody has replaced, and computes in float32 or bfloat16. This rank must
-        hold the whole weight: a sharded one may be whole in the Linear's own forward alone. Under a compiler the
-        modules run, as it fuses them itself. Hooks on head and loss do not see this computation.
-        """
-        plain = type(self.lm_head) is nn.Linear and type(self.loss) is TokenLoss
-        weight = self.lm_head.weight
-        # A DTensor holds this rank's rows alone.
-        whole = isinstance(weight, nn.Parameter) and not hasattr(weight, "to_local")
-        if not plain or not whole or torch.compiler.is_compiling():
-            return None
-        dtype = autocast_dtype(x.device.type)
-        if dtype is None and x.dtype == weight.dtype:
-            dtype = x.dtype
-        return dtype if dtype in (torch.float32, torch.bfloat16) else None
 
     def _recomputes(self, index: int) -> bool:
         """Whether block `index` is one of those that `recompute` applies to."""
@@ -315,48 +303,9 @@ class GPT(nn.Module):
             time, self.head_dim, device, self.settings.rope_base, self.settings.rope_scaling
         )
 
-    def _chunked(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        """The same loss, holding the logits of only `chunk` tokens at a time. Backward computes them again.
-
-        x: [tokens, dim]; targets: [tokens].
-        """
-        counted = (targets != IGNORED).sum()
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-
-        # With autocast's cache, all chunks would share one copy of the weight in 16 bits. The gradients of the chunks
-        # would then be added up in 16 bits.
-        dtype = autocast_dtype(x.device.type)
-        uncached: AbstractContextManager[Any] = nullcontext()
-        if dtype:
-            uncached = torch.autocast(x.device.type, dtype=dtype, cache_enabled=False)
-        with uncached:
-            for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
-                if torch.is_grad_enabled():
-                    loss = loss + recomputed(self._share, rows, labels, counted)
-                else:
-                    loss = loss + self._share(rows, labels, counted)
-        return loss
-
     def _share(self, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
         # The norm is part of the chunk: a recipe may fuse it with the head.
         return self.loss(self.lm_head(self.norm(x)), targets, counted)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to now; None where it is off, or where the device has none."""
-    if not torch.amp.is_autocast_available(device_type):
-        return None
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def recomputed(function: Any, *args: Any) -> Any:
-    """function(*args) under activation checkpointing: backward calls it again.
-
-    It must not use random numbers: their generators are not restored for the second call.
-    """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _fuses_groups(q: Tensor, mask: Tensor | None = None) -> bool:

@@ -8,9 +8,11 @@ For every causal model of transformers, whoever built it, `CausalLM` does what t
 
 - a loss over targets that are already shifted;
 - position_ids that begin at 0 in each document of a packed sample, by which transformers keeps documents apart;
-- the auxiliary loss of a mixture of experts.
+- the auxiliary loss of a mixture of experts;
+- a loss without the logits of all tokens in memory (`model.args.loss_chunk`).
 
-`check` tries a model on a few tokens before training: whether it is really causal, and really keeps documents apart.
+`check` tries a model on a few tokens before training: whether it is really causal, really keeps documents apart, and
+has the same loss in chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from harness.core.files import read_json
 from harness.core.schema import Strict, import_extra, validate
 from harness.models.huggingface_later import from_pretrained_later
 from harness.models.stored import INDEX, WEIGHTS, weight_files
-from harness.models.token_loss import sum_of_losses
+from harness.models.token_loss import dtype_of_head, loss_in_chunks, loss_of_head, sum_of_losses
 
 PREFIX = "hf:"
 # Endings of weights in formats that are not read.
@@ -52,6 +54,8 @@ _ROUNDING = 1e-5
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
 # The attribute in which `check` leaves its result on the model: see `CausalLM.unpackable`.
 _UNPACKABLE = "unpackable_because"
+# The attribute in which `build` leaves model.args.loss_chunk on the model.
+_CHUNK = "loss_chunk"
 # The function of transformers.masking_utils that returns the number of each token's document, or None for a single one.
 _FINDS_DOCUMENTS = "find_packed_sequence_indices"
 # Relative difference between two sums of the same cross-entropies.
@@ -89,6 +93,11 @@ class Arguments(Strict):
     )
     gradient_checkpointing: bool = Field(
         default=False, description="compute each block again in backward"
+    )
+    loss_chunk: int = Field(
+        default=0,
+        ge=0,
+        description="tokens whose logits are in memory at a time; 0: all of a micro-batch",
     )
     aux_loss: bool = Field(
         default=True, description="train with the routers' auxiliary loss, where there is one"
@@ -134,6 +143,7 @@ def build(folder: str, args: Mapping[str, Any]) -> nn.Module:
                 Problem(what, "model.args.gradient_checkpointing", fix="leave it out")
             )
         model.activation_checkpointing_enable({"use_reentrant": False})
+    setattr(model, _CHUNK, options.loss_chunk)
 
     if options.lora is not None:
         model = _with_adapters(model, options.lora, where)
@@ -416,6 +426,7 @@ class CausalLM:
 
     kind: the name of its class, for messages.
     vocab_size: number of token ids that it takes.
+    chunk: tokens whose logits are in memory at a time; 0: all.
     unpackable: why it would get packed samples wrong; empty if it gets them right.
     """
 
@@ -424,6 +435,8 @@ class CausalLM:
         text = base.config.get_text_config()
         self.kind = type(base).__name__
         self.unpackable = str(getattr(base, _UNPACKABLE, ""))
+        self._base = base
+        self.chunk = int(getattr(base, _CHUNK, 0))
         self._positions: int | None = getattr(text, "max_position_embeddings", None)
         self._coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
 
@@ -441,15 +454,24 @@ class CausalLM:
         the model has positions.
         """
         targets = batch["targets"].flatten()
-        output = self.outputs(module, batch["inputs"], batch.get("segments"))
-        total = sum_of_losses(output.logits.flatten(0, -2), targets)
-
         # A mean would be 0 / 0 where no target counts.
-        loss = total / (targets != IGNORED).sum().clamp(min=1)
+        counted = (targets != IGNORED).sum().clamp(min=1)
+        if self.chunk:
+            with _loss_for_logits(self.head, targets, counted, self.chunk):
+                output = self.outputs(module, batch["inputs"], batch.get("segments"))
+            loss = output.logits
+        else:
+            output = self.outputs(module, batch["inputs"], batch.get("segments"))
+            loss = sum_of_losses(output.logits.flatten(0, -2), targets) / counted
 
         # Validation compares models by the cross-entropy alone.
         auxiliary = self.auxiliary(output) if module.training else None
         return loss if auxiliary is None else loss + auxiliary
+
+    @property
+    def head(self) -> Any:
+        """The layer that computes the logits; None without one."""
+        return self._base.get_output_embeddings()
 
     def auxiliary(self, output: Any) -> Tensor | None:
         """The loss of the routers of a mixture of experts; None without routers, or if it is switched off."""
@@ -503,6 +525,45 @@ def _documents_known(segments: Tensor | None) -> Iterator[None]:
         setattr(masks, _FINDS_DOCUMENTS, theirs)
 
 
+@contextmanager
+def _loss_for_logits(
+    head: Any, targets: Tensor, counted: Tensor, chunk: int
+) -> Iterator[list[Tensor]]:
+    """Lets `head` return the loss, 0-d, in place of logits: they are computed `chunk` tokens at a time.
+
+    It happens in the head's own forward, where FSDP2 has gathered its weight. Yields what it returned.
+
+    targets: int64 [tokens]; counted: 0-d, the number of those with a loss.
+    """
+    replaced = vars(head).get("forward")
+    logits = head.forward
+    returned: list[Tensor] = []
+
+    def share(rows: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+        return sum_of_losses(logits(rows), labels) / counted
+
+    def loss(hidden: Tensor) -> Tensor:
+        x = hidden.flatten(0, -2)
+        # A forward that was replaced on the object computes something of its own.
+        dtype = dtype_of_head(head, x) if replaced is None else None
+        if dtype is None:
+            mean = loss_in_chunks(share, x, targets, counted, chunk)
+        else:
+            mean = loss_of_head(x, head.weight, targets, chunk, 0.0, dtype)
+            # A mean over no target is NaN there.
+            mean = torch.where((targets != IGNORED).any(), mean, 0.0)
+        returned.append(mean)
+        return mean
+
+    head.forward = loss
+    try:
+        yield returned
+    finally:
+        del head.forward
+        if replaced is not None:
+            head.forward = replaced
+
+
 def _begins(segments: Tensor) -> Tensor:
     """Whether a document begins at a token, and another one ends before it: bool [batch, time]."""
     begins = torch.zeros_like(segments, dtype=torch.bool)
@@ -544,29 +605,36 @@ def causal_lm(model: nn.Module) -> CausalLM | None:
 def check(model: Any, where: str) -> None:
     """Try a causal LM of transformers on twelve tokens, in eval mode and on its device. Other models are not tried.
 
+    Raises ConfigError if model.args.loss_chunk is set and the model does more with its logits than return them.
     Raises ConfigError if a token changes the logits of earlier ones. Raises it too if the model's own loss is not the
     mean cross-entropy of its logits (plus the auxiliary loss), because training on logits would leave something out.
     The result on packed documents is left on the model, for `CausalLM.unpackable`.
     """
     called = causal_lm(model)
-    # Without values there is nothing to compare.
-    if called is None or isinstance(torch.empty(0), FakeTensor):
-        return
-    device = deferred.device_of(model)
-    if device.type == "meta":
+    if called is None or deferred.device_of(model).type == "meta":
         return
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(called.vocab_size, (1, 12), generator=generator).to(device)
     was_training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), _quiet(sys.modules["transformers"]):
-            _check_causal(called, model, ids, where)
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            setattr(base, _UNPACKABLE, _unpackable(called, model, ids))
+        if called.chunk:
+            _check_chunks(called, model, where)
+        # The rest compares values, which fake tensors do not have.
+        if not isinstance(torch.empty(0), FakeTensor):
+            _check_values(called, model, where)
     finally:
         model.train(was_training)
+
+
+def _check_values(called: CausalLM, model: Any, where: str) -> None:
+    """The part of `check` that compares logits and losses of twelve random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(called.vocab_size, (1, 12), generator=generator)
+    ids = ids.to(deferred.device_of(model))
+    with torch.random.fork_rng(devices=[]), _quiet(sys.modules["transformers"]):
+        _check_causal(called, model, ids, where)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        setattr(base, _UNPACKABLE, _unpackable(called, model, ids))
 
 
 def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -> None:
@@ -596,6 +664,29 @@ def _check_causal(called: CausalLM, model: nn.Module, ids: Tensor, where: str) -
             "give a module of your own that returns the loss: model.target=package.module:function"
         )
         raise ConfigError(Problem(f"the loss of {called.kind} is of its own kind", where, why, fix))
+
+
+def _check_chunks(called: CausalLM, model: nn.Module, where: str) -> None:
+    """Raise ConfigError if the forward does anything with its logits: in chunks there are none. Needs no values."""
+    ids = torch.zeros((1, 12), dtype=torch.int64, device=deferred.device_of(model))
+    counted = torch.ones((), device=ids.device)
+    head = called.head
+    what = f"{called.kind} cannot compute its loss in chunks"
+    fix = f"leave it out for {where}"
+    if head is None:
+        raise ConfigError(
+            Problem(what, "model.args.loss_chunk", "it has no output embeddings", fix)
+        )
+    why = "its forward caps, scales or cuts the logits"
+    try:
+        with _loss_for_logits(head, ids.flatten(), counted, called.chunk) as made:
+            output = called.outputs(model, ids)
+    except Exception as error:  # whatever its forward does with a loss where it has logits
+        raise ConfigError(
+            Problem(what, "model.args.loss_chunk", f"{why}: {_short(error)}", fix)
+        ) from error
+    if len(made) != 1 or output.logits is not made[0]:
+        raise ConfigError(Problem(what, "model.args.loss_chunk", why, fix))
 
 
 def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:

@@ -13,19 +13,23 @@ logits once by the GEMM, their gradient once from float32.
 - `loss_of_head` takes the head's input and weight. It computes the logits of a chunk of tokens, overwrites them with
   their gradient, multiplies that into the gradients of input and weight, and goes on to the next chunk. So all three
   GEMMs of the head are in forward, and none is computed twice. Backward only multiplies by the gradient of the loss.
+  `dtype_of_head` says for which heads.
+- `loss_in_chunks` is for every other head. It calls the head for one chunk after the other, and backward does so again.
 
 z_loss adds z_loss * (log Z)^2 to the gradient of a token, and nothing to its loss: d/dx = 2 z_loss log Z softmax(x).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from harness.core.facts import IGNORED
 
@@ -56,6 +60,75 @@ def loss_of_head(
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()
     return _LossOfHead.apply(x, weight, targets, chunk, z_loss, dtype)
+
+
+def dtype_of_head(head: nn.Module, x: Tensor) -> torch.dtype | None:
+    """The dtype in which `loss_of_head` computes what `head` would; None where it cannot stand for it.
+
+    It can if the head is an nn.Linear without bias that nobody has replaced, and computes in float32 or bfloat16. This
+    rank must hold the whole weight: a sharded one may be whole in the Linear's own forward alone. Under a compiler the
+    head runs, as it is fused with the loss there. Hooks on the head do not see `loss_of_head`.
+
+    x: what the head would be called with.
+    """
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    # A DTensor holds this rank's rows alone.
+    weight = head.weight
+    whole = isinstance(weight, nn.Parameter) and not hasattr(weight, "to_local")
+    if not whole or torch.compiler.is_compiling():
+        return None
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None and x.dtype == weight.dtype:
+        dtype = x.dtype
+    return dtype if dtype in (torch.float32, torch.bfloat16) else None
+
+
+def loss_in_chunks(
+    share: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+    chunk: int,
+) -> Tensor:
+    """Mean cross-entropy with the logits of only `chunk` tokens at a time, float32 0-d. Backward computes them again.
+
+    share: from rows of `x`, their targets and `counted`: the sum of their losses divided by `counted`.
+    x: [tokens, dim]; targets: int64 [tokens].
+    counted: 0-d, the number of targets with a loss.
+    """
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+
+    # With autocast's cache, all chunks would share one copy of the weight in 16 bits. The gradients of the chunks would
+    # then be added up in 16 bits.
+    dtype = autocast_dtype(x.device.type)
+    uncached: AbstractContextManager[Any] = nullcontext()
+    if dtype:
+        uncached = torch.autocast(x.device.type, dtype=dtype, cache_enabled=False)
+    with uncached:
+        for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
+            if torch.is_grad_enabled():
+                loss = loss + recomputed(share, rows, labels, counted)
+            else:
+                loss = loss + share(rows, labels, counted)
+    return loss
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast casts to now; None where it is off, or where the device has none."""
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def recomputed(function: Any, *args: Any) -> Any:
+    """function(*args) under activation checkpointing: backward calls it again.
+
+    It must not use random numbers: their generators are not restored for the second call.
+    """
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _SumOfLosses(torch.autograd.Function):

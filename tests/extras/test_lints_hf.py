@@ -34,6 +34,12 @@ def test_a_clean_model_has_no_finding(tmp_path: Path, kind: str, recipe: str) ->
     assert findings(tiny_models.load(tiny_models.save(tmp_path, kind)), recipe) == []
 
 
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp16_scaler"])
+def test_a_loss_in_chunks_is_clean(tmp_path: Path, recipe: str) -> None:
+    model = tiny_models.load(tiny_models.save(tmp_path, "llama"), loss_chunk=8)
+    assert findings(model, recipe) == []
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_both_kinds_of_attention_are_clean(tmp_path: Path, attention: str) -> None:
     folder = tiny_models.save(tmp_path, "llama", tie_word_embeddings=True)
@@ -49,8 +55,10 @@ def test_experts_outside_linears_are_named(tmp_path: Path) -> None:
     assert all("experts" in finding.where for finding in found)
 
 
-def test_an_odd_vocabulary_gets_the_padded_size(tmp_path: Path) -> None:
-    model = tiny_models.load(tiny_models.save(tmp_path, "gpt2", vocab_size=257))
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_an_odd_vocabulary_gets_the_padded_size(tmp_path: Path, chunk: int) -> None:
+    folder = tiny_models.save(tmp_path, "gpt2", vocab_size=257)
+    model = tiny_models.load(folder, loss_chunk=chunk)
     (finding,) = findings(model, "bf16")
     assert finding.code == "model.vocabulary"
     assert "320" in finding.fix

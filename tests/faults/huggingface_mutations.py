@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 _MODELS, _LORA = "tests/extras/test_huggingface.py", "tests/extras/test_lora.py"
+_CHUNKS = "tests/extras/test_hf_chunks.py"
 _RANKS = "tests/extras/test_hf_ranks.py"
 
 HUGGING_FACE = (
@@ -130,9 +131,30 @@ HUGGING_FACE = (
     Mutation(
         24,
         "the logits of a model of transformers have no float32 copy",
-        "total = sum_of_losses(output.logits.flatten(0, -2), targets)",
-        "total = sum_of_losses(output.logits.float().flatten(0, -2), targets)",
+        "loss = sum_of_losses(output.logits.flatten(0, -2), targets)",
+        "loss = sum_of_losses(output.logits.float().flatten(0, -2), targets)",
         f"{_MODELS} -k float32_copy",
+    ),
+    Mutation(
+        24,
+        "a model that does more with its logits than return them has no loss in chunks",
+        "if len(made) != 1 or output.logits is not made[0]:",
+        "if len(made) != 1:",
+        f"{_CHUNKS} -k after_the_head",
+    ),
+    Mutation(
+        24,
+        "the loss in chunks of a batch without a target is 0",
+        "            mean = torch.where((targets != IGNORED).any(), mean, 0.0)\n",
+        "",
+        f"{_CHUNKS} -k without_a_target",
+    ),
+    Mutation(
+        24,
+        "after a loss in chunks the head returns logits",
+        "        del head.forward\n",
+        "",
+        f"{_CHUNKS} -k itself_returns_logits",
     ),
     Mutation(
         24,
