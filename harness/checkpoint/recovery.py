@@ -594,6 +594,12 @@ class Recovery:
         """Log the results of the saves that have ended."""
         for saved in self.saver.finished():
             self._defect = self._defect or saved.defect
+            if saved.uncopied:
+                text = f"no memory for a copy of the state ({saved.uncopied}): training waits for every save"
+                self.tracker.event(saved.step, "checkpoint.waits", text=text)
+            if saved.pageable:
+                text = f"no pinned memory for saves ({saved.pageable}): training waits for each of their copies"
+                self.tracker.event(saved.step, "checkpoint.pageable", text=text)
             if saved.path is None:
                 self._log_failure(saved)
                 continue

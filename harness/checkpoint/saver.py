@@ -23,7 +23,7 @@ from harness.checkpoint.failures import CannotSaveError, cannot_save, is_of_the_
 from harness.checkpoint.meeting import Meeting
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
-from harness.core.errors import CheckpointError
+from harness.core.errors import CheckpointError, one_line
 from harness.core.progress import saving
 from harness.core.protocols import Meta, Tensors
 from harness.core.shards import ShardedRows
@@ -44,6 +44,8 @@ class Saved:
     defect: the error as well, if it was not of the disk: the run must end. None: every other case.
     deleted: steps of older checkpoints that retention deleted.
     seconds: how long it took, without the copy.
+    uncopied: why training waits for this save and all later ones; empty if it does not, or did before.
+    pageable: why training waits for the copies; empty if it does not, or did before.
     """
 
     step: int
@@ -53,6 +55,8 @@ class Saved:
     defect: CannotSaveError | None = None
     deleted: Sequence[int] = field(default_factory=list)
     seconds: float = 0.0
+    uncopied: str = ""
+    pageable: str = ""
 
 
 class Saver:
@@ -84,6 +88,7 @@ class Saver:
         self._last_failed = False
         self._done: list[Saved] = []
         self._failed: set[int] = set()
+        self._pageable = False
         self._crash: BaseException | None = None
 
     def begin(
@@ -111,7 +116,7 @@ class Saver:
         self._now = Saved(step, dict(metrics))
         self._meeting, self._rows = meeting, rows or {}
         good = manifest.read_marks(self._store.root)
-        copies = tensors if blocking else self._copied(tensors)
+        copies = tensors if blocking else self._copied(self._now, tensors)
 
         # No memory for a copy: training waits for the disk.
         self.copied = copies is not None and not blocking
@@ -186,16 +191,21 @@ class Saver:
             self.wait()
         return step not in self._failed
 
-    def _copied(self, tensors: Tensors) -> Tensors | None:
-        """Copies of `tensors`; None where there is no memory for them."""
+    def _copied(self, saved: Saved, tensors: Tensors) -> Tensors | None:
+        """Copies of `tensors`; None where there is no memory for them. Notes in `saved` what is slow from now on."""
         if self._staging is None:
             return None
         try:
-            return self._staging.copy(tensors)
-        except (OSError, MemoryError):
+            copies = self._staging.copy(tensors)
+        except (OSError, MemoryError) as error:
             # From now on training waits for the disk.
             self._staging = None
+            saved.uncopied = one_line(error)
             return None
+        if not self._pageable:
+            saved.pageable = self._staging.pageable
+            self._pageable = bool(saved.pageable)
+        return copies
 
     def _in_background(
         self, saved: Saved, tensors: Tensors, meta: Meta, good: Sequence[int], blocking: bool

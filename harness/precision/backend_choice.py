@@ -84,6 +84,7 @@ class Choice:
     block: name of the block that was timed; empty if none was.
     card: where.
     seconds: of one training step of the block, by rung: lower quartile, median, upper quartile.
+    failed: names of the rungs that raised while the block was timed.
     """
 
     taken: str
@@ -92,6 +93,7 @@ class Choice:
     block: str = ""
     card: str = ""
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    failed: Sequence[str] = ()
 
 
 def choose_backend(
@@ -198,7 +200,7 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
     why = "; ".join([*texts, *failures, why])
     why = f"a training step of {block} on {asked.card}: {why}"
     seconds = {name: list(each) for name, each in timed.items()}
-    return Choice(taken, why, names, block, asked.card, seconds)
+    return Choice(taken, why, names, block, asked.card, seconds, sorted(failed))
 
 
 def decide(

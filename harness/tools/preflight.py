@@ -40,15 +40,18 @@ def check_delivery(config: RunConfig, worker: Worker) -> None:
 def check_first_rung(plan: Plan, recipe: str) -> None:
     """For --strict: raises MachineError if the plan is not that of the recipe's first rung.
 
-    A rung that fp8.backend=auto has taken in its place computes by the same rule.
+    A rung that fp8.backend=auto has taken in its place computes by the same rule. It was the faster one, unless the
+    first rung failed while it was timed.
     """
     first = plan.rungs[0]
     chosen = plan.backend_choice or {}
-    if first.taken or first.rung in chosen.get("candidates", ()):
+    failed = first.rung in chosen.get("failed", ())
+    if first.taken or (first.rung in chosen.get("candidates", ()) and not failed):
         return
     what = f"--strict: the recipe's first rung, {first.rung}, cannot run here"
+    why = chosen["why"] if failed else first.reason
     fix = "run on another machine, or drop --strict to take the next rung"
-    raise MachineError(Problem(what, f"recipe {recipe}", first.reason, fix))
+    raise MachineError(Problem(what, f"recipe {recipe}", why, fix))
 
 
 def check_shared(folder: Path, config: RunConfig, worker: Worker) -> None:

@@ -15,9 +15,23 @@ SURVIVAL: tuple[Mutation, ...] = (
     Mutation(
         1,
         "what is saved is a copy of the moment",
-        "            return self._staging.copy(tensors)\n",
-        "            return tensors\n",
+        "            copies = self._staging.copy(tensors)\n",
+        "            copies = tensors\n",
         "tests/unit/checkpoint/test_saver.py -k state_of_the_moment",
+    ),
+    Mutation(
+        1,
+        "copies that training waits for are an event",
+        "saved.pageable = self._staging.pageable",
+        'saved.pageable = ""',
+        "tests/unit/checkpoint/test_saver.py -k cannot_be_pinned",
+    ),
+    Mutation(
+        1,
+        "--strict refuses a choice whose first rung failed",
+        'failed = first.rung in chosen.get("failed", ())',
+        "failed = False",
+        "tests/unit/precision/test_backend_choice.py -k strict",
     ),
     Mutation(
         2,

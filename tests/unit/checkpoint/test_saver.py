@@ -15,16 +15,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from harness.checkpoint import manifest
 from harness.checkpoint import store as store_module
 from harness.checkpoint.failures import cannot_save, is_of_the_disk
 from harness.checkpoint.policy import Retention, RollbackTargets
+from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
+from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Tensors
+from harness.core.state import TrainState
+from harness.engines.torch_engine import TorchEngine
+from harness.optim.optimizers import build_optimizer
+from harness.optim.schedule import Schedule
+from harness.tracking.journal import Journal
+from tests.support.runs import events
+
+CPU = torch.device("cpu")
 
 
 class SlowStore(Store):
@@ -273,7 +284,45 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk(
         assert Store(tmp_path, readonly=True).steps()[-1] == step, (
             "written before the call returned"
         )
-    assert [saved.error for saved in saver.finished()] == ["", ""]
+    first, second = saver.finished()
+    assert first.error == second.error == ""
+    assert "MemoryError" in first.uncopied
+    assert second.uncopied == "", "logged once"
+
+
+def test_memory_for_a_copy_that_cannot_be_pinned_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.empty
+
+    def empty(*size: Any, **options: Any) -> Any:
+        if options.pop("pin_memory", False):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    model = nn.Linear(3, 3)
+    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
+    schedule = Schedule(0.02, 2, 20, 0.1)
+    engine = TorchEngine(model, optimizer, schedule, 0.3, device=CPU, timeout_seconds=60)
+    store = Store(tmp_path / "checkpoints")
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        recovery = Recovery(
+            state=TrainState(engine.parts()),
+            engine=engine,
+            tracker=journal,
+            store=store,
+            good=RollbackTargets(store, 1),
+            saver=Saver(store, keep_all, Staging(pinned=True)),
+            keep_ledger=lambda ledger: None,
+        )
+        for step in (1, 2, 3):
+            recovery.state.step = step
+            recovery.keep({})
+            recovery.wait()
+    (event,) = events(tmp_path, "checkpoint.pageable")
+    assert "RuntimeError: CUDA error: out of memory" in event["text"]
+    assert len(store.steps()) == 3
 
 
 def test_a_job_that_is_nicer_already_saves_all_the_same() -> None:

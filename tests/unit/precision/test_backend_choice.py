@@ -590,6 +590,15 @@ def test_strict_takes_a_timed_choice_for_the_first_rung_and_no_named_one(
         check_first_rung(prepared(recipe("peer"))[0].plan, "mine")
 
 
+def test_strict_refuses_a_choice_whose_first_rung_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"{__name__}:{FailsWhenCalled.__name__}"
+    monkeypatch.setitem(BACKENDS, "native", replace(BACKENDS["native"], place=place))
+    plan = prepared(recipe())[0].plan
+    assert plan.resolved == "peer:fp8"
+    with pytest.raises(MachineError, match="native:fp8 was not timed: RuntimeError: no such kern"):
+        check_first_rung(plan, "mine")
+
+
 def test_a_run_times_a_block_on_its_data_and_a_resume_does_not(
     timed: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
