@@ -62,6 +62,7 @@ def take_turns(
         round_began = time.monotonic()
         left = seconds - (round_began - began)
         running = [name for name in takers if name not in turns.failures]
+        # A round begins only if one as long as the longest so far still fits.
         if not running or (rounds >= least and left < longest):
             return turns
         first = rounds % len(running)

@@ -56,9 +56,11 @@ def choose_compiling(
 
     Raises ConfigError if blocks are to be compiled and cannot be.
     """
+    # auto compiles on a GPU alone.
     if asked == "none" or (asked == "auto" and device.type != "cuda"):
         return Compiling(False)
     problems = check_compile(rung, model, device, fuse)
+    # Who asks for compiled blocks gets an error, not eager ones.
     if asked == "blocks":
         if problems:
             raise ConfigError(problems)

@@ -375,6 +375,7 @@ def _native_layers(model: nn.Module) -> list[NativeLayer]:
             "give the model that Precision.prepare or a plan has converted, under a recipe with FP8"
         )
         problems.append(Problem(what, _WHERE, fix=fix))
+    # Layers of one Precision share their buffers.
     if len({id(layer.slot_buffers) for layer in found}) > 1:
         what = "the model has FP8 layers of several Precisions"
         problems.append(Problem(what, _WHERE, fix="give one of the models"))

@@ -267,6 +267,7 @@ def find_kept(
 
     where: the recipe key, for messages.
     """
+    # Patterns are matched with modules that are called.
     names: dict[nn.Module, list[str]] = {}
     every_name: list[str] = []
     for module, found in names_of(model).items():
@@ -283,6 +284,7 @@ def find_kept(
             what = f'pattern "{pattern}" matches no module that is called'
             problems.append(Problem(what, where, fix=near_match(pattern, every_name)))
         for module in matched:
+            # Of several patterns that match a module the first is kept, for the plan.
             kept.setdefault(module, pattern)
             if "forward" in vars(module):
                 what = f"{names[module][0]} had its forward replaced on the object"

@@ -576,6 +576,7 @@ def _no_common_rung(
         where = f"recipe {recipe.name}: fp8.backend"
         what = f"recipe {recipe.name} names {recipe.named_backend} for FP8, and it does not run on"
         fix = "set fp8.backend to first or auto, which go down the ladder"
+    # One kind of machine lacks the same on every rank. Of several kinds each is named with its ranks.
     if len(ranks_of) == 1:
         return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
     kinds: list[str] = []

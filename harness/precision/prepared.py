@@ -524,6 +524,7 @@ class LoopGradients(TorchGradients):
         shards = ready.shards
         local = None
         named: Mapping[str, nn.Parameter] = {}
+        # Only a hunt reports norms by the names of weights.
         if ready.terms().hunts:
             named = dict(ready.model.named_parameters())
         if shards is not None:

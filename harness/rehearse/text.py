@@ -136,6 +136,7 @@ def _branch_lines(made: Rehearsed, machine: str) -> list[str]:
         ("branch", "runs in", "steps", "loss", "gap to fp32", "skipped", "s/step", "peak GiB", "")
     ]
     for branch in every_branch(made):
+        # fp32 has no gap to itself.
         gap = None if branch is found.reference else loss_gap(branch, found.reference)
         row = (
             branch.name,

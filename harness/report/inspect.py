@@ -335,6 +335,7 @@ def _epochs(epochs: float) -> str:
 
 def fp8_proof(history: RunHistory) -> str:
     """How many of the planned FP8 slots ever had a nonzero amax, and which had not; empty if none was planned."""
+    # A slot is expected if the plan has it in FP8, or if figures of it were recorded.
     layers = history.plan.get("layers", ())
     names = {bare(slot): slot for slot in history.slots()}
     expected = history.expected_slots() | set(names)

@@ -85,6 +85,7 @@ def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
     spent = read_spent(history)
     events = _events(history, spent)
     times = Counter(event["code"] for event in history.events)
+    # Long lists are cut. How many entries were left out stands beside them.
     return {
         "name": shown(history.run_dir.name),
         "running": not history.outcome.get("status"),
@@ -391,6 +392,7 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
     ranks = str(tags.get("ranks", "1"))
     card = tags.get("card") or history.plan.get("tier") or "not recorded"
     lines = [("time", f"{clock(spent.seconds)} in {number_of(max(1, spent.processes), 'start')}")]
+    # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
     if ranks.isdecimal() and len(ranks) < 7:
         lines.append(
             (
@@ -412,6 +414,7 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
         )
     lines.append(("updates skipped", f"{found['skipped']} of {number_of(found['steps'], 'step')}"))
 
+    # Saves are written beside training, so their time is not lost.
     saves = [each.seconds for each in spent.checkpoints if each.seconds is not None]
     size = sum(each.size for each in spent.checkpoints)
     if spent.checkpoints:

@@ -451,6 +451,7 @@ def _training(
     yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
 
     unit = "" if history.unit == "loss" else f" {history.unit}"
+    # The last figures up to the checkpoint's step.
     for key, title in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         points = history.points(key)
         last = int((points.steps <= step).sum()) - 1
@@ -477,6 +478,7 @@ def _training(
     yield "batch", f"{samples} a step"
     yield "seed", str(train.seed)
 
+    # A text among the arguments may be a path, of which the card shows the last part.
     args: dict[str, Any] = {}
     for key, value in config.model.args.items():
         args[key] = _last(value) if isinstance(value, str) else value

@@ -47,6 +47,7 @@ def lint_model(
             made.append(OutsideLinears(model, smallest))
         return made
 
+    # Most rules judge an operation as it is made. Some need the whole forward, and come after it.
     graph = record(model, loss, batch, half, new_rules)
     late = numerics.exponentials(graph.nodes)
     if half is not None:
