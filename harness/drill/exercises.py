@@ -100,6 +100,7 @@ def soak(bench: Bench) -> Account:
     except Missed as error:
         ended = Check("the first run ends as planned", str(error), False)
         return Account(done, _UNDISTURBED, [ended])
+    # The first run is the one that every other exercise is compared with.
     ran, second = bench.to_its_end("soak-2")
     checks = [
         ended_well(ran, bench.steps),

@@ -115,6 +115,7 @@ class Ran:
         """What the folder says. code: of its last process."""
         losses = history.points(LOSS)
         resumed = [event["step"] for event in history.events if event["code"] == "run.resumed"]
+        # A run's files may hold anything: whatever is no number counts as 0.
         step = history.outcome.get("step")
         ranks = history.run["tags"].get("ranks", "")
         return cls(

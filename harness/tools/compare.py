@@ -66,6 +66,7 @@ def command(
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
     if replay:
         made = replace(made, replay=replay_pair(made.pair, made.compared))
+    # With --json as well: the object names the picture's path.
     path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}

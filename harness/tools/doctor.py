@@ -90,6 +90,7 @@ def command(
         print(json.dumps({"exit_code": exit_code, "findings": findings}, indent=2))
         return exit_code
 
+    # What takes long is done only where it is asked for.
     diagnosis = diagnose(policy, run)
     if card:
         diagnosis = _with_cards(diagnosis, memory_share, soak)

@@ -101,6 +101,7 @@ def _named(only: str) -> list[str]:
             problems.append(Problem(f"no exercise {name!r}", "--only", fix=fix))
     if problems:
         raise ConfigError(problems)
+    # In the order of the drill, whatever the order in which they were named.
     return [name for name in EXERCISES if not given or name in given]
 
 
@@ -161,6 +162,7 @@ def _do(bench: Bench, names: Sequence[str], screen: TextIO) -> tuple[list[Result
             finally:
                 # Servers and shippers that outlive their run, and whatever an exception left behind.
                 bench.sweep()
+        # What has passed is not looked at again, and its checkpoints take room.
         if account.verdict is Verdict.PASSED:
             bench.discard_checkpoints(name)
         results.append(Result(name, about, account, time.monotonic() - began))

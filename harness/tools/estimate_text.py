@@ -244,6 +244,7 @@ def _parameters(made: Prediction) -> str:
 def _memory(made: Prediction) -> list[tuple[str, str]]:
     context = made.calibration.rates.context_bytes
     card = made.card.memory
+    # What lasts from step to step comes first: no smaller batch helps there.
     if made.trace.lasting + context > card:
         lasting = _gib(made.trace.lasting)
         verdict = (
@@ -311,6 +312,7 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
     text = f"{made.timing.kernels:,} kernel launches a step"
     if made.timing.host_bound:
         text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
+    # Waits at the same line of code are counted together.
     waits: Counter[tuple[str, str]] = Counter()
     for wait in made.trace.waits:
         where = wait.where[0] if wait.where else "?"

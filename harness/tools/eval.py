@@ -109,6 +109,7 @@ def evaluate(
         "in_fp32": None,
         "difference": None,
     }
+    # A run in fp32 has nothing to be compared with.
     if restored.plan.rung.precision != "fp32":
         plain = score(restored, batches, fp32=True)
         found |= {"in_fp32": plain.as_json(), "difference": difference(ours, plain)}

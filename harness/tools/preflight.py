@@ -131,6 +131,7 @@ def memory_text(model: nn.Module, config: RunConfig, worker: Worker) -> str:
         f"gradients {size_text(needs.gradients)}",
         f"optimizer {size_text(needs.optimizer)}",
     ]
+    # An engine without snapshots, DeepSpeed, divides the state by itself.
     of = "a rank" if engine.snapshots else "the whole model"
     text = f"memory: {size_text(needs.total)} of {of} ({', '.join(parts)}); activations come on top"
     return f"{text}, see harness estimate"
@@ -172,6 +173,7 @@ def _needs(
         if parameter.device.type != "meta":
             here += parameter.nbytes
     buffers = sum(buffer.nbytes for buffer in model.buffers())
+    # Gradients are divided as the rest is, unless the engine keeps them whole.
     if not whole_gradients:
         gradients //= ranks
     return _Needs(weights // ranks + buffers, gradients, optimizer // ranks, here)

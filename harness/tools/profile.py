@@ -54,6 +54,7 @@ def command(
             what = "; ".join(problem.what for problem in error.problems)
             why = f"no prediction for {chosen.name}: {what}"
 
+    # The prediction, or why there is none, is kept beside the measured times.
     tables: list[dict[str, Any]] = []
     for path, made in found:
         if chosen is not None and predicted:

@@ -150,6 +150,7 @@ def find_start(
         origin = folder
     elif source is not None:
         origin = source.parent.parent
+    # The vocabulary is that of the run whose state is loaded.
     if origin is not None:
         config = adopt_vocab(origin, config)
     resumed = None
