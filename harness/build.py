@@ -807,6 +807,7 @@ def _build_engine(
 ) -> Engine:
     train = config.train
 
+    # The engine calls it, as it alone knows the weights that it trains.
     def make_optimizer(weights: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build_optimizer(model, train, worker.device, weights)
         if text := waits_for(optimizer):

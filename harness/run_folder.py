@@ -401,6 +401,7 @@ def check_bound(
     why = "its weights come from what was; config.yaml or data/ may have been replaced since"
     fix = "restore the run's own files, or give the new run another --name and --resume this checkpoint"
     problems: list[Problem] = []
+    # Keys that every resume may change are no difference.
     for change in _changes(old, now["config"]):
         if not change.key.startswith(RESUME_MAY_CHANGE):
             what = f"changed {change.values}"

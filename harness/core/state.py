@@ -485,16 +485,19 @@ def _put_together(
         return tree
     ((kind, value),) = cast("dict[str, Any]", tree).items()
 
+    # A tensor of its own, on the device that it had.
     if kind == "tensor":
         number, device = value
         return tensors[number].to(device, copy=True)
 
+    # A tensor subclass: its inner tensors first, then the class around them.
     if kind == "wrapped":
         number, inner = value
         cls, context, others, shape, stride = kinds[number]
         parts = {**_put_together(inner, tensors, kinds), **others}
         return cls.__tensor_unflatten__(parts, context, shape, stride)
 
+    # Containers, from the inside out.
     if kind in ("dict", "counter"):
         found = {key: _put_together(each, tensors, kinds) for key, each in value}
         return Counter(found) if kind == "counter" else found

@@ -212,6 +212,7 @@ def describe_corpus(
     if problems:
         raise DataError(problems)
 
+    # What nobody has given follows from the ids that were read.
     if vocabulary is None:
         vocabulary = Vocabulary(largest + 1)
     if unigram_nats is None:

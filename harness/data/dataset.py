@@ -446,6 +446,7 @@ def open_dataset(
 
 def _compare(path: Path, record: Mapping[str, Any], name: str) -> None:
     """Raises DataError if the run began with other data."""
+    # What the run began with: the sizes, and hashes of some samples.
     try:
         before = read_json(path)
         hashes: Mapping[str, str] = before["looked_at"]

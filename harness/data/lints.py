@@ -134,7 +134,9 @@ def _is_empty(sample: Batch) -> bool:
         return True
     count = sum(values.numel() for values in inputs)
     sized = [values for values in inputs if values.numel() > 1]
-    return count >= _FEWEST_VALUES and bool(sized) and all(_is_constant(values) for values in sized)
+    if count < _FEWEST_VALUES or not sized:
+        return False
+    return all(_is_constant(values) for values in sized)
 
 
 def _is_constant(values: Tensor) -> bool:
@@ -145,7 +147,8 @@ def _hash(sample: Batch) -> str:
     digest = hashlib.sha256()
     for name, values in sorted(sample.items()):
         digest.update(f"{name} {values.dtype} {list(values.shape)} ".encode())
-        digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        as_bytes = values.contiguous().reshape(-1).view(torch.uint8)
+        digest.update(as_bytes.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -160,7 +163,8 @@ def _fault_findings(data: Batches, seen: _Seen, bad: str) -> list[Finding]:
             severity = "error"
         what = _counted(list(samples), seen.count, word)
         number, text = next(iter(samples.items()))
-        found.append(Finding(code, severity, data.name, what, f"sample {number}: {text}", fix))
+        why = f"sample {number}: {text}"
+        found.append(Finding(code, severity, data.name, what, why, fix))
     return found
 
 
@@ -169,9 +173,12 @@ def _leaked(data: Batches, seen: _Seen) -> list[Finding]:
     validation = 0
     leaked: list[int] = []
     for batch in data.validation(0, 1):
-        for row in range(len(next(iter(batch.values())))):
+        rows = len(next(iter(batch.values())))
+        for row in range(rows):
             validation += 1
-            leaked += seen.numbers.get(_hash(one_sample(batch, row)), [])[:1]
+            key = _hash(one_sample(batch, row))
+            same = seen.numbers.get(key, [])
+            leaked += same[:1]
     if not leaked:
         return []
     what = f"{len(leaked)} of {validation} validation samples are training samples, such as {leaked[0]}"

@@ -64,12 +64,14 @@ class Mixture:
         """Raises DataError if the sources are of different tokenizers, as far as that is known."""
         self._parts = tuple(parts)
         self._seed = seed
-        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._global_batch = global_batch
+        self._micro_batch = micro_batch
         self._counts = shares(weights, CYCLE)
 
         # Context and packing are the config's, and the tokenizer is one (`_check_tokenizers`): these are alike.
         self.tokens_per_sample = parts[0].tokens_per_sample
-        self.masked, self.unit = parts[0].masked, parts[0].unit
+        self.masked = parts[0].masked
+        self.unit = parts[0].unit
         self.ids = max(part.ids for part in parts)
         self.vocab = max(part.vocab for part in parts)
         self.name = " and ".join(part.name for part in parts)
@@ -94,7 +96,8 @@ class Mixture:
         samples = np.empty(end - begin, dtype=np.int64)
 
         # A window may lie across several cycles: of each, the positions from `first` to `last` are the window's.
-        first_cycle, last_cycle = begin // CYCLE, (end - 1) // CYCLE
+        first_cycle = begin // CYCLE
+        last_cycle = (end - 1) // CYCLE
         for cycle in range(first_cycle, last_cycle + 1):
             origin = cycle * CYCLE
             first = max(begin, origin)

@@ -36,7 +36,8 @@ def sample_numbers(seed: int, index: int, global_batch: int, n_samples: int) -> 
 
 def ordered_samples(seed: int, begin: int, end: int, n_samples: int) -> Ints:
     """The samples at positions [begin, end) of the endless order, int64; see `sample_numbers`."""
-    first, last = begin // _BLOCK, (end - 1) // _BLOCK
+    first = begin // _BLOCK
+    last = (end - 1) // _BLOCK
     key = seed & _MASK64
     blocks = [_block(key, number, n_samples) for number in range(first, last + 1)]
     order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
@@ -95,7 +96,8 @@ def _round_keys(seed: int, epochs: Words) -> Words:
     # Mixed twice, so that neighbouring seeds and neighbouring epochs have unrelated keys.
     of_seed = _mix(np.full_like(epochs, seed))
     base = _mix(of_seed ^ epochs)
-    return np.stack([_mix(base + np.uint64(number)) for number in range(_ROUNDS)])
+    states = [base + np.uint64(number) for number in range(_ROUNDS)]
+    return np.stack([_mix(state) for state in states])
 
 
 def _mix(words: Words) -> Words:

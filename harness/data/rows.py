@@ -102,6 +102,7 @@ class Rows:
             if not size:
                 left_out.append((file.name, "empty"))
                 continue
+            # The size of a packed file is estimated as it will be unpacked.
             if file.name.lower().endswith(_PACKED):
                 size *= _UNPACKED
 
@@ -356,6 +357,7 @@ def choose_splits(
 
     Raises DataError.
     """
+    # The split to validate on is the first that is named like one, unless the user trains on it.
     validation = None
     for name in files:
         if is_validation(name) and name != wanted:

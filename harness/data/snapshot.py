@@ -102,6 +102,7 @@ def write_snapshot(
         "source": text.source,
         "separator": _SEPARATOR.decode(),
     }
+    # Each chunk is read once: written, hashed for its split and for the whole, and counted.
     files: list[dict[str, Any]] = []
     overall = hashlib.sha256()
     counts = np.zeros(VOCAB, dtype=np.int64)

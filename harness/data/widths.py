@@ -125,13 +125,15 @@ def _rewritten(path: Path, dtype: str) -> str:
 def _upper_is_small(data: npt.NDArray[np.uint8], order: str) -> bool:
     """Whether the upper halves of four-byte numbers of this byte order are those of ids, and the lower ones are ids."""
     halves = data.view(f"{order}u2")
-    lower, upper = halves[::2], halves[1::2]
+    lower = halves[::2]
+    upper = halves[1::2]
     if order == ">":
         lower, upper = upper, lower
     ids = upper != 0xFFFF  # others are small negative numbers: padding
     if 2 * ids.sum() <= len(ids):
         return False
-    lower, upper = lower[ids], upper[ids]
+    lower = lower[ids]
+    upper = upper[ids]
 
     # All ids under 65,536: the clearest case. Nothing but zeros says nothing.
     if not upper.any():
@@ -147,7 +149,8 @@ def _upper_is_small(data: npt.NDArray[np.uint8], order: str) -> bool:
 def _pairs_in_bytes(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
     """Ids of two bytes, declared as ids of one. Text passes: it has no NUL."""
     pairs = data.reshape(-1, 2)
-    first, second = pairs[:, 0], pairs[:, 1]
+    first = pairs[:, 0]
+    second = pairs[:, 1]
     if _is_upper(first, second):
         name, fix = "uint16", "set data.dtype=uint16"
     elif _is_upper(second, first):
@@ -235,12 +238,13 @@ def _pairs_in_fours(data: npt.NDArray[np.uint8]) -> Other | None:
 def _floats(data: npt.NDArray[np.uint8]) -> Other | None:
     """Numbers of float32: the upper halves have magnitudes from 2^-14 to 2^16, the lower ones any value."""
     halves = data.view("<u2")
-    lower, upper = halves[::2], halves[1::2]
+    lower = halves[::2]
+    upper = halves[1::2]
 
     # An upper half is the sign, the 8 bits of the exponent (bias 127), and 7 of the mantissa.
     exponents = upper & 0x7F80
     inside = ((exponents >= 113 << 7) & (exponents < 143 << 7)).mean()
-    spread = np.histogram(lower, _BINS, (0, 1 << 16))[0]
+    spread, _ = np.histogram(lower, _BINS, (0, 1 << 16))
     if inside > 0.98 and spread.min() > len(lower) / 64:
         why = (
             "every second number is as the upper half of a float32 is, and the others are anything"

@@ -95,8 +95,9 @@ def _absolute_texts(args: Mapping[str, Any], here: Path) -> dict[str, Any]:
     """`args` with absolute paths. Only what exists is taken for a path: a text with a slash may be anything."""
     found: dict[str, Any] = {}
     for name, value in args.items():
-        is_path = isinstance(value, str) and "/" in value and os.path.exists(here / home(value))
-        found[name] = _absolute(value, here) if is_path else value
+        if isinstance(value, str) and "/" in value and os.path.exists(here / home(value)):
+            value = _absolute(value, here)
+        found[name] = value
     return found
 
 
@@ -149,9 +150,8 @@ class Bench:
         for name, each in ((USERS, users), (SHORT, short)):
             text = yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False)
             (folder / name).write_text(text)
-        return cls(
-            folder, short, config.tracking.mlflow, patience, _mark=f"{os.getpid()}-{time.time_ns()}"
-        )
+        mark = f"{os.getpid()}-{time.time_ns()}"
+        return cls(folder, short, config.tracking.mlflow, patience, _mark=mark)
 
     @property
     def steps(self) -> int:
@@ -175,7 +175,8 @@ class Bench:
         """
         line = [sys.executable, *words]
         environment = {**self._environment(), **(variables or {})}
-        return Child(line, self.folder, environment, self.folder / "logs" / f"{log}.log", apart)
+        path = self.folder / "logs" / f"{log}.log"
+        return Child(line, self.folder, environment, path, apart)
 
     def train(
         self,
@@ -195,9 +196,10 @@ class Bench:
 
     def ran(self, name: str, code: int) -> tuple[Ran, RunHistory]:
         """The run as its folder records it. code: exit code of its last process. Raises Missed without a journal."""
-        if not (self.run(name) / JOURNAL).is_file():
+        run = self.run(name)
+        if not (run / JOURNAL).is_file():
             raise Missed(f"{name} ended with {code} and has no journal, see logs/{name}.log")
-        history = RunHistory.read(self.run(name))
+        history = RunHistory.read(run)
         return Ran.of(history, code), history
 
     def undisturbed(self) -> RunHistory:
@@ -265,8 +267,12 @@ def last_step(run: Path) -> int:
 
 def saved_steps(run: Path) -> list[int]:
     """Steps of the checkpoints that are committed, ascending."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if is_checkpoint_name(path)]
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    found: list[int] = []
+    for path in (run / "checkpoints").glob("step-*"):
+        if is_checkpoint_name(path):
+            step = path.name.removeprefix("step-")
+            found.append(int(step))
+    return sorted(found)
 
 
 def is_saving(run: Path) -> bool:

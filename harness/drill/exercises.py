@@ -60,7 +60,8 @@ def preflight(bench: Bench) -> Account:
     code = doctor.finish(bench.patience)
     found = _findings(doctor.screen)
     errors = [each for each in found if each["severity"] == "error"]
-    counts = f"{_counted(len(errors), 'error')}, {_counted(len(found) - len(errors), 'warning')}"
+    warnings = len(found) - len(errors)
+    counts = f"{_counted(len(errors), 'error')}, {_counted(warnings, 'warning')}"
     seen = f"{code_text(code)}: {counts}"
     checks = [Check("harness doctor finds no error", seen, code == ExitCode.DONE)]
 
@@ -99,6 +100,7 @@ def soak(bench: Bench) -> Account:
     except Missed as error:
         ended = Check("the first run ends as planned", str(error), False)
         return Account(done, _UNDISTURBED, [ended])
+    # The first run is the one that every other exercise is compared with.
     ran, second = bench.to_its_end("soak-2")
     checks = [
         ended_well(ran, bench.steps),
@@ -189,8 +191,11 @@ def _killed_in_a_step(bench: Bench) -> tuple[str, str, int]:
             return bool(saved) and saved[-1] < last_step(run) < bench.steps and not is_saving(run)
 
         if child.freeze_at(in_a_step, bench.patience):
-            newest, step = saved_steps(run)[-1], last_step(run)
-            evidence = killed(child.kill(), (run / "outcome.json").exists())
+            # Frozen, the run does no further step and no save: these two belong together.
+            newest = saved_steps(run)[-1]
+            step = last_step(run)
+            code = child.kill()
+            evidence = killed(code, (run / "outcome.json").exists())
             if evidence:
                 evidence += f", after step {step}, the newest checkpoint of step {newest}"
             return attempt, evidence, newest
@@ -203,14 +208,17 @@ def bit(bench: Bench) -> Account:
     reference = bench.undisturbed()
     name = _killed_with_two_checkpoints(bench)
     run = bench.run(name)
+    # The newest checkpoint is damaged, so the run has to go on from the one before it.
     before, newest = saved_steps(run)[-2:]
     checkpoint = run / "checkpoints" / step_name(newest)
+    # The middle of the largest file is in a stored tensor.
     file = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
     fault = flip_bit(file)
 
     # The damage must be found when it is looked for, and when the run goes on.
     verify = bench.start("verify", *_CLI, "verify", str(run))
-    checks = [found_by_verify(verify.finish(bench.patience), verify.screen, checkpoint, file.name)]
+    code = verify.finish(bench.patience)
+    checks = [found_by_verify(code, verify.screen, checkpoint, file.name)]
     ran, history = bench.to_its_end(name)
     checks += [
         went_on_from(ran, before, "the checkpoint before the damaged one"),
@@ -441,7 +449,9 @@ def rollback(bench: Bench) -> Account:
 def _skips(history: RunHistory) -> list[str]:
     """How many updates the run skipped before it went back."""
     skipped = [event for event in history.events if event["code"] == "nonfinite.skip"]
-    return [f"updates skipped for NaN: {len(skipped)}"] if skipped else []
+    if not skipped:
+        return []
+    return [f"updates skipped for NaN: {len(skipped)}"]
 
 
 EXERCISES: dict[str, tuple[Callable[[Bench], Account], str]] = {

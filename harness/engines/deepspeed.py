@@ -253,6 +253,7 @@ class DeepSpeedEngine(ProcessGroup):
         """The engine of a run. loss_scale: unused, as DeepSpeed has its own under fp16."""
         train, engine = config.train, config.engine
         optimizer = make_optimizer(dict(model.named_parameters()))
+        # DeepSpeed wants the micro-batches of one rank, the config has those of all.
         micro_batches = train.global_batch // train.micro_batch
         return cls(
             model,

@@ -187,6 +187,7 @@ def build_config(
     tested_optimizer: whether DeepSpeed knows the optimizer's class.
     user: path of a JSON file, or the name of a shipped one (`configs/deepspeed`); None: no file.
     """
+    # What the run decides. A file of the user's that says something else is refused.
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -211,6 +212,7 @@ def build_config(
     if not tested_optimizer:
         ours["zero_allow_untested_optimizer"] = True
 
+    # What the user's file may change.
     defaults = {
         "zero_optimization": {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     }

@@ -117,6 +117,7 @@ def report_of(answers: Mapping[int, Answer], ranks: int) -> str:
     if not found and not all(each.waits for each in answers.values()):
         return ""
 
+    # Without a rank that the others wait for, all wait for each other.
     headline = "the ranks wait for each other: they called other blocks or collectives, or the network fails"
     shown = sorted(answers)
     if found:
@@ -217,6 +218,7 @@ class HangWatch:
             self._answered[name] = number
             answer = asdict(Answer.of(work))
             store.set(f"{name}/{number}/{self._rank}", json.dumps(answer))
+        # Rank 0 collects the answers and publishes the report, which the other ranks wait for.
         if self._rank == 0:
             report = self._collect(f"{name}/{number}", lambda: work.since == since)
             store.set(f"{name}/{number}/report", report)

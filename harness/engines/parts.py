@@ -258,6 +258,7 @@ def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
         fix = "put the folder of model.target back as it was"
         problems.append(Problem(what, "model", why, fix))
 
+    # Frozen weights are not in the checkpoint, so only their hash can tell.
     theirs, ours = meta.get("frozen"), here.get("frozen")
     if theirs and ours and theirs["sha256"] != ours["sha256"]:
         what = f"the frozen weights of {ours['from']} are not those that the checkpoint was trained beside"

@@ -46,6 +46,7 @@ def read_offers(
     negative or is of a card that is not given, and a calibration that cannot be used.
     """
     problems: list[Problem] = []
+    # Two names may mean one card, which would be listed twice.
     cards: dict[str, Card] = {}
     for name in names:
         try:

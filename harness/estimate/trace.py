@@ -166,6 +166,7 @@ class _Attention(TorchFunctionMode):
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
 
+        # Flash attention comes first, as in PyTorch. It takes 16 bits and no mask.
         half = query.dtype in (torch.bfloat16, torch.float16)
         kernels = torch.ops.aten
         flashes = (
@@ -180,6 +181,7 @@ class _Attention(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
             )[0]
 
+        # Memory-efficient attention takes a mask.
         if _pairs(query, key, value, grouped=False) and self._aligned(query, value):
             efficient = kernels._scaled_dot_product_efficient_attention
             trains = any(tensor.requires_grad for tensor in (query, key, value))
@@ -418,6 +420,7 @@ def trace(
     intended: what `recipe` and `rung` stand in for; None: they are the real ones.
     Raises ConfigError as building the run does.
     """
+    # Few micro-batches are traced: the others of a step do the same.
     batches = config.train.global_batch // (config.train.micro_batch * ranks)
     traced = min(batches, _MICRO_BATCHES)
     engine = engine_of(config)

@@ -104,7 +104,8 @@ def _problems(accelerator: Accelerator) -> list[Problem]:
 
     # Accelerator has the plugin in every case; its backend says whether it compiles.
     dynamo = accelerator.state.dynamo_plugin
-    if getattr(getattr(dynamo, "backend", None), "value", "NO") != "NO":
+    backend = getattr(dynamo, "backend", None)
+    if getattr(backend, "value", "NO") != "NO":
         why = "the Accelerator would compile the model by itself, which was never tried with a prepared one"
         fix = "compile block by block, after prepare()"
         problems.append(Problem("dynamo_backend is set", "Accelerator", why, fix))

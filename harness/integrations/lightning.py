@@ -93,7 +93,8 @@ class TrainerPrecision(TrainerBase):
         """Run forward and backward, which are the closure, and then the update."""
         result = self._wrap_closure(model, optimizer, closure)
         # No backward ran: `training_step` returned None. Lightning skips such a batch, and so must the update.
-        if model.automatic_optimization and not self.harness.prepared.window.backwards:
+        no_backward = not self.harness.prepared.window.backwards
+        if model.automatic_optimization and no_backward:
             self.harness.drop_window()
         else:
             optimizer.step(**kwargs)
@@ -195,8 +196,10 @@ class HarnessCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a validation; a sanity check is none."""
-        if not trainer.sanity_checking:
-            self.watch.validated(trainer.callback_metrics.get(self._validation))
+        if trainer.sanity_checking:
+            return
+        loss = trainer.callback_metrics.get(self._validation)
+        self.watch.validated(loss)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

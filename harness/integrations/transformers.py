@@ -136,7 +136,8 @@ class PrecisionMixin(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor:
         """The norm for the Trainer's logs, before clipping. The gradients are unscaled by now."""
-        return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return get_total_norm(gradients)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -153,7 +154,8 @@ class PrecisionMixin(Trainer):
             why = "it was saved without the precision: scales would start from nothing"
             fix = "resume from a checkpoint that this trainer saved, or start anew from its weights"
             raise MisuseError(Problem(f"{STATE} is missing", checkpoint, why, fix))
-        self.harness.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.harness.load_state_dict(state)
 
 
 def _inner(optimizer: Any) -> Any:

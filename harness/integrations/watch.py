@@ -67,7 +67,8 @@ class Watch:
         Raises as `Telemetry.for_precision` and `Guard.for_precision`; MisuseError for an optimizer that is not wrapped.
         """
         if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
-            what, fix = "an optimizer is not wrapped", "precision.wrap(optimizer)"
+            what = "an optimizer is not wrapped"
+            fix = "precision.wrap(optimizer)"
             raise MisuseError(Problem(what, "harness.integrations", fix=fix))
         self._precision = precision
         self._optimizers = list(optimizers)
@@ -114,8 +115,10 @@ class Watch:
 
     def validated(self, loss: Any) -> None:
         """Report a validation's mean loss; None if the trainer has none."""
-        if self.telemetry is not None and self._precision is not None and loss is not None:
-            self.telemetry.validation(self._precision.prepared.state.step, float(loss))
+        if self.telemetry is None or self._precision is None or loss is None:
+            return
+        step = self._precision.prepared.state.step
+        self.telemetry.validation(step, float(loss))
 
     def end(self, error: BaseException | None = None) -> None:
         """Write outcome, report and summary. error: what ended the training early."""

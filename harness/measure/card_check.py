@@ -168,10 +168,12 @@ def check_card(device: CardDevice, effort: Effort) -> CardReport:
         try:
             check(device, effort, report)
         except (RuntimeError, MemoryError) as error:
-            what = f"{check.__name__.removeprefix('_')} did not finish: {_in_one_line(error)}"
+            name = check.__name__.removeprefix("_")
+            what = f"{name} did not finish: {_in_one_line(error)}"
             why = "a sound device with enough free memory finishes it"
             fix = "look at the kernel's log (dmesg) for errors of the device, and run it again"
-            report.findings += refused("machine.card_fails", [Problem(what, device.name, why, fix)])
+            problem = Problem(what, device.name, why, fix)
+            report.findings += refused("machine.card_fails", [problem])
     # Readings before and after show errors that the card counted meanwhile.
     report.after = device.readings()
 
@@ -198,7 +200,8 @@ def _check_products(device: CardDevice, effort: Effort, report: CardReport) -> N
                 # Long sums of a large product would keep the host adding for minutes.
                 if shape == _CARD_SHAPE and kind == "many":
                     continue
-                known = known_product(precision, kind, _fitting(precision, shape, device))
+                fitting = _fitting(precision, shape, device)
+                known = known_product(precision, kind, fitting)
                 multiply = device.multiplication(precision, known.left, known.right)
                 if wrong := compare(known, multiply()):
                     report.wrong.append(wrong)
@@ -239,7 +242,8 @@ def compare(known: KnownProduct, result: Tensor) -> Wrong | None:
 
 
 def _misshapen(check: str, where: str, result: Tensor, expected: Tensor) -> Wrong:
-    got, wanted = f"{list(result.shape)}", f"{list(expected.shape)}"
+    got = f"{list(result.shape)}"
+    wanted = f"{list(expected.shape)}"
     return Wrong(check, where, "the shape of the result", got, wanted, expected.numel())
 
 
@@ -269,7 +273,10 @@ def _check_memory(device: CardDevice, effort: Effort, report: CardReport) -> Non
 def _blocks(device: CardDevice, share: float) -> list[Tensor]:
     """Blocks of cells, int64 [cells], as many as make up `share` of the free memory; at least one."""
     wanted = int(device.free_memory() * share)
-    size = min(_CARD_BLOCK if device.is_card else _BLOCK, max(wanted // _UNIT * _UNIT, _UNIT))
+    # A block is a whole number of units, and one unit at least, also where less is wanted.
+    largest = _CARD_BLOCK if device.is_card else _BLOCK
+    units = wanted // _UNIT * _UNIT
+    size = min(largest, max(units, _UNIT))
     shape = (size // CELL_BYTES,)
     count = max(1, wanted // size)
     return [torch.empty(shape, dtype=torch.int64, device=device.place) for _ in range(count)]
@@ -281,8 +288,11 @@ def _compare_cells(got: Tensor, expected: Tensor, pattern: Pattern, first: int) 
         return None
     differs = got != expected
     place = int(differs.nonzero()[0])
-    name = pattern.name if not pattern.turn else f"{pattern.name}, moved by {pattern.turn}"
-    found, wanted = _bits(got[place]), _bits(expected[place])
+    name = pattern.name
+    if pattern.turn:
+        name += f", moved by {pattern.turn}"
+    found = _bits(got[place])
+    wanted = _bits(expected[place])
     cell = f"byte {(first + place) * CELL_BYTES}"
     return Wrong("memory", f"memory, pattern {name}", cell, found, wanted, int(differs.sum()))
 
@@ -311,11 +321,14 @@ def _soak(device: CardDevice, effort: Effort, report: CardReport) -> None:
     # The first product of each precision is what all later ones are compared with.
     products: list[_Soaked] = []
     for precision in PRECISIONS:
-        if not device.lacks(precision):
-            multiply = device.multiplication(precision, *_soak_operands(precision, device))
-            products.append(_Soaked(precision, multiply, multiply()))
-            report.soaked[precision] = 0
+        if device.lacks(precision):
+            continue
+        left, right = _soak_operands(precision, device)
+        multiply = device.multiplication(precision, left, right)
+        products.append(_Soaked(precision, multiply, multiply()))
+        report.soaked[precision] = 0
 
+    # The time is looked at after whole rounds, so every product is repeated equally often.
     began = time.monotonic()
     while True:
         for product in products:
@@ -348,9 +361,8 @@ def _soak_batch(device: CardDevice, product: _Soaked, report: CardReport) -> Non
         result = product.multiply()
         report.soaked[product.precision] += 1
         if result.shape != shape:
-            _report_once(
-                report, product, _misshapen("soak", product.precision, result, product.first)
-            )
+            wrong = _misshapen("soak", product.precision, result, product.first)
+            _report_once(report, product, wrong)
             continue
         # Compared as bits: a NaN is equal to itself, and -0 is not 0.
         differs = (_as_bits(result) != _as_bits(product.first)).flatten()
@@ -382,7 +394,8 @@ def _report_once(report: CardReport, product: _Soaked, wrong: Wrong) -> None:
 
 
 def _as_bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
+    bits = torch.int16 if values.element_size() == 2 else torch.int32
+    return values.contiguous().view(bits)
 
 
 def lines(report: CardReport) -> Sequence[str]:
@@ -393,7 +406,8 @@ def lines(report: CardReport) -> Sequence[str]:
     memory = size_text(report.memory_bytes)
     found.append(f"  memory    {memory}, {report.passes} patterns written and read back")
     if report.soaked:
-        counts = ", ".join(f"{count} in {name}" for name, count in report.soaked.items())
+        repeated = [f"{count} in {name}" for name, count in report.soaked.items()]
+        counts = ", ".join(repeated)
         found.append(f"  soak      {report.soak_seconds:.1f} s of the same products: {counts}")
     found.append(f"  readings  {_readings_text(report)}")
     found.append(f"  result    {_result(report)}")
@@ -404,7 +418,9 @@ def _result(report: CardReport) -> str:
     if report.wrong:
         return f"{len(report.wrong)} wrong answers"
     failed = any(finding.code == "machine.card_fails" for finding in report.findings)
-    return "not all checks finished" if failed else "every answer is right, bit for bit"
+    if failed:
+        return "not all checks finished"
+    return "every answer is right, bit for bit"
 
 
 def _readings_text(report: CardReport) -> str:

@@ -53,7 +53,9 @@ class TorchDevice:
         """What computes products in `precision`, for people."""
         if precision not in _CELLS:
             return "torch.mm"
-        return "torch._scaled_mm" if has_fp8_units(self.place) else "emulation: FP8 values in bf16"
+        if has_fp8_units(self.place):
+            return "torch._scaled_mm"
+        return "emulation: FP8 values in bf16"
 
     def multiplication(self, precision: str, left: Tensor, right: Tensor) -> Callable[[], Tensor]:
         """A function that multiplies `left` [m, k] and `right` [k, n] once, and gives [m, n] on the device.
@@ -61,16 +63,17 @@ class TorchDevice:
         left, right: of any dtype. fp32 and TF32 give float32, fp16 gives float16, bf16 and FP8 give bfloat16.
         """
         if precision in _CELLS:
-            one, other = (
-                self._fp8(left, _CELLS[precision]),
-                self._fp8(right.t(), _CELLS["fp8_e4m3"]),
-            )
+            # Only gradients are in E5M2, and a GEMM has one of them at most: the right operand is E4M3.
+            one = self._fp8(left, _CELLS[precision])
+            other = self._fp8(right.t(), _CELLS["fp8_e4m3"])
             return lambda: one.nt(other)
         dtype = _HALVES.get(precision, torch.float32)
-        a, b = left.to(self.place, dtype), right.to(self.place, dtype)
+        a = left.to(self.place, dtype)
+        b = right.to(self.place, dtype)
 
         def multiply() -> Tensor:
-            with _float32_products("high" if precision == "tf32" else "highest"):
+            allowed = "high" if precision == "tf32" else "highest"
+            with _float32_products(allowed):
                 return torch.mm(a, b)
 
         return multiply

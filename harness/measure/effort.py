@@ -35,6 +35,7 @@ def check_effort(effort: Effort, minutes: float = MINUTES) -> None:
         what = f"{effort.seconds:g} is not a time"
         problems.append(Problem(what, "--soak", fix="seconds, 0 for no soak"))
     if not 0 < minutes < inf:
-        problems.append(Problem(f"{minutes:g} is not a time", "--minutes", fix="minutes over 0"))
+        what = f"{minutes:g} is not a time"
+        problems.append(Problem(what, "--minutes", fix="minutes over 0"))
     if problems:
         raise ConfigError(problems)

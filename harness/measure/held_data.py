@@ -20,11 +20,16 @@ class HeldBatches:
         self.masked = data.masked
         self.unit = data.unit
         self._windows = [data.window(index) for index in range(windows)]
-        self._batches = [list(data.micro_batches(window, 0, 1)) for window in self._windows]
+        # Made now: a micro-batch that is made while it is asked for would be part of the time.
+        self._batches: list[list[Batch]] = []
+        for window in self._windows:
+            batches = data.micro_batches(window, 0, 1)
+            self._batches.append(list(batches))
 
     def window(self, index: int) -> Window:
         """As `Batches.window`; its samples are those of one of the windows that are held."""
-        return Window(index, self._windows[index % len(self._windows)].samples)
+        held = self._windows[index % len(self._windows)]
+        return Window(index, held.samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> Sequence[Batch]:
         """All micro-batches of the window."""

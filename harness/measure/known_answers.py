@@ -82,17 +82,21 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
         return _digits(precision, exact, shape, generator)
 
     # Each row of the left side has `terms` entries that are not 0, so each output is a sum of as many terms.
-    terms = min(k, _WIDE_TERMS if kind == "wide" else exact.total)
+    wanted = _WIDE_TERMS if kind == "wide" else exact.total
+    terms = min(k, wanted)
     # A term is at most largest^2, so terms * largest^2 must not exceed `total`.
     largest = min(math.isqrt(exact.total // terms), 2**exact.bits, 2**exact.right_bits)
     if kind == "many":
         largest = 1
-    values = _signed(torch.randint(1, largest + 1, (m, terms), generator=generator), generator)
-    right = _signed(torch.randint(1, largest + 1, (k, n), generator=generator), generator)
+    sizes = torch.randint(1, largest + 1, (m, terms), generator=generator)
+    values = _signed(sizes, generator)
+    sizes = torch.randint(1, largest + 1, (k, n), generator=generator)
+    right = _signed(sizes, generator)
 
     # Columns of those entries: evenly spaced from a random start, so that no two in a row are the same.
     starts = torch.randint(0, k, (m, 1), generator=generator)
-    places = (starts + torch.arange(terms) * (k // terms)) % k
+    steps = torch.arange(terms) * (k // terms)
+    places = (starts + steps) % k
     left = torch.zeros(m, k, dtype=torch.int64).scatter_(1, places, values)
 
     # The exact product, one term of every output at a time.
@@ -105,7 +109,8 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
 def _digits(precision: str, exact: Exact, shape: Shape, generator: torch.Generator) -> KnownProduct:
     """Left: integers of all bits. Right: one signed power of two in each column, so each output is a single term."""
     m, k, n = shape
-    left = _signed(torch.randint(0, 2**exact.bits, (m, k), generator=generator), generator)
+    sizes = torch.randint(0, 2**exact.bits, (m, k), generator=generator)
+    left = _signed(sizes, generator)
     powers = 2 ** torch.randint(0, _POWERS, (n,), generator=generator)
     factors = _signed(powers, generator)
     places = torch.randint(0, k, (n,), generator=generator)

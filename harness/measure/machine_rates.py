@@ -34,7 +34,9 @@ def measure_machine(device: TorchDevice) -> Machine:
     for name, known in _PRODUCTS.items():
         if not device.lacks(known):
             actions[name] = device.multiplication(known, left, right)
-    source = torch.ones((_CARD_COPY if device.is_card else _COPY) // 4, device=device.place)
+    # A float32 has four bytes.
+    values = (_CARD_COPY if device.is_card else _COPY) // 4
+    source = torch.ones(values, device=device.place)
     target = torch.empty_like(source)
     actions["copy"] = lambda: target.copy_(source)
 

@@ -44,11 +44,15 @@ class Pattern(NamedTuple):
         """What `count` cells from number `first` on hold, int64 [count] on `place`. first: a multiple of 64."""
         if self.of_address:
             numbers = torch.arange(first, first + count, dtype=torch.int64, device=place)
-            return ~numbers if self.name.startswith("inverted") else numbers
+            if self.name.startswith("inverted"):
+                return ~numbers
+            return numbers
         if self.name == "walking one":
             ones = torch.ones(_BITS, dtype=torch.int64)
-            period = ones << ((torch.arange(_BITS) + self.turn) % _BITS)
-            return period.to(place).repeat(-(-count // _BITS))[:count]
+            shifts = (torch.arange(_BITS) + self.turn) % _BITS
+            period = ones << shifts
+            repeats = -(-count // _BITS)
+            return period.to(place).repeat(repeats)[:count]
         return torch.full((count,), _CONSTANT[self.name], dtype=torch.int64, device=place)
 
 

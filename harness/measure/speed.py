@@ -104,9 +104,8 @@ def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
     than `auto`.
     """
     # A preset is for a fault of one model: the plain loss scale comes before it.
-    others = sorted(
-        map(load_recipe, shipped("recipes")), key=lambda each: each.loss_scale.preset != "default"
-    )
+    every = map(load_recipe, shipped("recipes"))
+    others = sorted(every, key=lambda each: each.loss_scale.preset != "default")
     found: dict[str, Candidate] = {}
     ranks: dict[str, tuple[bool, int]] = {}
     for place, recipe in enumerate([own, *others]):
@@ -118,12 +117,14 @@ def candidates(own: Recipe, facts: MachineFacts) -> list[Candidate]:
             only = recipe.model_copy(update={"ladder": [rung]})
             shadowed = number != taken
             computation = _computation(recipe, rung)
-            rank = (shadowed, 0 if place == 0 else number)
+            place_in_ladder = 0 if place == 0 else number
+            rank = (shadowed, place_in_ladder)
             if computation not in found or rank < ranks[computation]:
                 ranks[computation] = rank
                 # One that replaces another has its place in the order.
                 found[computation] = Candidate(rung.name, only, rung, "none", place == 0, shadowed)
 
+    # Recipes may give a rung of one name other settings: then the recipe's name tells the candidates apart.
     rungs = [each.name for each in found.values()]
     made: list[Candidate] = []
     for each in found.values():
@@ -206,7 +207,9 @@ class SpeedReport:
         }
 
     def _reason(self, name: str) -> dict[str, str] | None:
-        return self.reasons[name]._asdict() if name in self.reasons else None
+        if name not in self.reasons:
+            return None
+        return self.reasons[name]._asdict()
 
 
 def measure_speed(
@@ -226,10 +229,10 @@ def measure_speed(
     device = devices_here(facts)[0]
     machine = measure_machine(device)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        bench = _Bench(config, worker, Path(folder), roofline_rates(machine, device.is_card))
-        report = SpeedReport(
-            device.name, torch.get_num_threads(), bench.step_text, minutes, machine
-        )
+        rates = roofline_rates(machine, device.is_card)
+        bench = _Bench(config, worker, Path(folder), rates)
+        threads = torch.get_num_threads()
+        report = SpeedReport(device.name, threads, bench.step_text, minutes, machine)
         _measure(bench, candidates(recipe, facts), report)
 
     # Every candidate that was not taken gets the reason.
@@ -308,7 +311,9 @@ class _Bench:
 
     def allocated(self) -> int:
         """Bytes of tensors on the card; 0 on a processor."""
-        return torch.cuda.memory_allocated(self.worker.device) if self.is_card else 0
+        if not self.is_card:
+            return 0
+        return torch.cuda.memory_allocated(self.worker.device)
 
     def peak(self, contender: Contender, held: int) -> int:
         """The most bytes of tensors in one step. held: bytes that stay between its steps."""
@@ -328,10 +333,12 @@ class _Bench:
         recorder = Recorder("cuda" if self.is_card else "cpu")
         with recorder:
             contender.steps(1)
-        fp8 = plan.rung.precision == "fp8"
+        # Sizes matter to FP8 alone.
+        if plan.rung.precision != "fp8":
+            return figures_of(recorder.ops, self._rates)
         linears = [layer for layer in plan.layers if layer.shape]
-        misaligned = [layer for layer in linears if fp8 and "not multiples of" in layer.reason]
-        return figures_of(recorder.ops, self._rates, len(linears) if fp8 else 0, len(misaligned))
+        misaligned = [layer for layer in linears if "not multiples of" in layer.reason]
+        return figures_of(recorder.ops, self._rates, len(linears), len(misaligned))
 
 
 def _most_allocated(profiler: profile, folder: Path) -> int:
@@ -342,6 +349,7 @@ def _most_allocated(profiler: profile, folder: Path) -> int:
     path.unlink()
     memory = [event for event in events if event.get("name") == "[memory]"]
     sizes = [(event["ts"], event["args"]["Bytes"]) for event in memory]
+    # A release has a negative size, so the sum so far is what is given out.
     live = most = 0
     for _, size in sorted(sizes, key=lambda each: each[0]):
         live += size
@@ -377,8 +385,10 @@ def figures_of(ops: Sequence[Op], rates: Rates, linears: int = 0, misaligned: in
 def _too_small(op: Op, rates: Rates) -> bool:
     """Whether a cast of the operands of a product in 16 bits to FP8 takes longer than FP8 could save."""
     saved = op.flops / rates.gemm_half - op.flops / rates.gemm_fp8
+    # In 16 bits an element has two bytes. Both operands are cast, each by a kernel of its own.
     elements = op.reads / 2
-    cast = max(elements * _CAST_BYTES / rates.bandwidth, 2 * rates.shortest_seconds)
+    moving = elements * _CAST_BYTES / rates.bandwidth
+    cast = max(moving, 2 * rates.shortest_seconds)
     return saved < cast
 
 
@@ -390,8 +400,12 @@ def _held(contender: Contender, bench: _Bench, before: int) -> int:
     optimizer: torch.optim.Optimizer = contender.run.engine.optimizer  # type: ignore[attr-defined]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    # Tensors that share memory, such as tied weights, count once.
+    bytes_of: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        bytes_of[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_of.values())
 
 
 @dataclass(slots=True)
@@ -490,15 +504,21 @@ def _conclude(row: Row, contender: Contender) -> None:
 def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _Ready | None:
     """Build `candidate` and let it make its first steps. None, with the reason in `row`, if it gets no turns."""
     before = bench.allocated()
-    row.status, row.why, row.out_of_memory = "measured", "", False
+    # It may be the second try: what the first one left in the row is forgotten.
+    row.status = "measured"
+    row.why = ""
+    row.out_of_memory = False
     with ExitStack() as stack:
         try:
             # What cannot be built gets a reason, and costs the other candidates nothing.
             contender, plan = bench.build(candidate, stack)
         except HarnessError as error:
             row.status = "cannot be built"
-            texts = [f"{each.what}: {each.why or each.fix}" for each in error.problems]
-            row.why = "; ".join(" ".join(text.split()) for text in texts)
+            texts: list[str] = []
+            for each in error.problems:
+                text = f"{each.what}: {each.why or each.fix}"
+                texts.append(" ".join(text.split()))
+            row.why = "; ".join(texts)
             return None
         except Exception as error:
             row.status, row.why = "cannot be built", one_line(error)
@@ -513,7 +533,8 @@ def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _
             # A candidate that would take the time of the others is not timed.
             if LEAST_ROUNDS * once > _MOST_OF_TIME * seconds:
                 row.status = "too slow"
-                row.why = f"one step takes {once:.1f} s: too few fit into {seconds / 60:g} minutes"
+                limit = f"{seconds / 60:g} minutes"
+                row.why = f"one step takes {once:.1f} s: too few fit into {limit}"
                 _conclude(row, contender)
                 return None
             # Operations are counted in eager mode, where each of them is seen.
@@ -535,7 +556,9 @@ def memory_text(report: SpeedReport) -> str:
 
 def lines(report: SpeedReport) -> list[str]:
     """The report as lines of text."""
-    threads = f", {number_of(report.threads, 'thread')}" if report.device == "processor" else ""
+    threads = ""
+    if report.device == "processor":
+        threads = f", {number_of(report.threads, 'thread')}"
     found = [f"{report.device}{threads}; a step: {report.step}"]
     if not report.together:
         found.append("Memory is short: each candidate was built and timed after the other.")
@@ -563,7 +586,10 @@ def _not_timed(report: SpeedReport) -> list[str]:
     for row in report.rows:
         if not row.seconds:
             names.setdefault(f"{row.status}: {row.why}", []).append(row.name)
-    return [f"{'; '.join(those)}: {why}" for why, those in names.items()]
+    found: list[str] = []
+    for why, those in names.items():
+        found.append(f"{'; '.join(those)}: {why}")
+    return found
 
 
 def _verdict(report: SpeedReport) -> list[str]:
@@ -580,15 +606,13 @@ def _verdict(report: SpeedReport) -> list[str]:
     others = [row.name for row in report.choice.tied if row is not taken]
     if others:
         names = ", ".join(others)
-        found.append(
-            f"As fast, within the middle half of their turns: {names}. The first one wins."
-        )
+        text = f"As fast, within the middle half of their turns: {names}. The first one wins."
+        found.append(text)
     fewest = min(len(row.seconds) for row in report.rows if row.status == "measured")
     if fewest < _FEW_TURNS:
         say = "says" if fewest == 1 else "say"
-        found.append(
-            f"{number_of(fewest, 'turn')} each {say} little: give more --minutes to be sure."
-        )
+        turns = number_of(fewest, "turn")
+        found.append(f"{turns} each {say} little: give more --minutes to be sure.")
     # Candidates with the same reason share a line.
     slower: dict[Reason, list[str]] = {}
     for name, why in report.reasons.items():

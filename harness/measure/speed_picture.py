@@ -28,16 +28,20 @@ def draw(report: SpeedReport, path: Path) -> Path:
         colour = _TAKEN if row is taken else _OTHER
         beside = [[median - low], [high - median]]
         axes.barh(place, median, 0.62, color=colour, xerr=beside, ecolor=INK, capsize=3)
+        text = f"{median:,.0f} ms" if median >= _WHOLE else f"{median:.3g} ms"
         axes.annotate(
-            f"{median:,.0f} ms" if median >= _WHOLE else f"{median:.3g} ms",
+            text,
             (high, place),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
         )
-    axes.set_yticks(range(len(rows)), [label(row.name[:_LONGEST]) for row in reversed(rows)])
-    axes.set_xlim(0, 1.2e3 * max((row.spread.high for row in rows), default=1e-3))
+    names = [label(row.name[:_LONGEST]) for row in reversed(rows)]
+    axes.set_yticks(range(len(rows)), names)
+    # A fifth more than the slowest, for the text beside its bar.
+    slowest = max((row.spread.high for row in rows), default=1e-3)
+    axes.set_xlim(0, 1.2e3 * slowest)
     axes.set_xlabel("ms a step: median, and the middle half of the turns")
     axes.set_title(label(f"{report.device}: {report.step}"[:100]), loc="left", fontsize=10)
     axes.grid(axis="x", color=GRID, linewidth=0.6)

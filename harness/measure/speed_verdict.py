@@ -113,8 +113,11 @@ class Row:
         """For --json; NaN is null."""
         found = asdict(self)
         if self.seconds:
-            found |= {f"{name}_seconds": value for name, value in self.spread._asdict().items()}
-        if self.figures is not None and self.figures.small_share != self.figures.small_share:
+            for name, value in self.spread._asdict().items():
+                found[f"{name}_seconds"] = value
+        # JSON has no NaN, which alone is not equal to itself.
+        figures = self.figures
+        if figures is not None and figures.small_share != figures.small_share:
             found["figures"]["small_share"] = None
         return found
 
@@ -148,10 +151,12 @@ def reason(row: Row, winner: Row, machine: Machine) -> Reason:
     """Why `row` is slower than `winner`, as far as counted work and measured rates show it."""
     if row.figures is None or winner.figures is None:
         return Reason("unknown", "the work of a step could not be counted")
-    mine, best = BITS[row.precision], BITS[winner.precision]
+    mine = BITS[row.precision]
+    best = BITS[winner.precision]
 
     # The first cause that the figures show is the answer.
-    slower = _rate(machine, row.precision) * _FASTER <= _rate(machine, winner.precision)
+    rate = _rate(machine, row.precision)
+    slower = rate * _FASTER <= _rate(machine, winner.precision)
     if mine < best:
         return _fewer_bits(row, winner, winner.figures, machine)
     if slower and row.figures.product_share >= _SOME:
@@ -172,13 +177,15 @@ def _rate(machine: Machine, precision: str) -> float:
 
 
 def _rates_text(row: Row, winner: Row, machine: Machine) -> str:
-    mine, other = _rate(machine, row.precision), _rate(machine, winner.precision)
+    mine = _rate(machine, row.precision)
+    other = _rate(machine, winner.precision)
     return f"{_flops(mine)} in {row.precision}, {_flops(other)} in {winner.precision}"
 
 
 def _fewer_bits(row: Row, winner: Row, figures: Figures, machine: Machine) -> Reason:
     """Why fewer bits did not pay. figures: the winner's, whose products would have become faster."""
-    mine, other = _rate(machine, row.precision), _rate(machine, winner.precision)
+    mine = _rate(machine, row.precision)
+    other = _rate(machine, winner.precision)
     rates = _rates_text(row, winner, machine)
     # Causes from the most to the least certain.
     if mine <= other * _FASTER:
@@ -190,9 +197,8 @@ def _fewer_bits(row: Row, winner: Row, figures: Figures, machine: Machine) -> Re
         return Reason("launch-bound", _launch_text(figures, machine, launches))
     if figures.small_share >= _MOST:
         share = f"{figures.small_share:.0%} of the FLOPs"
-        return Reason(
-            "small GEMMs", f"{share} are in products whose casts cost more than FP8 saves"
-        )
+        why = f"{share} are in products whose casts cost more than FP8 saves"
+        return Reason("small GEMMs", why)
     if figures.memory_share >= _MOST:
         return Reason("memory-bound", _memory_text(figures))
     return Reason("casts", f"they cost more than faster products save: {rates}")
@@ -203,7 +209,8 @@ def _other_code(mine: Figures, best: Figures) -> Reason:
         f"{mine.operations:,} operations that move {_bytes(mine.bytes)}, "
         f"against {best.operations:,} and {_bytes(best.bytes)}"
     )
-    return Reason("more work" if mine.bytes > best.bytes else "slower kernels", text)
+    word = "more work" if mine.bytes > best.bytes else "slower kernels"
+    return Reason(word, text)
 
 
 def _compiled_in_vain(winner: Row, figures: Figures, machine: Machine) -> Reason:
@@ -228,7 +235,9 @@ def _eager(row: Row, figures: Figures, machine: Machine) -> Reason:
 
 def _launch_share(row: Row, figures: Figures, machine: Machine) -> float:
     """Share of a measured step that its launches take."""
-    return min(1.0, figures.operations * machine.launch_seconds / row.spread.median)
+    # Launches were timed apart from the step, so their sum may come out longer than it.
+    launches = figures.operations * machine.launch_seconds
+    return min(1.0, launches / row.spread.median)
 
 
 def _launch_text(figures: Figures, machine: Machine, share: float) -> str:
@@ -248,4 +257,6 @@ def _flops(rate: float) -> str:
 
 
 def _bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB"

@@ -39,7 +39,8 @@ class Turns:
 
 def steps_of_a_turn(once: float) -> int:
     """Steps that make up a turn, for a step of `once` seconds: short turns measure the clock and the scheduler."""
-    return max(1, min(_MOST_STEPS, round(_LEAST_TURN / max(once, 1e-6))))
+    steps = round(_LEAST_TURN / max(once, 1e-6))
+    return max(1, min(_MOST_STEPS, steps))
 
 
 def take_turns(
@@ -55,11 +56,13 @@ def take_turns(
     """
     turns = Turns({name: [] for name in takers})
     began = time.monotonic()
-    rounds, longest = 0, 0.0
+    rounds = 0
+    longest = 0.0
     while True:
         round_began = time.monotonic()
         left = seconds - (round_began - began)
         running = [name for name in takers if name not in turns.failures]
+        # A round begins only if one as long as the longest so far still fits.
         if not running or (rounds >= least and left < longest):
             return turns
         first = rounds % len(running)

@@ -50,7 +50,8 @@ def build_deferred(config: ModelConfig, device: torch.device, tried: bool = True
     """
     model = deferred.build(partial(_call, config), device, final=huggingface.FolderError)
     if tried:
-        deferred.try_model(model, partial(huggingface.check, model, _where(config)))
+        check = partial(huggingface.check, model, _where(config))
+        deferred.try_model(model, check)
     return model
 
 
@@ -109,7 +110,11 @@ def recompute_setting(config: ModelConfig, model: nn.Module) -> str | None:
         if config.args.get("gradient_checkpointing"):
             return ""
         supported = getattr(model, "supports_gradient_checkpointing", False)
-        return "model.args.gradient_checkpointing=true" if supported else None
+        if supported:
+            return "model.args.gradient_checkpointing=true"
+        return None
     if isinstance(model, GPT) and config.target.startswith("harness.models."):
-        return "model.args.recompute=block" if model.settings.recompute == "none" else ""
+        if model.settings.recompute == "none":
+            return "model.args.recompute=block"
+        return ""
     return None

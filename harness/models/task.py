@@ -200,7 +200,9 @@ class Task:
 
         def ask(asked: Batch) -> tuple[Tensor, Tensor | None]:
             output = self._output(model, asked)
-            return self._loss(output, asked), _parts(output)[1]
+            loss = self._loss(output, asked)
+            _, logits = _parts(output)
+            return loss, logits
 
         # In float32 losses compare best. If the loss looks wrong there, or cannot run (some kernels take only half
         # precision), the verdict in the run's dtype counts.
@@ -375,7 +377,8 @@ class Task:
                 problems.append(Problem(f'forward wants "{parameter.name}"', self._where, fix=fix))
         if problems:
             raise ConfigError(problems)
-        return _Call(tuple(placed), tuple(named), labels[0] if labels else "")
+        label = labels[0] if labels else ""
+        return _Call(tuple(placed), tuple(named), label)
 
     def _takes_targets(self, positions: Sequence[inspect.Parameter], names: Sequence[str]) -> bool:
         """Whether forward's second position is for the targets: it is required, or has their name."""
@@ -420,9 +423,11 @@ def _parts(output: object) -> tuple[Tensor | None, Tensor | None]:
         else:
             logits = output
     elif isinstance(output, Mapping):
-        loss, logits = output.get("loss"), output.get("logits")
+        loss = output.get("loss")
+        logits = output.get("logits")
     elif hasattr(output, "loss") or hasattr(output, "logits"):
-        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        loss = getattr(output, "loss", None)
+        logits = getattr(output, "logits", None)
     elif isinstance(output, tuple | list):
         # One scalar is the loss. If there are several, nobody knows which one is.
         tensors = [each for each in output if isinstance(each, Tensor)]
@@ -455,7 +460,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over the labels that count, in nats, float32 0-d; NaN if none does."""
     of_tokens = labels.ndim > 1 and _class_dim(logits, labels) == logits.ndim - 1
     if of_tokens:
-        logits, labels = logits.flatten(0, -2), labels.flatten()
+        logits = logits.flatten(0, -2)
+        labels = labels.flatten()
     labels = labels.long()
 
     # The logits of a vocabulary are large: those in 16 bits get no float32 copy.
@@ -510,7 +516,10 @@ def _autocast(device: torch.device, half: torch.dtype | None) -> torch.autocast:
 def _whole(model: object, name: str) -> int | None:
     """The attribute `name` if it is an int, else None."""
     value = getattr(model, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    # bool is a kind of int in Python, and no size.
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value
 
 
 def has_lazy(model: nn.Module) -> bool:

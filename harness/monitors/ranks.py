@@ -64,6 +64,7 @@ class RanksMonitor(KeptWindow):
         if self._slow:
             self._slow = slow > self.share / 2 * length
             return None
+        # A streak begins once the window is full and the whole share of it is slow.
         self._slow = len(self._ratios) == length and slow >= self.share * length
         if not self._slow:
             return None

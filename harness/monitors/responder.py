@@ -264,6 +264,7 @@ class Judge:
         if sample_steps:
             sampling = self.state.dense_sampling
             self.state.dense_sampling = sampling.extended(due, sample_steps)
+        # Several monitors may set limits, and the strictest of each kind counts.
         limits = NO_LIMITS
         for verdict in verdicts:
             limits = limits.stricter(verdict.limits)

@@ -148,19 +148,23 @@ def same_rule(recipe: Recipe, taken: Rung) -> list[Rung]:
     """The FP8 rungs that follow `taken` in the ladder without a gap, and compute by the same rule."""
 
     def by_the_rule(rung: Rung) -> bool:
-        return rung.precision == "fp8" and recipe.fp8.scaling in BACKENDS[rung.backend].scalings
+        scalings = BACKENDS[rung.backend].scalings
+        return rung.precision == "fp8" and recipe.fp8.scaling in scalings
 
     found: list[Rung] = []
-    if by_the_rule(taken):
-        for rung in recipe.ladder[recipe.ladder.index(taken) + 1 :]:
-            if not by_the_rule(rung):
-                break
-            found.append(rung)
+    if not by_the_rule(taken):
+        return found
+    after = recipe.ladder.index(taken) + 1
+    for rung in recipe.ladder[after:]:
+        if not by_the_rule(rung):
+            break
+        found.append(rung)
     return found
 
 
 def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | str]) -> Choice:
     """Time the candidates and decide, or say why the ladder's first is taken untimed."""
+    # Reasons not to time at all. The ladder's first is taken then.
     names = [plan.resolved for plan in plans]
     if len(plans) == 1:
         return Choice(names[0], "no other FP8 rung that runs here computes by the same rule", names)
@@ -182,7 +186,11 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
     # Every rank times, and all decide by the times of the slowest, and by the failures of all.
     own = time_backends(plans, recipe, asked, block)
     untimed = Spread(math.inf, math.inf, math.inf)
-    rows = [[*own.times.get(name, untimed), float(name in own.failed)] for name in names]
+    rows: list[list[float]] = []
+    for name in names:
+        spread = own.times.get(name, untimed)
+        failed_here = float(name in own.failed)
+        rows.append([*spread, failed_here])
     ranks = gather_over_ranks(torch.tensor(rows, device=asked.device)).tolist()
     failures = [each for each in gather_texts(own.missing) if each]
     slowest: dict[str, Spread] = {}
@@ -194,9 +202,14 @@ def _choose(plans: Sequence[Plan], recipe: Recipe, trial: Callable[[], Trial | s
         if any(answer[3] for answer in answers):
             failed.add(name)
     timed = {name: each for name, each in slowest.items() if math.isfinite(each.median)}
+
+    # The decision, and its reason for the plan: each time, each failure, and what follows from them.
     taken, why = decide(names, timed, failed)
     compiled = [plan.resolved for plan in plans if plan.compiled]
-    texts = [f"{name} {_text(each, name in compiled)}" for name, each in timed.items()]
+    texts: list[str] = []
+    for name, each in timed.items():
+        text = _text(each, name in compiled)
+        texts.append(f"{name} {text}")
     why = "; ".join([*texts, *failures, why])
     why = f"a training step of {block} on {asked.card}: {why}"
     seconds = {name: list(each) for name, each in timed.items()}
@@ -255,7 +268,8 @@ def _inside(plan: Plan, block: str) -> Plan:
         return name == block or name.startswith(f"{block}.")
 
     layers = tuple(row for row in plan.layers if inside(row.module))
-    return replace(plan, layers=layers, keep_fp32=tuple(filter(inside, plan.keep_fp32)))
+    keep = tuple(name for name in plan.keep_fp32 if inside(name))
+    return replace(plan, layers=layers, keep_fp32=keep)
 
 
 # ---- Timing
@@ -289,8 +303,11 @@ class BlockBench:
 
         self._call = tree_map_only(Tensor, Tensor.clone, call)
         # The hidden state, which comes first, wants a gradient as in the model. Masks and positions do not.
-        tensors = [each for each in tree_leaves(self._call) if isinstance(each, Tensor)]
-        floats = [each for each in tensors if each.is_floating_point()]
+        floats: list[Tensor] = []
+        for each in tree_leaves(self._call):
+            if not isinstance(each, Tensor) or not each.is_floating_point():
+                continue
+            floats.append(each)
         self._inputs = [each.requires_grad_() for each in floats[:1]]
         self._not_skipped = torch.zeros((), device=trial.device)
         self._grads: list[Tensor] = []
@@ -305,8 +322,11 @@ class BlockBench:
         given = tree_map_only(Tensor, _for_one_call, self._call)
         with backend.context():
             out = self._block(*given.args, **given.kwargs)
-        leaves = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        outputs = [each for each in leaves if each.requires_grad]
+        outputs: list[Tensor] = []
+        for leaf in tree_leaves(out):
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                continue
+            outputs.append(leaf)
         if not self._grads:
             self._grads = [torch.randn_like(each) for each in outputs]
         with backend.backward_context(last=True):
@@ -320,13 +340,15 @@ def _copy_of(name: str, model: nn.Module) -> nn.Module:
     module = model.get_submodule(name)
     recording = recording_of(model)
     copies: dict[int, Any] = {}
-    if recording is not None:
-        for each in (*module.parameters(), *module.buffers()):
-            if recording.holds(each):
-                value = recording.value(recording.view(each)).to(recording.device)
-                if isinstance(each, nn.Parameter):
-                    value = nn.Parameter(value, each.requires_grad)
-                copies[id(each)] = value
+    if recording is None:
+        return copy.deepcopy(module, copies)
+    for each in (*module.parameters(), *module.buffers()):
+        if not recording.holds(each):
+            continue
+        value = recording.value(recording.view(each)).to(recording.device)
+        if isinstance(each, nn.Parameter):
+            value = nn.Parameter(value, each.requires_grad)
+        copies[id(each)] = value
     return copy.deepcopy(module, copies)
 
 
@@ -387,7 +409,9 @@ def _time(
             failures[plan.resolved] = one_line(error)
         else:
             steps[plan.resolved] = step
-    times, more = in_turns(steps, trial.device, _TURN, _ROUNDS, time.monotonic() + _LIMIT)
+    # The limit is for the rounds alone: by now everything is compiled.
+    deadline = time.monotonic() + _LIMIT
+    times, more = in_turns(steps, trial.device, _TURN, _ROUNDS, deadline)
     return times, failures | more
 
 
@@ -420,7 +444,8 @@ def _call_of(block: str, trial: Trial) -> Call | None:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A cache for generation grows at every call, and is no part of training.
         given = {name: value for name, value in kwargs.items() if name not in _CACHES}
-        calls.append(tree_map_only(Tensor, lambda each: each.detach().clone(), Call(args, given)))
+        call = Call(args, given)
+        calls.append(tree_map_only(Tensor, lambda each: each.detach().clone(), call))
         raise _Reached
 
     model, device = trial.model, trial.device

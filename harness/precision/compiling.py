@@ -56,9 +56,11 @@ def choose_compiling(
 
     Raises ConfigError if blocks are to be compiled and cannot be.
     """
+    # auto compiles on a GPU alone.
     if asked == "none" or (asked == "auto" and device.type != "cuda"):
         return Compiling(False)
     problems = check_compile(rung, model, device, fuse)
+    # Who asks for compiled blocks gets an error, not eager ones.
     if asked == "blocks":
         if problems:
             raise ConfigError(problems)
@@ -72,11 +74,15 @@ def choose_compiling(
     failed = "" if problems else try_compile(device)
     cannot = bool(problems or failed)
     if world_size() > 1:
-        cannot = bool(max_over_ranks(torch.tensor(float(cannot), device=device)).item())
+        mine = torch.tensor(float(cannot), device=device)
+        cannot = bool(max_over_ranks(mine).item())
     if not cannot:
         return Compiling(True, "blocks are compiled (engine.compile=auto)")
     if problems:
-        reasons = [f"{each.what}: {each.why}" if each.why else each.what for each in problems]
+        reasons: list[str] = []
+        for each in problems:
+            reason = f"{each.what}: {each.why}" if each.why else each.what
+            reasons.append(reason)
         return Compiling(False, f"{eager}: {'; '.join(reasons)}")
     failed = failed or "it failed on another rank, whose log says why"
     return Compiling(False, f"{eager}: torch.compile does not work here: {failed}", failed)
@@ -95,7 +101,8 @@ def try_compile(device: torch.device) -> str:
     try:
         torch.compile(twice, fullgraph=True)(torch.ones(8, device=device))
     except Exception as error:  # of torch, Triton or a compiler: whatever the machine lacks
-        return clipped(" ".join(f"{type(error).__name__}: {error}".split()), _MOST_REASON)
+        text = f"{type(error).__name__}: {error}"
+        return clipped(" ".join(text.split()), _MOST_REASON)
     return ""
 
 
@@ -113,8 +120,9 @@ def check_compile(
     fuse: the recipe's layers.fuse.
     """
     problems: list[Problem] = []
-    why = BACKENDS[rung.backend].not_compiled
-    if fuse and BACKENDS[rung.backend].fuses:
+    declared = BACKENDS[rung.backend]
+    why = declared.not_compiled
+    if fuse and declared.fuses:
         what = f"layers.fuse does not go with torch.compile on {rung.name}"
         fix = "set layers.fuse: false in the recipe, or engine.compile=none"
         problems.append(Problem(what, _WHERE, fix=fix))

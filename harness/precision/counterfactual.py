@@ -178,11 +178,13 @@ class Counterfactual:
 
     def report(self) -> Comparison:
         """What was measured so far. On a GPU it waits for the device."""
+        # For each slot its losses in every measured step.
         by_slot: dict[int, list[list[Loss]]] = {}
         for sums in self._sums.values():
             for slot, losses in _losses(sums.cpu()).items():
                 by_slot.setdefault(slot, []).append(losses)
 
+        # Every slot of every layer has a row, or a reason why it has none.
         rows: list[SlotLosses] = []
         not_observed: dict[str, str] = {}
         names = self._buffers.names
@@ -207,7 +209,8 @@ class Counterfactual:
             # The compiler traces hooks as well. A traced call has no values to measure.
             if torch.compiler.is_compiling() or module is not layer or not self._measures():
                 return
-            self._take(module, args[0] if args else given["input"], output)
+            x = args[0] if args else given["input"]
+            self._take(module, x, output)
 
         # Before all other hooks: one of them may replace the output.
         return layer.register_forward_hook(called, prepend=True, with_kwargs=True)
@@ -231,8 +234,11 @@ class Counterfactual:
         self._add(slot, x.detach().to(torch.bfloat16))
 
         # The weight is cast once a step.
-        if not is_parametrized(layer) and self._last.get(slot + 1) != self._buffers.window:
+        measured = self._last.get(slot + 1) == self._buffers.window
+        if not is_parametrized(layer) and not measured:
             self._add(slot + 1, layer.matrix().detach())
+
+        # The gradient is there when backward reaches the output.
         if output.requires_grad:
             output.register_hook(lambda grad: self._add(slot + 2, grad.detach().to(torch.bfloat16)))
 
@@ -242,16 +248,20 @@ class Counterfactual:
         # A backward may come after the watch was left.
         if not self._handles:
             return
-        buffers, window = self._buffers, self._buffers.window
+        buffers = self._buffers
+        window = buffers.window
         self._last[slot] = window
         if window not in self._sums:
             shape = (len(buffers.names), len(SCHEMES), scaling.SUMS)
-            self._sums[window] = torch.zeros(shape, dtype=torch.float64, device=buffers.device)
+            sums = torch.zeros(shape, dtype=torch.float64, device=buffers.device)
+            self._sums[window] = sums
         if not x.numel():
             return
         rows = x.reshape(-1, x.shape[-1])
+        fmt = buffers.formats[slot]
+        in_use = buffers.scale[slot]
         for index, scheme in enumerate(SCHEMES):
-            lost = cast_sums(scheme, rows, slot, buffers.formats[slot], buffers.scale[slot])
+            lost = cast_sums(scheme, rows, slot, fmt, in_use)
             self._sums[window][slot, index] += lost
 
     def _why_not(self, layer: NativeLayer, slot: int) -> str:
@@ -285,6 +295,7 @@ def lines(comparison: Comparison, most: int = 20) -> list[str]:
         "delayed: its SQNR, the worst step, and the largest share flushed to zero; the others: gain over it",
         "",
     ]
+    # One line for each slot. The comparison has those first that gain most.
     shown_slots = comparison.slots[:most]
     width = max(len(shown(row.slot)) for row in shown_slots)
     header = f"{'slot':<{width}}  delayed  worst  flushed"
@@ -293,7 +304,8 @@ def lines(comparison: Comparison, most: int = 20) -> list[str]:
     text.append(header)
     for row in shown_slots:
         usual, worst = row.median[DELAYED], row.worst[DELAYED]
-        line = f"{shown(row.slot):<{width}}  {_db(usual.even_db):>7}  {_db(worst.even_db):>5}"
+        slot = f"{shown(row.slot):<{width}}"
+        line = f"{slot}  {_db(usual.even_db):>7}  {_db(worst.even_db):>5}"
         line += f"  {worst.underflow:>7.1%}"
         for scheme in OTHERS:
             line += f"  {_gain(row.gain_db[scheme]):>9}"
@@ -301,6 +313,7 @@ def lines(comparison: Comparison, most: int = 20) -> list[str]:
     if len(comparison.slots) > most:
         text.append(f"and {len(comparison.slots) - most} slots that gain less")
 
+    # One line for each role and scheme, over all slots of the role.
     text += [
         "",
         f"{'role':<11}  {'scheme':<9}  median gain  slots that gain {HELPS_DB:g} dB or more",
@@ -362,6 +375,7 @@ def _native_layers(model: nn.Module) -> list[NativeLayer]:
             "give the model that Precision.prepare or a plan has converted, under a recipe with FP8"
         )
         problems.append(Problem(what, _WHERE, fix=fix))
+    # Layers of one Precision share their buffers.
     if len({id(layer.slot_buffers) for layer in found}) > 1:
         what = "the model has FP8 layers of several Precisions"
         problems.append(Problem(what, _WHERE, fix="give one of the models"))
@@ -415,7 +429,8 @@ def _slot_losses(name: str, fmt: str, in_bf16: bool, steps: list[list[Loss]]) ->
         medians[scheme] = _over(losses, median, median)
         worst[scheme] = _over(losses, min, max)
         if scheme != DELAYED:
-            gains[scheme] = median(step[index].even_db - step[0].even_db for step in steps)
+            differences = [step[index].even_db - step[0].even_db for step in steps]
+            gains[scheme] = median(differences)
 
     best = max(OTHERS, key=lambda scheme: gains[scheme])
     if gains[best] <= 0:
@@ -445,6 +460,7 @@ def _gains(rows: list[SlotLosses]) -> list[SchemeGain]:
         if not of_role:
             continue
         for scheme in OTHERS:
+            # Of slots that gain, the largest gain is first; of those that lose, the largest loss.
             gains = {row.slot: row.gain_db[scheme] for row in of_role}
             by_gain = sorted(gains, key=lambda slot: gains[slot], reverse=True)
             helped = [slot for slot in by_gain if gains[slot] >= HELPS_DB]

@@ -74,7 +74,8 @@ def decide(recipe: Recipe, facts: MachineFacts) -> list[Question]:
     asked: list[Question] = []
     taken = False
     for precision in FORMATS:
-        why = "; ".join(reasons.get(precision, [f"recipe {recipe.name} has no such rung"]))
+        nothing = [f"recipe {recipe.name} has no such rung"]
+        why = "; ".join(reasons.get(precision, nothing))
         answer = "not asked" if taken else "no"
         if chosen is not None and precision == chosen.precision:
             answer, taken = "taken", True

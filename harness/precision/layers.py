@@ -95,7 +95,9 @@ class LayerFilter:
         if min(size) < smallest:
             return f"too small to gain (min_features {smallest})"
         owner = self._owners.get(linear.weight)
-        return f"weight shared with {owner}, which is no Linear" if owner else ""
+        if owner:
+            return f"weight shared with {owner}, which is no Linear"
+        return ""
 
     def unfit(self, linear: nn.Linear) -> str:
         """As `kept_out`, for what the Linear is; empty if the recipe keeps it out, or if it is too small to gain."""
@@ -103,8 +105,9 @@ class LayerFilter:
         parts = ".".join(names).split(".")
         if self._by_recipe(names) or not _ADAPTERS.isdisjoint(parts):
             return ""
-        sized = linear._parameters.get("weight") is not None and not is_lazy(linear.weight)
-        if sized and min(features(linear)) < self._layers.min_features:
+        has_size = linear._parameters.get("weight") is not None and not is_lazy(linear.weight)
+        smallest = self._layers.min_features
+        if has_size and min(features(linear)) < smallest:
             return ""
         return self.kept_out(linear)
 
@@ -116,6 +119,7 @@ class LayerFilter:
             return f"excluded by name ({excluded})"
         if not _first_match(layers.include, names):
             return "not in layers.include"
+        # A Linear may have several names, as a shared module has.
         for block, reason in self._skipped.items():
             if any(f"{name}.".startswith(f"{block}.") for name in names):
                 return reason
@@ -219,6 +223,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         kinds = {type(child) for child in children.values()}
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
             continue
+        # Children of several kinds are no repetition. Of a list of lists each inner list is looked at by itself.
         if len(kinds) > 1 or kinds == {nn.ModuleList}:
             continue
         # A lazy parameter has no size before the first forward.
@@ -262,6 +267,7 @@ def find_kept(
 
     where: the recipe key, for messages.
     """
+    # Patterns are matched with modules that are called.
     names: dict[nn.Module, list[str]] = {}
     every_name: list[str] = []
     for module, found in names_of(model).items():
@@ -278,6 +284,7 @@ def find_kept(
             what = f'pattern "{pattern}" matches no module that is called'
             problems.append(Problem(what, where, fix=near_match(pattern, every_name)))
         for module in matched:
+            # Of several patterns that match a module the first is kept, for the plan.
             kept.setdefault(module, pattern)
             if "forward" in vars(module):
                 what = f"{names[module][0]} had its forward replaced on the object"
@@ -359,7 +366,9 @@ def widened(value: Any) -> Any:
             wide = widened(item)
             if wide is not item:
                 changed[each.name] = wide
-        return replace(cast(Any, value), **changed) if changed else value
+        if not changed:
+            return value
+        return replace(cast(Any, value), **changed)
     if type(value) is OrderedDict:
         return OrderedDict((key, widened(item)) for key, item in value.items())
     if type(value) is dict:
@@ -413,7 +422,7 @@ def plan_fusion(
         unless = "not in sampled steps, or beside a layer in BF16"
         return list(rows), f"layers.fuse: {rung.name} casts {where}; {unless}"
     if rung.precision != "fp8" or not fuses:
-        able = ", ".join(name for name, backend in BACKENDS.items() if backend.fuses)
+        able = ", ".join(name for name in BACKENDS if BACKENDS[name].fuses)
         return list(rows), f"{nothing} {rung.name} has no fused blocks ({able} has)"
     if recipe.fp8.scaling not in fuses:
         why = f"fp8.scaling {recipe.fp8.scaling} measures the norm's output, which a fused block does not give out"
@@ -446,6 +455,7 @@ def _with_norms(
 
     declared: the pairs (Linear, norm).
     """
+    # A Linear may be declared with several norms, and a norm with several Linears. Neither can be fused.
     names = names_of(model)
     norms: dict[nn.Module, list[nn.Module]] = {}
     feeds: Counter[nn.Module] = Counter()
@@ -503,6 +513,7 @@ def _with_mlps(
 
     mlps: the pairs (first Linear, second Linear).
     """
+    # A Linear of several declarations is part of no block.
     firsts = Counter(first for first, _ in mlps)
     seconds = Counter(second for _, second in mlps)
     fp8: dict[nn.Module, LayerPlan] = {}
@@ -580,8 +591,9 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
         return "its forward was replaced on the instance"
     if norm.eps is None:
         return "eps None depends on the dtype"
-    if tuple(norm.normalized_shape) != (linear.in_features,):
-        return f"it normalises {tuple(norm.normalized_shape)}, the layer takes {linear.in_features}"
+    shape = tuple(norm.normalized_shape)
+    if shape != (linear.in_features,):
+        return f"it normalises {shape}, the layer takes {linear.in_features}"
     # A LayerNorm without a bias has the name all the same, with None under it.
     wanted = {"weight", *norm._parameters}
     if any(norm._parameters.get(name) is None for name in wanted):
@@ -591,8 +603,10 @@ def _unfit(norm: nn.Module, linear: nn.Module) -> str:
 
 def _unfit_mlp(first: Any, second: Any) -> str:
     """Why no block of Transformer Engine computes these as an MLP; empty if one does."""
-    width, doubled = first.in_features, first.out_features
-    hidden, out = second.in_features, second.out_features
+    width = first.in_features
+    doubled = first.out_features
+    hidden = second.in_features
+    out = second.out_features
     # SwiGLU: one half of the first Linear's outputs gates the other.
     if doubled != 2 * hidden or out != width:
         return f"{width} to {doubled} and {hidden} to {out} features make no MLP with two halves"

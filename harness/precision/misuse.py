@@ -121,8 +121,11 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
 
     # What is no optimizer at all is reported by `optimizer_problems`.
     real = [each for each in optimizers if isinstance(each, Optimizer)]
-    found = [parameter.grad for parameter in parameters_of(real)]
-    gradients = [grad for grad in found if grad is not None]
+    gradients: list[torch.Tensor] = []
+    for parameter in parameters_of(real):
+        if parameter.grad is None:
+            continue
+        gradients.append(parameter.grad)
     if any(grad.is_sparse for grad in gradients):
         what = "a gradient is sparse, and cannot be gated"
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"
@@ -142,8 +145,10 @@ def makes_state_alone(optimizer: Optimizer) -> bool:
     rates = [group.get("lr", 1) for group in optimizer.param_groups]
     if optimizer.state or any(rate != 0 for rate in rates):
         return False
-    gradients = [p.grad for p in parameters_of([optimizer]) if p.grad is not None]
-    return all(not local_of(grad).any() for grad in gradients)
+    for parameter in parameters_of([optimizer]):
+        if parameter.grad is not None and local_of(parameter.grad).any():
+            return False
+    return True
 
 
 class Turn:

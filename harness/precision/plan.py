@@ -93,7 +93,9 @@ def common_rungs(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]
     takes: list[list[bool]] = []
     firsts: list[int] = []
     for able_here, listed_here in zip(able, listed, strict=True):
-        both = [a and b for a, b in zip(able_here, listed_here, strict=True)]
+        both: list[bool] = []
+        for is_able, is_listed in zip(able_here, listed_here, strict=True):
+            both.append(is_able and is_listed)
         if True not in both:
             return []
         takes.append(both)
@@ -104,8 +106,11 @@ def common_rungs(able: Sequence[Sequence[bool]], listed: Sequence[Sequence[bool]
     for row, first in zip(takes, firsts, strict=True):
         if first == max(firsts):
             asked.append(row)
-    together = enumerate(zip(*asked, strict=True))
-    return [index for index, answers in together if all(answers)]
+    common: list[int] = []
+    for index, answers in enumerate(zip(*asked, strict=True)):
+        if all(answers):
+            common.append(index)
+    return common
 
 
 def verdicts(
@@ -160,8 +165,9 @@ class Plan:
     backend_choice: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
-        counts = sorted(Counter(layer.precision for layer in self.layers).items())
-        modules = ", ".join(f"{precision}: {count}" for precision, count in counts)
+        counts = Counter(layer.precision for layer in self.layers)
+        listed = [f"{precision}: {count}" for precision, count in sorted(counts.items())]
+        modules = ", ".join(listed)
         return f"Plan({self.recipe} on {self.tier}: {self.resolved}; modules in {modules})"
 
     def __str__(self) -> str:
@@ -172,20 +178,21 @@ class Plan:
         """The rung taken, `backend:precision`."""
         return self.rung.name
 
+    def _in_fp8(self) -> list[LayerPlan]:
+        """The rows of the layers that run in FP8."""
+        return [layer for layer in self.layers if layer.precision == "fp8"]
+
     def fp8_layers(self) -> tuple[str, ...]:
         """Names, as in the model, of the layers that run in FP8."""
-        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
-        return tuple(layer.module for layer in fp8)
+        return tuple(layer.module for layer in self._in_fp8())
 
     def fused_norms(self) -> dict[str, str]:
         """FP8 layer -> the norm that is computed together with it. Names as in the model."""
-        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
-        return {layer.module: layer.norm for layer in fp8 if layer.norm}
+        return {layer.module: layer.norm for layer in self._in_fp8() if layer.norm}
 
     def fused_mlps(self) -> dict[str, str]:
         """Second Linear of an MLP -> the first, which is computed together with it. Names as in the model."""
-        fp8 = [layer for layer in self.layers if layer.precision == "fp8"]
-        return {layer.module: layer.first for layer in fp8 if layer.first}
+        return {layer.module: layer.first for layer in self._in_fp8() if layer.first}
 
     def fp8_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The weight of each FP8 layer, by the layer's name with numbers padded. `model` is not converted yet.
@@ -249,12 +256,16 @@ class Plan:
                 if saw_amax:
                     used.add(slot.rpartition(".")[0])
 
-        fell_to, demoted = backend.fell_back_to, backend.demoted
+        # A layer that was moved out of FP8 counts as what it was moved to.
+        fell_to = backend.fell_back_to
+        demoted = backend.demoted
         layers: dict[str, str] = {}
         for layer in self.layers:
             name = pad_numbers(layer.module)
+            was_demoted = name in demoted
             unused = name not in used
-            layers[layer.module] = as_it_ran(layer.precision, fell_to, name in demoted, unused)
+            ran = as_it_ran(layer.precision, fell_to, was_demoted, unused)
+            layers[layer.module] = ran
 
         effective = effective_text(layers.values())
         return {**self.as_dict(), "effective": effective, "effective_layers": layers}
@@ -294,6 +305,7 @@ def make_plan(
     if problems:
         raise ConfigError(problems)
 
+    # One row for each module. On an FP8 rung at least one must be in FP8; else `take_rung` tries the next rung.
     names = names_of(model)
     rows: list[LayerPlan] = []
     for module in names:
@@ -303,6 +315,7 @@ def make_plan(
     if fp8:
         require_fp8(rows, recipe)
 
+    # What holds for the whole run. Fusion comes last: it starts from the rows, and changes them.
     tier, _ = tier_of(facts)
     keep = tuple(names[module][0] for module in kept)
     notes = _notes(recipe, rung, tier)
@@ -408,8 +421,8 @@ def require_fp8(rows: Sequence[LayerPlan], recipe: Recipe) -> None:
     """Raise NoFp8LayerError, with the reasons of some layers, if no row of an FP8 rung's plan is in FP8."""
     if any(row.precision == "fp8" for row in rows):
         return
+    # Most layers of a model share a reason, so each reason is given once, with some of its layers.
     what = "no layer of this model can run in FP8"
-    # Most layers of a model share a reason.
     names: dict[str, list[str]] = {}
     for row in rows:
         if row.shape:
@@ -520,8 +533,15 @@ def agree_on_rung(
     common = common_rungs(everyone[:, 0].tolist(), everyone[:, 1].tolist())
     if not common:
         raise _no_common_rung(recipe, facts, judged)
-    chosen = next((each for each in common if recipe.ladder[each].name == preferred), common[0])
-    for better in common[: common.index(chosen)]:
+    chosen = common[0]
+    for index in common:
+        if recipe.ladder[index].name == preferred:
+            chosen = index
+            break
+
+    # A rung that only the preference passes over was able: its verdict has to name the preference.
+    skipped = common[: common.index(chosen)]
+    for better in skipped:
         reason = f"fp8.backend auto takes {preferred}"
         judged[better] = Judgement(able=False, listed=True, reason=reason)
     return recipe.ladder[chosen], verdicts(recipe.ladder, judged, chosen)
@@ -556,6 +576,7 @@ def _no_common_rung(
         where = f"recipe {recipe.name}: fp8.backend"
         what = f"recipe {recipe.name} names {recipe.named_backend} for FP8, and it does not run on"
         fix = "set fp8.backend to first or auto, which go down the ladder"
+    # One kind of machine lacks the same on every rank. Of several kinds each is named with its ranks.
     if len(ranks_of) == 1:
         return MachineError(Problem(f"{what} tier {tier.name} ({why})", where, lacks, fix))
     kinds: list[str] = []

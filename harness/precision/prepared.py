@@ -113,6 +113,7 @@ class Prepared:
             recipe, self.backend, facts, self.device, scaled, leaves_fp16=scaled
         )
 
+        # Weights are kept by name: references to the whole ones would keep them in memory when the model is sharded.
         self._fp8_names = self.plan.names_of(fp8_weights, model)
         del fp8_weights
         self.shards: LoopShards | None = None
@@ -121,6 +122,8 @@ class Prepared:
         self.model = model
         self._remember()
         self.owned: dict[int, nn.Parameter] = {}
+
+        # What changes while the loop runs: the open window, steps that wait for a verdict, the guard.
         self.window = OpenWindow(self.owns_any)
         self.buffers = WindowBuffers(model)
         self.applied = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -139,6 +142,7 @@ class Prepared:
             if monitor is not None:
                 monitors.append(monitor)
 
+        # What `state_dict` saves. The loss scale is a part of its own, and only under fp16.
         parts: dict[str, Stateful] = {
             "fp8": self.backend,
             "monitors": MonitorsPart(monitors),
@@ -178,8 +182,9 @@ class Prepared:
         # The first line is for the message, the others make equal texts mean equal plans.
         count = len(self.plan.fp8_layers())
         lines = [f"{self.plan.resolved}, {count} FP8 layers"]
-        rows = self.plan.layers
-        lines += [f"{row.module} {row.precision} {row.backend}" for row in rows]
+        for row in self.plan.layers:
+            line = f"{row.module} {row.precision} {row.backend}"
+            lines.append(line)
         plans = gather_texts("\n".join(lines))
         self._ranks = len(plans)
         if len(set(plans)) > 1:
@@ -397,7 +402,8 @@ class Prepared:
         for pattern in dict.fromkeys(patterns):
             names = [name for name in linears if fnmatchcase(name, pattern)]
             if not names:
-                names = [name for name in linears if fnmatchcase(pad_numbers(name), pattern)]
+                padded = {name: pad_numbers(name) for name in linears}
+                names = [name for name in linears if fnmatchcase(padded[name], pattern)]
             if not names:
                 what = f'pattern "{pattern}" matches no Linear'
                 problems.append(Problem(what, call, fix=near_match(pattern, linears)))
@@ -446,7 +452,8 @@ class Prepared:
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `Precision.load_state_dict`."""
         # Check before anything is changed. Each part still checks its own tensors as it loads them.
-        tensors, meta = state.get("tensors", {}), state.get("meta", {})
+        tensors = state.get("tensors", {})
+        meta = state.get("meta", {})
         if meta.get("resolved", self.plan.resolved) != self.plan.resolved:
             what = f"it was written under {meta['resolved']}, this model runs under {self.plan.resolved}"
             fix = "load it on a machine of the same tier, or train on without it"
@@ -517,6 +524,7 @@ class LoopGradients(TorchGradients):
         shards = ready.shards
         local = None
         named: Mapping[str, nn.Parameter] = {}
+        # Only a hunt reports norms by the names of weights.
         if ready.terms().hunts:
             named = dict(ready.model.named_parameters())
         if shards is not None:
@@ -611,8 +619,11 @@ def _wrapping_problems(model: nn.Module) -> list[Problem]:
         what = f"the model is wrapped in {type(model).__name__}"
         fix = "prepare the bare model, then wrap what prepare() returned"
         problems.append(Problem(what, "prepare()", fix=fix))
-    modules = model.named_modules()
-    compiled = [name for name, module in modules if isinstance(module, OptimizedModule)]
+    # The model may be wrapped, or any module of it.
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule):
+            compiled.append(name)
     if compiled:
         what = f"{compiled[0] or 'the model'} is wrapped in torch.compile"
         why = 'its layers would be planned and saved under other names, with "_orig_mod." in them'

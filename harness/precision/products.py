@@ -38,7 +38,8 @@ def planned_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterato
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        enabled = dtype is not None
+        with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=enabled):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
@@ -119,10 +120,14 @@ def _measured(kind: type[nn.Module], device: str, half: torch.dtype | None) -> s
     # The user's random numbers and default device stay as they are.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         layer = make().float().to(device)
-        given = [torch.zeros(shape).float().to(device) for shape in shapes]
+        given: list[Tensor] = []
+        for shape in shapes:
+            values = torch.zeros(shape)
+            given.append(values.float().to(device))
     seen = _Seen()
     try:
-        with torch.autocast(device, half or torch.bfloat16, enabled=half is not None), seen:
+        autocast = torch.autocast(device, half or torch.bfloat16, enabled=half is not None)
+        with autocast, seen:
             layer(*given)
     except RuntimeError:
         # A library has no kernel for it here, for example for fp16 in a CPU's LSTM.

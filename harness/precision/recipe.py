@@ -38,7 +38,8 @@ def _declared(name: Any) -> Any:
     """
     if name not in tuple(BACKENDS):
         *others, last = map(repr, BACKENDS)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
     return name
 
 
@@ -245,8 +246,8 @@ class Recipe(Strict):
 
         # Delayed is the default, and no sign that somebody wants it.
         if scaling != "delayed" and not any(computed.values()):
-            names = [name for name, backend in BACKENDS.items() if scaling in backend.scalings]
-            needed = " or ".join(names)
+            able = [name for name in BACKENDS if scaling in BACKENDS[name].scalings]
+            needed = " or ".join(able)
             what = f"fp8.scaling {scaling} needs a {needed} rung"
             raise ValueError(f"{what} (torchao rungs go by fp8.dynamic)")
         return self
@@ -271,18 +272,22 @@ class Recipe(Strict):
         unable = [name for name in backends if not BACKENDS[name].wide_gradients]
         asked = "fp8.weight_gradients is float32"
         if unable:
-            what = f"{' and '.join(unable)} rungs give weight gradients in bfloat16"
+            named = " and ".join(unable)
+            what = f"{named} rungs give weight gradients in bfloat16"
             raise ValueError(f"{what}, {asked}: take them out, or name another (fp8.backend)")
         if not backends:
-            able = [name for name, backend in BACKENDS.items() if backend.wide_gradients]
-            raise ValueError(f"{asked}, which needs a {' or '.join(able)} rung")
+            able = [name for name in BACKENDS if BACKENDS[name].wide_gradients]
+            needed = " or ".join(able)
+            raise ValueError(f"{asked}, which needs a {needed} rung")
         return self
 
     @property
     def named_backend(self) -> str:
         """The backend that fp8.backend names; empty if it names none."""
         named = self.fp8.backend
-        return "" if named in ("first", "auto") else named
+        if named in ("first", "auto"):
+            return ""
+        return named
 
     def is_named(self, rung: Rung) -> bool:
         """Whether `rung` is one that fp8.backend names."""
@@ -297,8 +302,10 @@ class Recipe(Strict):
 
         A key that the hash did not have from the beginning is in it only where it changes something.
         """
-        unset = set(_LATER_KEYS) - set(self.fp8.changed(_LATER_KEYS))
-        return hashlib.sha256(self.model_dump_json(exclude={"fp8": unset}).encode()).hexdigest()
+        changed = self.fp8.changed(_LATER_KEYS)
+        unset = set(_LATER_KEYS) - set(changed)
+        policy = self.model_dump_json(exclude={"fp8": unset})
+        return hashlib.sha256(policy.encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -311,9 +318,12 @@ def page() -> str:
     """The page of every recipe key: `python -m harness.precision.recipe > docs/reference/recipe-keys.md`."""
     rows: list[list[str]] = []
     for key, field in key_table.keys(Recipe):
-        if key_table.section(field.annotation) is None:
-            row = [f"`{key}`", key_table.kind(field), key_table.default(field)]
-            rows.append([*row, field.description or ""])
+        # A section has no row of its own: its keys have.
+        if key_table.section(field.annotation) is not None:
+            continue
+        kind = key_table.kind(field)
+        default = key_table.default(field)
+        rows.append([f"`{key}`", kind, default, field.description or ""])
     table = key_table.table(["key", "type", "default", "meaning"], rows)
     return "\n".join([*_PAGE_HEAD, table]) + "\n"
 

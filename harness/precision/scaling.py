@@ -262,7 +262,8 @@ def quantization_stats(
     rows.
     """
     wide = x.detach().float().reshape(-1, x.shape[-1])
-    scaled, quantized = wide * scale, quantized.reshape(wide.shape)
+    scaled = wide * scale
+    quantized = quantized.reshape(wide.shape)
     finite = torch.isfinite(wide)
     nonzero = (wide != 0) & finite
 
@@ -273,6 +274,7 @@ def quantization_stats(
     relative = (error / torch.where(nonzero, exact, 1.0)).square().clamp_max(1.0)
     own = torch.where(nonzero, relative, 0.0)
 
+    # Clipped values are found before the cast: after it they look like values that are the format's maximum.
     clipped = scaled.abs() > FORMATS[fmt].max
     flushed = nonzero & (quantized == 0)
     counts = [each.sum(dim=-1).double() for each in (clipped, nonzero, flushed)]

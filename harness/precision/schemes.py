@@ -48,7 +48,9 @@ _FLT_MAX = torch.finfo(torch.float32).max
 
 def format_of(scheme: str, recipe_format: str) -> str:
     """The format of a slot under `scheme`: block scaling and MX use E4M3 for every role."""
-    return recipe_format if scheme in ("delayed", "current") else E4M3.name
+    if scheme in ("delayed", "current"):
+        return recipe_format
+    return E4M3.name
 
 
 def scale_of(scheme: str, x: Tensor, role: str, recipe_format: str, in_use: Tensor) -> Tensor:
@@ -67,24 +69,30 @@ def scale_of(scheme: str, x: Tensor, role: str, recipe_format: str, in_use: Tens
     if scheme == "delayed":
         return in_use
     if scheme == "current":
-        return _fitting(scaling.amax(x), FORMATS[recipe_format].max)
+        fmt = FORMATS[recipe_format]
+        return _fitting(scaling.amax(x), fmt.max)
     if scheme == "block":
         height = BLOCK if role == "weight" else 1
-        fitting = _fitting(_block_amax(x, height, BLOCK), E4M3.max)
-        return _expanded(_power_below(fitting), x, height, BLOCK)
+        amax = _block_amax(x, height, BLOCK)
+        # A scale of the next power of two would take the amax over the format's maximum.
+        scale = _power_below(_fitting(amax, E4M3.max))
+        return _expanded(scale, x, height, BLOCK)
     if scheme not in ("mxfp8", "mxfp8_ocp"):
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+        known = ", ".join(SCHEMES)
+        raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
 
     # frexp gives the amax as m * 2^e with m in [0.5, 1): its largest power of two is 2^(e - 1).
     largest = _block_amax(x, 1, MX_BLOCK)
     if scheme == "mxfp8":
+        # Rounded up to a power of two, 2^exponent. A mantissa of 0.5 is a power of two already: 2^(exponent - 1).
         mantissa, exponent = torch.frexp(largest * (1 / E4M3.max))
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     else:
         exponent = torch.frexp(largest).exponent - 1 - _MX_LARGEST_POWER
     # The stored scale is E8M0, whose smallest value is 2^-127; values are multiplied by its inverse.
     scale = _power_of_two(-exponent.clamp_min(-_BIAS))
-    return _expanded(_usable(scale, largest), x, 1, MX_BLOCK)
+    scale = _usable(scale, largest)
+    return _expanded(scale, x, 1, MX_BLOCK)
 
 
 def cast_sums(scheme: str, x: Tensor, slot: int, recipe_format: str, in_use: Tensor) -> Tensor:
@@ -96,7 +104,8 @@ def cast_sums(scheme: str, x: Tensor, slot: int, recipe_format: str, in_use: Ten
     The two sums over channels are 0. Sums of several tensors may be added.
     """
     role = ROLES[slot % len(ROLES)]
-    rows = _spread_rows(x, BLOCK if role == "weight" else 1)
+    band = BLOCK if role == "weight" else 1
+    rows = _spread_rows(x, band)
     # One scale for the tensor comes from all of it. A block's comes from the block alone.
     scaled_by = x if scheme == "current" else rows
     scale = scale_of(scheme, scaled_by, role, recipe_format, in_use)
@@ -104,7 +113,8 @@ def cast_sums(scheme: str, x: Tensor, slot: int, recipe_format: str, in_use: Ten
     fmt = format_of(scheme, recipe_format)
     quantized = scaling.quantize(rows, scale, fmt)
     of_rows = scaling.quantization_stats(rows, quantized, scale, fmt)
-    return F.pad(scaling.summed(of_rows, slot), (0, scaling.CHANNEL_SUMS))
+    sums = scaling.summed(of_rows, slot)
+    return F.pad(sums, (0, scaling.CHANNEL_SUMS))
 
 
 def _fitting(amax: Tensor, largest: float) -> Tensor:
@@ -131,10 +141,13 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _block_amax(x: Tensor, height: int, width: int) -> Tensor:
     """max|x| of every block, float32 [blocks of rows, blocks of columns]. NaN is ignored, Inf is kept."""
     rows, columns = x.shape
-    sizes = torch.nan_to_num(x.detach().abs().float(), nan=0.0, posinf=torch.inf)
+    magnitudes = x.detach().abs().float()
+    sizes = torch.nan_to_num(magnitudes, nan=0.0, posinf=torch.inf)
     # Zeros fill the last block of a row and of a column up.
     sizes = F.pad(sizes, (0, -columns % width, 0, -rows % height))
-    blocks = sizes.reshape(sizes.shape[0] // height, height, sizes.shape[1] // width, width)
+    down = sizes.shape[0] // height
+    across = sizes.shape[1] // width
+    blocks = sizes.reshape(down, height, across, width)
     return blocks.amax(dim=(1, 3))
 
 
@@ -147,11 +160,15 @@ def _expanded(blocks: Tensor, x: Tensor, height: int, width: int) -> Tensor:
 
 def _spread_rows(x: Tensor, band: int) -> Tensor:
     """At most about `scaling.LARGEST` values of x [r, c]: whole bands of `band` rows, evenly spread."""
-    count = max(1, scaling.LARGEST // (band * x.shape[1]))
+    band_size = band * x.shape[1]
+    count = max(1, scaling.LARGEST // band_size)
     bands = -(-len(x) // band)
     if bands <= count:
         return x
-    first = torch.arange(count, device=x.device) * (bands // count) * band
+    step = bands // count * band
+    first = torch.arange(count, device=x.device) * step
     within = torch.arange(band, device=x.device)
     places = (first[:, None] + within).flatten()
-    return x[places[places < len(x)]]
+    # The last band may be cut short by the end of x.
+    inside = places < len(x)
+    return x[places[inside]]

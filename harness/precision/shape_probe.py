@@ -75,7 +75,9 @@ class Bench:
         self, shape: Shape, tokens: int, recipe: Recipe, rung: Rung | None, device: torch.device
     ) -> None:
         out, into = shape
-        copies = max(1, min(_COPIES, _MOST_WEIGHTS // (out * into)))
+        # As many as fit the limit on weights, but one at least.
+        fitting = _MOST_WEIGHTS // (out * into)
+        copies = max(1, min(_COPIES, fitting))
         self.model = nn.ModuleList()
         for _ in range(copies):
             self.model.append(nn.Linear(into, out, bias=False, device=device))
@@ -174,7 +176,8 @@ def main(folder: Path) -> None:
     request.json: recipe, rung, shapes, tokens, device. times.json: [bf16, fp8] seconds for each shape.
     """
     request = json.loads((folder / "request.json").read_text())
-    recipe, rung = Recipe.model_validate(request["recipe"]), Rung.model_validate(request["rung"])
+    recipe = Recipe.model_validate(request["recipe"])
+    rung = Rung.model_validate(request["rung"])
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -217,6 +220,7 @@ def probe_layers(
     """
     if not recipe.layers.probe:
         return plan
+    # Layers of one size take the same time, so each size is timed once.
     fp8 = [row.shape for row in plan.layers if row.precision == "fp8"]
     shapes = sorted({(out, into) for out, into in fp8})
     if tier_of(facts)[0] is Tier.CPU or not shapes:
@@ -272,8 +276,9 @@ def keep_out(
         rows.append(row)
     if not any(row.precision == "fp8" for row in rows):
         what = "FP8 makes no layer of this model faster"
-        by_shape = reasons.items()
-        listed = [f"{out}x{into}: {reason}" for (out, into), reason in by_shape]
+        listed: list[str] = []
+        for (out, into), reason in reasons.items():
+            listed.append(f"{out}x{into}: {reason}")
         why = "; ".join(listed[:5])
         fix = "the recipe bf16 is faster here; with layers.probe: false the run trains in FP8 all the same"
         raise NoFp8LayerError(Problem(what, f"recipe {recipe.name}", why, fix))
@@ -305,6 +310,7 @@ def times_of(
         if timed:
             failure += _write(path, times)
 
+    # The answer is for this model's sizes alone: the file may hold others, of earlier models.
     found: dict[Shape, Times] = {}
     for shape in shapes:
         name = _name(shape, tokens)

@@ -82,6 +82,7 @@ class WrappedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # No window is open, and the step would change no weight: a checkpoint library makes the optimizer's state so.
         begun = self._precision.prepared.window.begun
         if not begun and all(makes_state_alone(each) for each in self.optimizers):
             for each in self.optimizers:
@@ -253,7 +254,8 @@ class Standard:
     """
 
     def __init__(self, precision: Precision, ready: Prepared) -> None:
-        self._precision, self._ready = precision, ready
+        self._precision = precision
+        self._ready = ready
         self.begun = False
         self.gradients: TrueGradients | None = None
         self.skipped: nn.Module | None = None

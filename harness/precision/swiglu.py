@@ -72,7 +72,9 @@ class _Reading(TorchFunctionMode):
         # The output is cut into two halves along its last dimension.
         if step == "first" and (func in _CHUNKS or func in _SPLITS) and kwargs.keys() <= {"dim"}:
             size = 2 if func in _CHUNKS else first.shape[-1] // 2
-            if (*args[1:], *kwargs.values()) in ((size, -1), (size, first.ndim - 1)):
+            arguments = (*args[1:], *kwargs.values())
+            last = first.ndim - 1
+            if arguments in ((size, -1), (size, last)):
                 self.steps[made[0]] = "gate"
                 self.steps[made[1]] = "up"
                 return made
@@ -136,7 +138,9 @@ def difference(module: nn.Module, norm: nn.Module, first: Any, second: Any) -> s
         if each not in read and vars(each).keys() - _PLAIN - {"inplace"}:
             return f"its forward may depend on {name}, a {type(each).__name__}"
 
-    for training, gradients, tokens in product((True, False), (True, False), _TOKENS):
+    # A forward may branch on its mode, on gradients or on the number of tokens, so several of each are tried.
+    both = (True, False)
+    for training, gradients, tokens in product(both, both, _TOKENS):
         try:
             _read(module, parts, training, gradients, tokens)
         except _Unlike as unlike:
@@ -149,7 +153,8 @@ def difference(module: nn.Module, norm: nn.Module, first: Any, second: Any) -> s
 def snapshot(module: nn.Module) -> tuple[Any, ...]:
     """What `difference` rests on. It holds as long as this is the same."""
     settings = {name: value for name, value in vars(module).items() if name not in _NO_SETTINGS}
-    return getattr(module, "fused_from", type(module)).forward, list(module.modules()), settings
+    forward = getattr(module, "fused_from", type(module)).forward
+    return forward, list(module.modules()), settings
 
 
 def _read(
@@ -170,8 +175,10 @@ def _read(
         reading = _Reading(widths)
 
         def stand_in(part: str) -> nn.Module:
+            # Each part takes what the one before it gives; without a norm the first takes the input itself.
             before = {"norm": "input", "second": "gated"}
-            wanted = before.get(part, "norm" if "norm" in parts else "input")
+            first_takes = "norm" if "norm" in parts else "input"
+            wanted = before.get(part, first_takes)
             return _StandIn(lambda x: reading.run(part, (wanted,), x))
 
         stand_ins = {each: stand_in(part) for part, each in parts.items()}

@@ -126,6 +126,7 @@ class Events:
         category = event.get("cat")
         if event.get("ph") != "X" or not isinstance(category, str):
             return
+        # A trace is a file that may hold anything, so every field is checked before it is used.
         start, duration = event.get("ts"), event.get("dur")
         name, arguments = event.get("name"), event.get("args")
         if not isinstance(start, int | float) or not isinstance(duration, int | float):
@@ -139,6 +140,7 @@ class Events:
         if not isinstance(identity, int):
             identity = None
 
+        # What the host did, what the device did, and calls in which the host waits for it.
         if category in _ON_HOST:
             mark = _MARK.fullmatch(name)
             thread = (event.get("pid"), event.get("tid"))
@@ -259,6 +261,7 @@ def _self_times(
     cursor = -math.inf
     begins = [mark[0] for mark in marks]
 
+    # Time belongs to the innermost operation that is running: the last one on the stack.
     def emit(until: float) -> None:
         nonlocal cursor
         if stack:
@@ -267,7 +270,9 @@ def _self_times(
                 spans.append(Span(cursor, until, kind or OTHER, event.name))
         cursor = max(cursor, until)
 
+    # Of two that start together the longer one comes first, as the other is inside of it.
     for event in sorted(events, key=lambda each: (each.start, -each.end)):
+        # Those that ended before this one began give up the stack.
         while stack and stack[-1][0].end <= event.start:
             emit(stack[-1][0].end)
             stack.pop()
@@ -276,6 +281,8 @@ def _self_times(
         kind = event.kind or around
         if around and around not in (OTHER, WAITS) and not event.is_mark:
             kind = _within(around, kind)
+
+        # What begins outside of every step belongs to none.
         step = bisect_right(begins, event.start) - 1
         if step < 0 or event.start >= marks[step][1]:
             kind = BETWEEN

@@ -56,7 +56,8 @@ class Beginning:
 
 def of_config(config: RunConfig, steps: int) -> Beginning:
     """Initial weights of a run that does not exist yet."""
-    return Beginning(config, RunLedger(), 1, 0, None, min(steps, config.train.steps))
+    steps = min(steps, config.train.steps)
+    return Beginning(config, RunLedger(), 1, 0, None, steps)
 
 
 def of_run(
@@ -108,7 +109,9 @@ def _from_step(history: Branches, config: RunConfig, steps: int, step: int) -> B
     store = Store(history.folder / "checkpoints", readonly=True)
     there = store.steps()
     if step not in there:
-        fix = f"there are steps {some(there, _SHOWN)}" if there else "the run has no checkpoint"
+        fix = "the run has no checkpoint"
+        if there:
+            fix = f"there are steps {some(there, _SHOWN)}"
         what = f"there is no checkpoint of step {step}"
         raise CheckpointError(Problem(what, str(store.root), fix=fix))
     if problems := store.verify(step):
@@ -158,7 +161,9 @@ def _as_done(history: Branches, config: RunConfig, step: int) -> Setting:
     if attempt is not None:
         return history.setting_of(step + 1, config, attempt)
     attempt = history.last_attempt_of(step)
-    ranks = 1 if attempt is None else history.ranks_of(step, attempt)[0]
+    ranks = 1
+    if attempt is not None:
+        ranks, _ = history.ranks_of(step, attempt)
     return Setting(config, ranks)
 
 
@@ -167,7 +172,8 @@ def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> 
     # Raises an error for a step that the run does not have.
     attempt = history.attempt_of(incident)
     config, ranks = history.setting_of(incident, config)
-    step, store = 0, None
+    step = 0
+    store = None
     for base, holder in _candidates(history, incident):
         if holder.is_whole(base):
             step, store = base, holder
@@ -181,6 +187,7 @@ def _before(history: Branches, config: RunConfig, steps: int, incident: int) -> 
         ends = "ends" if steps == 1 else "end"
         what = f"{number_of(steps, 'step')} from step {step} on {ends} before step {incident}, where the run went bad"
         raise ConfigError(Problem(what, "--steps", fix=f"give at least {least}"))
+    # No further than to the run's planned end, but at least to the incident.
     steps = min(steps, max(least, config.train.steps - step))
     ledger = copy.deepcopy(history.ledger_of(incident))
     if store is None:
@@ -194,7 +201,8 @@ def _candidates(history: Branches, incident: int) -> Iterator[tuple[int, Store]]
     """Checkpoints before `incident` on its branch: good ones first, as the others may hold the fault already."""
     found = list(history.bases(incident))
     good = set(read_marks(history.folder / "checkpoints"))
-    yield from sorted((each for each in found if each[0] in good), key=_newest_first)
+    good_ones = [each for each in found if each[0] in good]
+    yield from sorted(good_ones, key=_newest_first)
     yield from (each for each in found if each[0] not in good)
 
 

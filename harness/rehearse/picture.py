@@ -43,7 +43,9 @@ def draw(
 
     # Panels from top to bottom: losses, gaps, and SQNR if there is any.
     has_slots = fp8 is not None and bool(fp8.slots)
-    heights = [3.0, 2.0, 2.4] if has_slots else [3.0, 2.0]
+    heights = [3.0, 2.0]
+    if has_slots:
+        heights.append(2.4)
     figure = Figure(figsize=(9.0, 1.0 + 1.2 * sum(heights)), dpi=120, layout="constrained")
     losses, gaps, *rest = figure.subplots(len(heights), 1, height_ratios=heights)
     _draw_losses(losses, branches)
@@ -60,7 +62,8 @@ def _styles(branches: Sequence[Branch]) -> list[tuple[Branch, str, str]]:
     for branch in branches:
         place = seen.get(branch.precision, 0)
         seen[branch.precision] = place + 1
-        found.append((branch, _COLOURS[branch.precision], _STYLES[place % len(_STYLES)]))
+        style = _STYLES[place % len(_STYLES)]
+        found.append((branch, _COLOURS[branch.precision], style))
     return found
 
 
@@ -111,7 +114,8 @@ def _draw_sqnr(axes: Axes, fp8: Branch, policy: FallbackConfig) -> None:
     The layers are in the model's order. If there are more than _LAYERS, only the worst ones are drawn.
     """
     # Slots come with the worst first. Names have padded numbers, so their order is the model's.
-    worst = list(dict.fromkeys(row.layer for row in fp8.slots))[:_LAYERS]
+    by_beyond = dict.fromkeys(row.layer for row in fp8.slots)
+    worst = list(by_beyond)[:_LAYERS]
     layers = sorted(worst)
     places = {layer: place for place, layer in enumerate(layers)}
 
@@ -123,8 +127,10 @@ def _draw_sqnr(axes: Axes, fp8: Branch, policy: FallbackConfig) -> None:
     axes.axhline(policy.sqnr_db, color=INK, linestyle="--", linewidth=0.9, label="limit")
 
     for layer in fp8.predicted:
-        if layer in places:
-            axes.axvspan(places[layer] - 0.5, places[layer] + 0.5, color="#fdd0a2", linewidth=0)
+        if layer not in places:
+            continue
+        place = places[layer]
+        axes.axvspan(place - 0.5, place + 0.5, color="#fdd0a2", linewidth=0)
 
     # The end of a name says which layer it is.
     names = [label(layer[-_LONGEST:]) for layer in layers]

@@ -31,7 +31,8 @@ def as_json(made: Rehearsed, verdict: Verdict, subject: str, machine: str) -> di
 
     subject: the run or config. machine: where it ran.
     """
-    begin, found = made.begin, made.branches
+    begin = made.begin
+    found = made.branches
     fp8 = made.fp8
     return {
         "verdict": verdict.cause,
@@ -65,7 +66,8 @@ def every_branch(made: Rehearsed) -> list[Branch]:
     """All branches that ran, in their order."""
     found = made.branches
     more = [found.control, *found.others, found.lower_rate, found.without, made.trial]
-    return [found.reference, *(branch for branch in more if branch is not None)]
+    ran = [branch for branch in more if branch is not None]
+    return [found.reference, *ran]
 
 
 def _branch_json(branch: Branch, found: Branches) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def _branch_lines(made: Rehearsed, machine: str) -> list[str]:
         ("branch", "runs in", "steps", "loss", "gap to fp32", "skipped", "s/step", "peak GiB", "")
     ]
     for branch in every_branch(made):
+        # fp32 has no gap to itself.
         gap = None if branch is found.reference else loss_gap(branch, found.reference)
         row = (
             branch.name,
@@ -172,7 +175,9 @@ def _outcome(branch: Branch, found: Branches) -> str:
     fault = branch.fault
     if fault is not None:
         return clipped(f"{fault.kind} at step {fault.step}: {fault.why}", _LONGEST)
-    return "behind fp32" if found.is_bad(branch) else "well"
+    if found.is_bad(branch):
+        return "behind fp32"
+    return "well"
 
 
 def _figure(value: float) -> str:
@@ -191,18 +196,19 @@ def _fp8_lines(fp8: Branch) -> list[str]:
         ("slot, worst first", "saturation", "clipped", "flushed", "SQNR dB", "each dB", "beyond")
     ]
     for row in fp8.slots[:_SLOTS_SHOWN]:
-        beyond = _MISSING if math.isnan(row.beyond) else f"{row.worst} {row.beyond:+.1f}"
-        rows.append(
-            (
-                f"{row.layer}.{row.role}",
-                _figure(row.saturation),
-                _share(row.clipped),
-                _share(row.underflow),
-                _figure(row.sqnr_db),
-                _figure(row.even_db),
-                beyond,
-            )
+        beyond = _MISSING
+        if not math.isnan(row.beyond):
+            beyond = f"{row.worst} {row.beyond:+.1f}"
+        cells = (
+            f"{row.layer}.{row.role}",
+            _figure(row.saturation),
+            _share(row.clipped),
+            _share(row.underflow),
+            _figure(row.sqnr_db),
+            _figure(row.even_db),
+            beyond,
         )
+        rows.append(cells)
     text += aligned(rows)
     # The terminal shows the worst slots.
     rest = len(fp8.slots) - _SLOTS_SHOWN

@@ -64,7 +64,9 @@ def behind_limit(reference: Branch, control: Branch | None) -> float | None:
     if len(reference.losses) < TAIL:
         return None
     chance = None if control is None else loss_gap(control, reference)
-    first, last = reference.losses[0], reference.losses[-1]
+    # The widest limit counts: a gap under any of them says nothing.
+    first = reference.losses[0]
+    last = reference.losses[-1]
     limits = [_OF_PROGRESS * abs(first - last), _OF_LOSS * abs(last)]
     if chance is not None:
         limits.append(_TIMES_CONTROL * chance.widest)
@@ -75,15 +77,20 @@ def is_behind(branch: Branch, reference: Branch, control: Branch | None) -> bool
     """Whether the branch learnt clearly less than float32 did."""
     found = loss_gap(branch, reference)
     limit = behind_limit(reference, control)
-    return found is not None and limit is not None and found.gap > limit
+    if found is None or limit is None:
+        return False
+    return found.gap > limit
 
 
 def is_doubtful(reference: Branch) -> bool:
     """Whether float32 gives reason to try a lower learning rate."""
     if reference.fault is not None or _GROWN in reference.unhealthy:
         return True
+    if len(reference.losses) < TAIL:
+        return False
+    # It has learnt nothing if its last losses are no lower than its first one.
     tail = tail_of(reference.losses)
-    return len(reference.losses) >= TAIL and sum(tail) / len(tail) >= reference.losses[0]
+    return sum(tail) / len(tail) >= reference.losses[0]
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,11 @@ class Branches:
         seen = [*subjects, self.reference]
         unfit = any(_is_unfit(branch) for branch in seen)
         reached = all(branch.last_step >= (self.incident or 0) for branch in subjects)
+        any_bad = any(self.is_bad(branch) for branch in subjects)
         return Evidence(
             unfit=unfit,
             was_bad=self.incident is not None and reached,
-            is_bad=self.is_too_fast or any(self.is_bad(branch) for branch in subjects),
+            is_bad=self.is_too_fast or any_bad,
             bad_in_float32=self.is_bad(self.reference),
             bad_at_lower_rate=_bad(self.lower_rate),
             bad_without_windows=_bad(self.without),
@@ -176,14 +184,19 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
     every = [branches.reference, *branches.others]
     bad = [branch.name for branch in every if branches.is_bad(branch)]
     of_fp32 = branches.reference.fault
-    where = f" at step {of_fp32.step}" if of_fp32 is not None else ""
-    more = f"; {replayable} names module and sample" if replayable else ""
+    where = ""
+    if of_fp32 is not None:
+        where = f" at step {of_fp32.step}"
+    more = ""
+    if replayable:
+        more = f"; {replayable} names module and sample"
 
     # Every cause has its sentence: what was seen, and what to do next.
     match cause:
         case "data" if evidence.unfit:
             seen = [*branches.subjects, branches.reference]
-            steps = [each.fault.step for each in seen if each.fault is not None and _is_unfit(each)]
+            faults = [each.fault for each in seen if each.fault is not None and _is_unfit(each)]
+            steps = [fault.step for fault in faults]
             why = f"samples were found unfit at step {min(steps)}, before the model saw them"
             advice = "mend the samples that the table names, or leave them out"
         case "data":
@@ -200,7 +213,8 @@ def decide(branches: Branches, replayable: str = "") -> Verdict:
             why = f"the run went bad at step {branches.incident}, and the same steps are well here"
             advice = "look for hardware, a race, another version, or state that no checkpoint holds"
         case "precision":
-            listed = ", ".join(each.name for each in branches.subjects if branches.is_bad(each))
+            names = [each.name for each in branches.subjects if branches.is_bad(each)]
+            listed = ", ".join(names)
             why = f"fp32 is well on the same windows, from the same weights; bad: {listed}"
             advice = "take a precision that is well in the table, or the recipe that was written"
         case "learning rate" if of_fp32 is None:
@@ -222,6 +236,6 @@ def _sound(branches: Branches) -> str:
     subject = ", ".join(branch.name for branch in branches.subjects)
     others = [each.name for each in branches.others if branches.is_bad(each)]
     text = f"nothing went bad in {subject}"
-    return (
-        f"{text}; {', '.join(others)} did, and the run does not compute in it" if others else text
-    )
+    if others:
+        text += f"; {', '.join(others)} did, and the run does not compute in it"
+    return text

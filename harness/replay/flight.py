@@ -128,6 +128,7 @@ class FlightRecorder:
 
         A bundle of the same step from an earlier attempt is replaced.
         """
+        # What a replay needs to run the step again: where to start from, on which samples, under which limits.
         base = nearest(self._store.steps(), facts.step)
         record = {
             "step": facts.step,

@@ -429,6 +429,7 @@ def locate(model: nn.Module, finding: Finding) -> Iterator[FirstBad]:
 
     mode = FirstBad(worst_in)
     guilty = model.get_submodule(finding.module)
+    # The modules that are running now, the innermost last.
     running: list[nn.Module] = []
 
     def enter(module: nn.Module, *_: Any) -> None:

@@ -229,6 +229,7 @@ class Search:
         kept: B's state before the step.
         strangers: runs whose re-run does not repeat itself are added.
         """
+        # Each run does the step with hooks. One that gives other bits than before does not repeat itself.
         a, b = self._a, self._b
         self._say(f"step {step}: under observation")
         b.resume(kept)
@@ -244,6 +245,8 @@ class Search:
         kept_a = keep(a.rerun.run)
         of_a = a.observed(kept_a)
         a_repeats = a.compiled or log.difference(step - base, of_a, shared=True) is None
+
+        # So far hashes were compared. The values come from doing the step once more.
         found = first_difference(of_a, of_b) or place
         value_a = a.observed(kept_a, found).value
         a.close()

@@ -87,6 +87,7 @@ def prove(run: Run) -> None:
         run.telemetry.tell(step, "deterministic.unproven", text)
         return
 
+    # One rank that differs is enough. All ranks raise the error of the first of them.
     found = _first_difference(first, again)
     texts = gather_texts(found)
     differing = [rank for rank, text in enumerate(texts) if text]
@@ -95,6 +96,8 @@ def prove(run: Run) -> None:
         return
     rank = differing[0]
     what = texts[rank] if len(texts) == 1 else f"{texts[rank]} on rank {rank}"
+
+    # Samples that differ are the source's doing. Of anything else the operation is looked for.
     if texts[rank].startswith(_SAMPLES):
         culprit = "the data source gives other samples each time it is read"
     else:
@@ -136,6 +139,7 @@ def _run_steps(run: Run, count: int) -> Seen:
 
     Returns the hashes of all that was computed. Raises _Stopped on every rank if some rank was asked to stop.
     """
+    # In the order of computation: the first hash that differs shows where the difference began.
     hashes, seen = Hashes(), Seen()
     for _ in range(count):
         step = f"step {run.state.step + 1}"
@@ -157,6 +161,7 @@ def _run_steps(run: Run, count: int) -> Seen:
         if facts.slots is not None:
             seen.append((f"FP8 figures of {step}", _hash(facts.slots.stacked().tobytes())))
 
+        # The state after the step, which the next one starts from.
         tensors, meta = run.state.state_dict()
         for part, of_part in tensors.items():
             for name, tensor in of_part.items():

@@ -89,6 +89,7 @@ def shipped(history: RunHistory) -> list[Chart]:
 
 def charts(history: RunHistory) -> list[dict[str, Any]]:
     """The charts that have data, each with its series, for the page's script."""
+    # The project's own charts come first. Of metrics that somebody else logged only so many are drawn.
     wanted = shipped(history)
     others: list[Chart] = []
     for name in history.rows.names():

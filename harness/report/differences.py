@@ -104,7 +104,8 @@ def differences(a: RunHistory, b: RunHistory) -> list[Difference]:
     saved = [_saved_versions(run) for run in (a, b)]
     if not all(saved):
         saved = [{}, {}]
-    of_a, of_b = saved[0] | _tagged_versions(a), saved[1] | _tagged_versions(b)
+    of_a = saved[0] | _tagged_versions(a)
+    of_b = saved[1] | _tagged_versions(b)
     found += _differing(LIBRARY, of_a, of_b)
     found += _differing(MACHINE, machine(a), machine(b))
     return found
@@ -130,14 +131,19 @@ def _precisions(history: RunHistory) -> dict[str, Any]:
 
 def _layers(history: RunHistory) -> dict[str, str]:
     """Layer -> its precision and backend, as planned."""
-    layers = history.plan.get("layers", ())[:_MOST_LAYERS]
-    return {bare(layer["module"]): f"{layer['precision']} ({layer['backend']})" for layer in layers}
+    found: dict[str, str] = {}
+    for layer in history.plan.get("layers", ())[:_MOST_LAYERS]:
+        name = bare(layer["module"])
+        found[name] = f"{layer['precision']} ({layer['backend']})"
+    return found
 
 
 def read_start(history: RunHistory) -> dict[str, Any]:
     """The checkpoint of another run that this one started from; empty if it began afresh."""
     path = read_mapping(history.run_dir / "started_from.json").get("path")
-    return {"started_from": path} if isinstance(path, str) else {}
+    if not isinstance(path, str):
+        return {}
+    return {"started_from": path}
 
 
 def _saved_versions(history: RunHistory) -> dict[str, str]:
@@ -168,7 +174,9 @@ def machine(history: RunHistory) -> dict[str, str]:
     tags = history.run["tags"]
     found = {name: tags[name] for name in _MACHINE_TAGS if name in tags}
     host = history.run["where"].get("host")
-    return {"host": str(host), **found} if host else found
+    if not host:
+        return found
+    return {"host": str(host), **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +219,7 @@ def likely_causes(
     acts = _acts(a, b, compared)
     effective = _with_effect(given)
 
+    # Kinds come in the order of their likelihood; within a kind, the likeliest key is first.
     ranked: list[tuple[int, int, Difference]] = []
     for each in effective:
         rank = reading.rank(each)
@@ -245,9 +254,8 @@ def _read(compared: Compared) -> _Reading:
     first = compared.splits[0]
     # The earliest thing that differs says which part of a step can be the cause.
     if first.kind == "scale":
-        return _Reading(
-            "the scale differs while earlier amaxes agree", _OF_NUMERICS, (START, *_NUMERICS), True
-        )
+        evidence = "the scale differs while earlier amaxes agree"
+        return _Reading(evidence, _OF_NUMERICS, (START, *_NUMERICS), True)
     if first.kind == "loss_scale":
         return _Reading("the loss scale differs", _OF_NUMERICS, _NUMERICS, True)
     if first.stage in (PARAMETERS, FORWARD, THE_LOSS):
@@ -303,6 +311,7 @@ def _with_effect(given: Sequence[Difference]) -> list[Difference]:
     layers: list[Difference] = []
     for each in given:
         if each.kind == CONFIG:
+            # Another way to the same data, such as a moved folder, changes no number.
             ways = each.key.startswith(_WAYS_TO_DATA) and same_data
             if not ways and not each.key.startswith(_WITHOUT_EFFECT):
                 found.append(each)
@@ -314,7 +323,9 @@ def _with_effect(given: Sequence[Difference]) -> list[Difference]:
             found.append(each)
     if layers:
         first = layers[0]
-        key = first.key if len(layers) == 1 else f"{first.key} and {len(layers) - 1} more layers"
+        key = first.key
+        if len(layers) > 1:
+            key += f" and {len(layers) - 1} more layers"
         found.append(Difference(PLAN, key, first.a, first.b))
     return found
 
@@ -322,11 +333,13 @@ def _with_effect(given: Sequence[Difference]) -> list[Difference]:
 def _acts(a: RunHistory, b: RunHistory, compared: Compared) -> list[Difference]:
     """Switches, rollbacks and changed configs before the first difference that only one of the runs has."""
     step = compared.splits[0].step
-    counted = [Counter(_acts_of(history, step, compared.again)) for history in (a, b)]
+    of_a = Counter(_acts_of(a, step, compared.again))
+    of_b = Counter(_acts_of(b, step, compared.again))
+    # Subtracting counters leaves what one run did more often than the other.
     found: list[Difference] = []
-    for key, count in (counted[0] - counted[1]).items():
+    for key, count in (of_a - of_b).items():
         found.append(Difference(EVENT, key, count, 0))
-    for key, count in (counted[1] - counted[0]).items():
+    for key, count in (of_b - of_a).items():
         found.append(Difference(EVENT, key, 0, count))
     return found
 

@@ -234,11 +234,14 @@ def _add_first_split(
 
     without: steps that are left out.
     """
-    of_a, of_b = a.points(name), b.points(name)
+    # Only steps that both runs have can be compared.
+    of_a = a.points(name)
+    of_b = b.points(name)
     steps, at_a, at_b = np.intersect1d(
         of_a.steps, of_b.steps, assume_unique=True, return_indices=True
     )
-    figures_a, figures_b = of_a.figures[at_a], of_b.figures[at_b]
+    figures_a = of_a.figures[at_a]
+    figures_b = of_b.figures[at_b]
     stage, tensor, kind = _meaning(name)
     differ = _differ(figures_a, figures_b) & ~np.isin(steps, without)
     if differ.any():
@@ -249,8 +252,11 @@ def _add_first_split(
 
 def _differ(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Where two arrays differ to the last bit. 0.0 and -0.0 differ; any two NaN agree."""
+    # As integers: a comparison of floats calls 0.0 and -0.0 equal.
     number = np.uint64 if a.dtype.itemsize == 8 else np.uint32
-    bits_differ = np.ascontiguousarray(a).view(number) != np.ascontiguousarray(b).view(number)
+    bits_a = np.ascontiguousarray(a).view(number)
+    bits_b = np.ascontiguousarray(b).view(number)
+    bits_differ = bits_a != bits_b
     return bits_differ & ~(np.isnan(a) & np.isnan(b))
 
 
@@ -268,7 +274,8 @@ def _meaning(name: str) -> tuple[int, str, str]:
 
 
 def _stage_of_slot(slot: str) -> int:
-    return BACKWARD if split_slot(slot)[1] == "grad_output" else FORWARD
+    _, role = split_slot(slot)
+    return BACKWARD if role == "grad_output" else FORWARD
 
 
 def _add_slot_splits(earliest: _Earliest, a: SlotSteps, b: SlotSteps) -> npt.NDArray[np.int64]:
@@ -286,7 +293,9 @@ def _add_slot_splits(earliest: _Earliest, a: SlotSteps, b: SlotSteps) -> npt.NDA
         names = [name for name in names_a if name in place]
         if names_a != names_b:
             at_a = [at for at, name in enumerate(names_a) if name in place]
-            values_a, values_b = values_a[:, at_a], values_b[:, [place[name] for name in names]]
+            at_b = [place[name] for name in names]
+            values_a = values_a[:, at_a]
+            values_b = values_b[:, at_b]
         differ = _differ(values_a, values_b)
 
         # A figure that is sampled is NaN in other steps, and the runs may sample different ones.

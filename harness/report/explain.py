@@ -217,7 +217,8 @@ def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
     joined: list[Streak] = []
     for (code, attempt), group in groupby(events, code_and_attempt):
         each = list(group)
-        first, last = each[0], each[-1]
+        first = each[0]
+        last = each[-1]
         streak = Streak(
             code=code,
             first=int(first["step"]),
@@ -562,7 +563,8 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     from harness.tracking.history import RunHistory
     from harness.tracking.journal import JOURNAL
 
-    history, known = RunHistory.read(run_dir), catalogue()
+    history = RunHistory.read(run_dir)
+    known = catalogue()
 
     # What happened.
     events = distinct(history.events)

@@ -307,6 +307,7 @@ def as_json(run: Follower, rows: int | None = None) -> dict[str, Any]:
     for judged in run.slots()[:rows]:
         entry: dict[str, Any] = {"slot": judged.slot.name, "trouble": judged.why}
         figures = run.figures(judged.slot.name)
+        # A figure of the slot that is not known is null.
         for name in SLOT_ROWS:
             value = figures.get(name)
             entry[name] = None if value is None else jsonable(value)

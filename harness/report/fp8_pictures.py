@@ -125,7 +125,8 @@ def gather(found: SlotSteps) -> Gathered:
 
 def _places_of(role: str, names: Sequence[str]) -> Ints:
     """Indices of the slots of a role among `names`."""
-    return np.array([at for at, name in enumerate(names) if name.endswith(f".{role}")])
+    places = [at for at, name in enumerate(names) if name.endswith(f".{role}")]
+    return np.array(places)
 
 
 def _count_exponents(magnitudes: Floats) -> Ints:
@@ -169,9 +170,11 @@ def _fan(history: RunHistory, gathered: Gathered, path: Path) -> Path:
     figure, grid = _grid(len(_FANS), len(ROLES), 11.0, 8.2)
     for row, (name, title, logarithmic) in enumerate(_FANS):
         for column, role in enumerate(ROLES):
-            axes, values = grid[row][column], gathered.fans[role, name]
+            axes = grid[row][column]
+            values = gathered.fans[role, name]
             measured = ~np.isnan(values[0])
-            steps, values = gathered.steps[measured], values[:, measured]
+            steps = gathered.steps[measured]
+            values = values[:, measured]
             if logarithmic:
                 # 0 has no place on a logarithmic axis, and would take the whole band off the picture.
                 values = np.where(values > 0, values, np.nan)

@@ -63,6 +63,7 @@ def hunted(history: RunHistory) -> list[Hunted]:
 def _hunted(history: RunHistory, name: str) -> Hunted:
     kept = history.points(name)
     steps, norms = kept.steps, kept.figures
+    # Steps that a rollback discarded count as well.
     discarded = history.abandoned.get(name)
     if discarded is not None:
         steps = np.concatenate([discarded.steps, steps])

@@ -59,7 +59,8 @@ def inspect(run_dir: Path, console: Screen) -> int:
     # The moves between FP8 and BF16. An event of another program may have no text of its own.
     moves = [event for event in history.events if event["code"].startswith("precision.")]
     for event in moves:
-        console.print(Text(f"step {event['step']}: {event.get('text') or _moved(event)}"))
+        text = event.get("text") or _moved(event)
+        console.print(Text(f"step {event['step']}: {text}"))
     if slots and not moves:
         console.print(Text("No layer was moved to BF16."))
 
@@ -102,7 +103,9 @@ def _slot_table(history: RunHistory, slots: Sequence[str], console: Screen) -> T
     """One row a slot: its newest figures, and its amax history as a sparkline."""
     # The history is the newest checkpoint's, in which no update is missing; without one, the last logged amaxes.
     step, histories, unread = _checkpoint_histories(history.run_dir / "checkpoints")
-    source = f"checkpoint of step {step}" if histories else "the last steps"
+    source = "the last steps"
+    if histories:
+        source = f"checkpoint of step {step}"
     if unread:
         source += f" (cannot be read: {some(unread, MAX_NAMED)})"
     bars = bars_of(console)
@@ -158,7 +161,8 @@ def row_of_slot(
     cells = [Text(slot)]
     for column, form in COLUMNS.items():
         value = figures.get(column)
-        cells.append(Text("-" if value is None else format(value, f".{form}")))
+        text = "-" if value is None else format(value, f".{form}")
+        cells.append(Text(text))
     cells.append(Text(sparkline(amaxes[-SPARK:], bars)))
     return cells
 
@@ -256,12 +260,8 @@ def account(history: RunHistory) -> list[tuple[str, str]]:
         where = path.parent / path.name.replace(".table.json", ".md")
         lines.append(("profile", f"{title(made)}: {made.summary()}; see {short(where)}"))
     if history.lost:
-        lines.append(
-            (
-                "journal",
-                f"no figures of {number_of(len(history.lost), 'step')}: {spans(history.lost)}",
-            )
-        )
+        steps = number_of(len(history.lost), "step")
+        lines.append(("journal", f"no figures of {steps}: {spans(history.lost)}"))
     codes = Counter(event["code"] for event in history.events)
     events = [f"{code} x {count}" for code, count in sorted(codes.items())]
     lines.append(("events", ", ".join(events) or "none"))
@@ -276,6 +276,7 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
     """
     if "train_samples" not in data:
         return []
+    # Epochs follow from the samples that training takes, over those that there are.
     steps = _setting(params, "train.steps")
     samples = steps * _setting(params, "train.global_batch")
     epochs = _epochs(samples / data["train_samples"])
@@ -290,7 +291,8 @@ def trained_on(data: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
 
     # A small source with a large share is repeated more often than the whole.
     for part in data.get("mixture", ()):
-        share, tokens = part["share"], part["train_tokens"]
+        share = part["share"]
+        tokens = part["train_tokens"]
         epochs = _epochs(samples * share / part["train_samples"])
         lines.append(f"{share:.1%} of {part['source']}: {tokens:,} tokens, {epochs}")
     if left := data.get("skipped"):
@@ -333,6 +335,7 @@ def _epochs(epochs: float) -> str:
 
 def fp8_proof(history: RunHistory) -> str:
     """How many of the planned FP8 slots ever had a nonzero amax, and which had not; empty if none was planned."""
+    # A slot is expected if the plan has it in FP8, or if figures of it were recorded.
     layers = history.plan.get("layers", ())
     names = {bare(slot): slot for slot in history.slots()}
     expected = history.expected_slots() | set(names)

@@ -69,6 +69,7 @@ def command(
         say(write_page(run, other, out))
         return int(ExitCode.DONE)
 
+    # The page with its plots. The table needs pyarrow, and the rest is written without it.
     made = write(run)
     try:
         table = write_parquet(run)

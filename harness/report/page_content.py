@@ -85,6 +85,7 @@ def of_run(history: RunHistory, room: int = ROOM) -> dict[str, Any]:
     spent = read_spent(history)
     events = _events(history, spent)
     times = Counter(event["code"] for event in history.events)
+    # Long lists are cut. How many entries were left out stands beside them.
     return {
         "name": shown(history.run_dir.name),
         "running": not history.outcome.get("status"),
@@ -150,9 +151,8 @@ def _hunt(history: RunHistory) -> Iterator[dict[str, Any]]:
         cells.append([shown(each.layer), str(each.steps), *figures])
     lines: list[str] = []
     if len(layers) > SHOWN:
-        lines.append(
-            f"The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl."
-        )
+        text = f"The {SHOWN} of {len(layers)} layers that grew most; all are in journal.jsonl."
+        lines.append(text)
     names = ["layer", "steps", "usual norm", "largest norm", "at step", "largest / usual"]
     yield _table("Gradient norms by layer", names, cells, [1, 2, 3, 4, 5], lines)
 
@@ -217,9 +217,10 @@ def _events(history: RunHistory, spent: Spent) -> list[dict[str, Any]]:
     known = severities()
     taken: list[Mapping[str, Any]] = []
     for severity in Severity:
-        taken += [
-            each for each in history.events if known.get(each["code"], Severity.INFO) == severity
-        ]
+        for each in history.events:
+            of_event = known.get(each["code"], Severity.INFO)
+            if of_event == severity:
+                taken.append(each)
     taken = taken[:MAX_EVENTS]
     found = [_event(history, event) for event in taken]
     for step, text in marks_of_scale(history):
@@ -391,27 +392,23 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
     ranks = str(tags.get("ranks", "1"))
     card = tags.get("card") or history.plan.get("tier") or "not recorded"
     lines = [("time", f"{clock(spent.seconds)} in {number_of(max(1, spent.processes), 'start')}")]
+    # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
     if ranks.isdecimal() and len(ranks) < 7:
-        lines.append(
-            (
-                "rank hours",
-                f"{spent.seconds / 3600 * int(ranks):.3g}: {number_of(int(ranks), 'rank')} on {card}",
-            )
-        )
+        count = number_of(int(ranks), "rank")
+        hours = spent.seconds / 3600 * int(ranks)
+        lines.append(("rank hours", f"{hours:.3g}: {count} on {card}"))
 
     # What was paid for and does not count.
     found = counts(history)
     abandoned = len(history.abandoned.get("train/loss", ()))
     if abandoned:
         share = spent.thrown_away / spent.seconds if spent.seconds else 0.0
-        lines.append(
-            (
-                "thrown away",
-                f"{number_of(abandoned, 'step')} by rollbacks: {clock(spent.thrown_away)}, {share:.1%} of the time",
-            )
-        )
+        steps = number_of(abandoned, "step")
+        lost = f"{clock(spent.thrown_away)}, {share:.1%} of the time"
+        lines.append(("thrown away", f"{steps} by rollbacks: {lost}"))
     lines.append(("updates skipped", f"{found['skipped']} of {number_of(found['steps'], 'step')}"))
 
+    # Saves are written beside training, so their time is not lost.
     saves = [each.seconds for each in spent.checkpoints if each.seconds is not None]
     size = sum(each.size for each in spent.checkpoints)
     if spent.checkpoints:

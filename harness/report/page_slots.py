@@ -45,7 +45,8 @@ class _Gathered:
     """
 
     def __init__(self, slots: Sequence[str], steps: Ints, groups: Groups, judged: Any) -> None:
-        self.steps, self.groups = steps, groups
+        self.steps = steps
+        self.groups = groups
         self._judged = judged
         self._rows = {name: row for row, name in enumerate(slots)}
         self._names: Sequence[str] | None = None
@@ -64,7 +65,8 @@ class _Gathered:
             self._names = names
             wanted = [at for at, name in enumerate(names) if name in self._rows]
             self._at = np.array(wanted, np.int64)
-            self._targets = np.array([self._rows[names[at]] for at in wanted], np.int64)
+            targets = [self._rows[names[at]] for at in wanted]
+            self._targets = np.array(targets, np.int64)
         rows = self._targets
         if not len(rows):
             return
@@ -105,14 +107,17 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
     listed = slots[:MOST_SLOTS]
     if not listed:
         return None
-    most = min(MOST_GROUPS, max(FEWEST_GROUPS, room // (_BYTES_OF_A_GROUP * len(listed))))
+    # As many groups as there is room for, within limits.
+    bytes_of_a_group = _BYTES_OF_A_GROUP * len(listed)
+    most = min(MOST_GROUPS, max(FEWEST_GROUPS, room // bytes_of_a_group))
     gathered = _gather(history, listed, most)
 
     demoted = {layer for layer, *_ in history.demotions()}
     figures: list[SlotFigures] = []
     for row, name in enumerate(listed):
         worst = {figure: float(values[row]) for figure, values in gathered.worst.items()}
-        is_demoted = bare(split_slot(name)[0]) in demoted
+        layer, _ = split_slot(name)
+        is_demoted = bare(layer) in demoted
         figures.append(SlotFigures(name, int(gathered.nonfinite[row]), is_demoted, **worst))
     # A run folder does not keep its recipe, so the limits are a recipe's defaults.
     ordered = order(figures)
@@ -135,8 +140,12 @@ def content(history: RunHistory, room: int) -> dict[str, Any] | None:
 
 
 def _gather(history: RunHistory, slots: Sequence[str], most: int) -> _Gathered:
+    # The slots' file has every step. If it is lost, the journal has some.
     found = history.slot_steps
-    steps = history.matrix("fp8_amax", slots)[0] if found is None else found.steps
+    if found is None:
+        steps, *_ = history.matrix("fp8_amax", slots)
+    else:
+        steps = found.steps
     applied = history.points("train/step_applied")
     skipped = applied.steps[applied.figures == 0]
     judged = (steps >= SETTLED) & ~np.isin(steps, skipped)
@@ -161,16 +170,21 @@ def _blocks_of_journal(
     for number, (of_figure, matrix) in enumerate(matrices):
         # A figure may be in fewer rows than amax; rows without an amax are left out.
         there = np.isin(of_figure, steps)
-        values[np.searchsorted(steps, of_figure[there]), number] = matrix[:, there].T
+        rows = np.searchsorted(steps, of_figure[there])
+        values[rows, number] = matrix[:, there].T
     # Which slots have a row differs: one that got into trouble late has none before. What has no row is no NaN.
     there = np.zeros((len(steps), len(slots)), np.bool_)
+    amax = SLOT_ROWS["amax"].key
     for number, slot in enumerate(slots):
-        there[:, number] = np.isin(steps, history.points(f"{SLOT_ROWS['amax'].key}/{slot}").steps)
-    begins = [
-        place
-        for place in range(len(steps))
-        if place % groups.each == 0 or (there[place] != there[place - 1]).any()
-    ]
+        of_slot = history.points(f"{amax}/{slot}")
+        there[:, number] = np.isin(steps, of_slot.steps)
+
+    # The steps of a block are of one group, and have the same slots.
+    begins: list[int] = []
+    for place in range(len(steps)):
+        begins_group = place % groups.each == 0
+        if begins_group or (there[place] != there[place - 1]).any():
+            begins.append(place)
     for first, last in zip(begins, [*begins[1:], len(steps)], strict=True):
         wanted = np.flatnonzero(there[first])
         names = [slots[number] for number in wanted.tolist()]

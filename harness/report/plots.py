@@ -237,6 +237,7 @@ def _mark_demotions(axes: Axes, history: RunHistory, slots: list[str], end: floa
     """Hatched boxes over the steps in which a layer was in BF16; whether there are any."""
     from matplotlib.patches import Rectangle
 
+    # A layer's slots are drawn in neighbouring rows.
     rows: dict[str, tuple[int, int]] = {}
     layers = [split_slot(slot)[0] for slot in slots]
     for layer, first, after in _spans(layers):

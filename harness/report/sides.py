@@ -62,7 +62,8 @@ class Side:
         seed, count = Counter(map(str, self.seeds)).most_common(1)[0]
         if count == 1:
             return ""
-        return f"{self.letter} has seed {seed} {'twice' if count == 2 else f'{count} times'}"
+        times = "twice" if count == 2 else f"{count} times"
+        return f"{self.letter} has seed {seed} {times}"
 
     def as_json(self) -> dict[str, Any]:
         """name, runs (paths), seeds."""
@@ -192,7 +193,9 @@ def _gap(what: str, a: Side, b: Side, metric: str, steps: Sequence[int]) -> Gap:
     of_b = [_mean(run.points(metric), steps) for run in b.runs]
     interval = None
     is_independent = not (a.not_independent or b.not_independent)
-    if _have_several(a, b) and is_independent and all(map(math.isfinite, [*of_a, *of_b])):
+    # The interval needs several independent runs of each side, and losses that are numbers.
+    usable = _have_several(a, b) and is_independent
+    if usable and all(map(math.isfinite, [*of_a, *of_b])):
         interval = _interval(a, b, of_a, of_b)
     return Gap(what, steps[0], steps[-1], mean(of_a), mean(of_b), interval)
 
@@ -213,8 +216,12 @@ def _interval(
     by_seed_a = dict(zip(map(str, a.seeds), of_a, strict=True))
     by_seed_b = dict(zip(map(str, b.seeds), of_b, strict=True))
     if by_seed_a.keys() == by_seed_b.keys():
-        seeds = list(by_seed_a)
-        return of_paired([by_seed_a[seed] for seed in seeds], [by_seed_b[seed] for seed in seeds])
+        paired_a: list[float] = []
+        paired_b: list[float] = []
+        for seed in by_seed_a:
+            paired_a.append(by_seed_a[seed])
+            paired_b.append(by_seed_b[seed])
+        return of_paired(paired_a, paired_b)
     return of_independent(of_a, of_b)
 
 
@@ -228,7 +235,8 @@ class Ratio:
 
     def as_json(self) -> dict[str, Any]:
         """a, b, ratio, unit."""
-        return {"a": self.a, "b": self.b, "ratio": self.b / self.a, "unit": self.unit}
+        ratio = self.b / self.a
+        return {"a": self.a, "b": self.b, "ratio": ratio, "unit": self.unit}
 
 
 def speed(a: Side, b: Side) -> Ratio | None:
@@ -237,13 +245,17 @@ def speed(a: Side, b: Side) -> Ratio | None:
     if len(counted) > 1:
         return None
     medians = _per_side(a, b, "train/tokens_per_second", _late_median)
-    return None if medians is None else Ratio(f"{counted.pop()}/s", *medians)
+    if medians is None:
+        return None
+    return Ratio(f"{counted.pop()}/s", *medians)
 
 
 def memory(a: Side, b: Side) -> Ratio | None:
     """Peak memory; None if it was not measured."""
     peaks = _per_side(a, b, "train/peak_memory_gib", lambda points: float(points.figures.max()))
-    return None if peaks is None else Ratio("GiB", *peaks)
+    if peaks is None:
+        return None
+    return Ratio("GiB", *peaks)
 
 
 def _late_median(points: Points) -> float:
@@ -261,7 +273,8 @@ def _per_side(a: Side, b: Side, metric: str, reduce: Any) -> tuple[float, float]
             usable = np.isfinite(points.figures) & (points.figures > 0)
             if not usable.any():
                 return None
-            values.append(reduce(Points(points.steps[usable], points.figures[usable])))
+            points = Points(points.steps[usable], points.figures[usable])
+            values.append(reduce(points))
         sides.append(median(values))
     return sides[0], sides[1]
 
@@ -288,7 +301,8 @@ def notes(a: Side, b: Side, is_measured: bool) -> list[str]:
 
 def _notes_on_machines(a: Side, b: Side) -> list[str]:
     """Whether speed and memory are of several machines."""
-    of_a, of_b = _machines(a), _machines(b)
+    of_a = _machines(a)
+    of_b = _machines(b)
     texts = [some(each, _MOST_NAMED) for each in (of_a, of_b)]
     if set(of_a) != set(of_b):
         return [f"speed and memory are of other machines: A {texts[0]}; B {texts[1]}"]
@@ -301,6 +315,7 @@ def _machines(side: Side) -> list[str]:
     """The machines that a side's runs are of, each once."""
     found: list[str] = []
     for run in side.runs:
-        described = ", ".join(f"{name} {value}" for name, value in machine(run).items())
+        facts = [f"{name} {value}" for name, value in machine(run).items()]
+        described = ", ".join(facts)
         found.append(f"[{described}]" if described else "not recorded")
     return list(dict.fromkeys(found))

@@ -69,6 +69,7 @@ def read_spent(history: RunHistory) -> Spent:
         now = row.get("time")
         if now is None:
             continue
+        # Time passes between two rows of one process. A clock that was set back counts as no time.
         passed = 0.0 if last is None else max(0.0, now - last)
         last = now
         spent.seconds += passed
@@ -77,6 +78,7 @@ def read_spent(history: RunHistory) -> Spent:
         if row["kind"] == "checkpoint":
             _note(spent, newest, row)
 
+    # Sizes are of what is on disk now.
     folder = history.run_dir / "checkpoints"
     for step, each in newest.items():
         if not each.deleted:

@@ -187,6 +187,7 @@ def differences(ranks: Sequence[Facts]) -> dict[str, Problem]:
             if kind == "version":
                 installed = next((value for value in values if value), "")
                 values = [value or installed for value in values]
+            # Whatever most ranks have is taken for right, and the others are named.
             usual = _usual(values)
             others = {rank for rank, value in enumerate(values) if value != usual}
             if others:

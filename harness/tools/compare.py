@@ -66,6 +66,7 @@ def command(
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
     if replay:
         made = replace(made, replay=replay_pair(made.pair, made.compared))
+    # With --json as well: the object names the picture's path.
     path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}
@@ -189,8 +190,10 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         what = f"no step is in both runs: {one.run_dir.name} has {spans[0]}, {other.run_dir.name} {spans[1]}"
         fix = "compare runs that trained over the same steps"
         raise ConfigError(Problem(what, "harness compare", fix=fix))
+    # Inputs that differ are possible causes; speed and memory are compared over all runs of a side.
     given = differences(one, other)
-    throughput, peak = speed(a, b), memory(a, b)
+    throughput = speed(a, b)
+    peak = memory(a, b)
     return Comparison(
         a=a,
         b=b,
@@ -269,11 +272,15 @@ def _given_lines(made: Comparison) -> list[str]:
 
 def _named(each: Difference) -> str:
     """The key that differs; one that is not of the config has its kind before it."""
-    return each.key if each.kind == CONFIG else f"{each.kind}: {each.key}"
+    if each.kind == CONFIG:
+        return each.key
+    return f"{each.kind}: {each.key}"
 
 
 def _value(value: Any) -> str:
-    return "-" if value is None else clipped(str(value), _LONGEST_VALUE)
+    if value is None:
+        return "-"
+    return clipped(str(value), _LONGEST_VALUE)
 
 
 def _gap_lines(made: Comparison) -> list[str]:
@@ -292,9 +299,10 @@ def _gap_lines(made: Comparison) -> list[str]:
     # Speed and memory are compared as ratios, and only where both sides have them.
     rows = [("", "A", "B", "B / A")]
     for name, ratio in (("speed, median", made.speed), ("peak memory", made.memory)):
-        if ratio is not None:
-            unit = f"{name}, {ratio.unit}"
-            rows.append((unit, f"{ratio.a:,.4g}", f"{ratio.b:,.4g}", f"{ratio.b / ratio.a:.3f}"))
+        if ratio is None:
+            continue
+        b_of_a = f"{ratio.b / ratio.a:.3f}"
+        rows.append((f"{name}, {ratio.unit}", f"{ratio.a:,.4g}", f"{ratio.b:,.4g}", b_of_a))
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
     return [*lines, *(f"note: {text}" for text in made.notes)]

@@ -113,14 +113,17 @@ class Replay:
     def first_divergence(self) -> dict[str, Any] | None:
         """The first difference of the runs themselves, for --json; None if the re-runs do not show it."""
         parted = self.parting.parted
-        return _parted_json(parted) if parted is not None and self.parting.holds else None
+        if parted is None or not self.parting.holds:
+            return None
+        return _parted_json(parted)
 
     def as_json(self) -> dict[str, Any]:
         """from_step, last_step, first_difference, ..."""
         parting = self.parting
         found: dict[str, Any] = {}
         for letter, text in parting.strangers.items():
-            found[letter.lower()] = {"why": text, "elsewhere": list(self.elsewhere.get(letter, ()))}
+            elsewhere = list(self.elsewhere.get(letter, ()))
+            found[letter.lower()] = {"why": text, "elsewhere": elsewhere}
         return {
             "from_step": parting.base,
             "last_step": parting.last,
@@ -138,9 +141,9 @@ class Replay:
         parting = self.parting
         begin = "compared as saved"
         if parting.base is not None:
-            begin = (
-                f"from the checkpoints of step {parting.base}" if parting.base else "from the start"
-            )
+            begin = "from the start"
+        if parting.base:
+            begin = f"from the checkpoints of step {parting.base}"
         lines = [f"replay, {begin}: no tensor differs up to step {parting.last}"]
         if parting.base is None and not parting.last:
             lines = ["replay: nothing was run or compared"]
@@ -180,7 +183,8 @@ def _parted_json(parted: Parted) -> dict[str, Any]:
 
 def _parted_text(parted: Parted) -> str:
     """Step, phase, tensor, and how far apart."""
-    place, apart = parted.place, parted.apart
+    place = parted.place
+    apart = parted.apart
     text = f"step {parted.step}, {place.phase}, {place.tensor}"
     if place.kind != "figure":
         text += f", {place.kind}"
@@ -188,6 +192,7 @@ def _parted_text(parted: Parted) -> str:
         text += f", micro-batch {place.micro_batch}"
     if place.call > 1:
         text += f", call {place.call}"
+    # How far apart. Tensors of different shapes have no values to compare.
     if apart.only:
         return f"{text}: only {apart.only} has it ({''.join(apart.shapes)})"
     if apart.shapes:

@@ -86,9 +86,11 @@ def command(
         if not as_json:
             raise
         findings = [asdict(finding) for finding in refused("config.refused", error.problems)]
-        print(json.dumps({"exit_code": int(error.exit_code), "findings": findings}, indent=2))
-        return int(error.exit_code)
+        exit_code = int(error.exit_code)
+        print(json.dumps({"exit_code": exit_code, "findings": findings}, indent=2))
+        return exit_code
 
+    # What takes long is done only where it is asked for.
     diagnosis = diagnose(policy, run)
     if card:
         diagnosis = _with_cards(diagnosis, memory_share, soak)
@@ -119,7 +121,8 @@ def _check_card_options(card: bool, memory_share: float | None, soak: float | No
     """Raise ConfigError for options that cannot be meant. Torch is not loaded yet."""
     if not card and (memory_share is not None or soak is not None):
         name = "--soak" if memory_share is None else "--memory-share"
-        raise ConfigError(Problem(f"{name} belongs to --card", "harness doctor", fix="add --card"))
+        what = f"{name} belongs to --card"
+        raise ConfigError(Problem(what, "harness doctor", fix="add --card"))
     check_effort(Effort(memory_share, soak))
 
 
@@ -129,9 +132,8 @@ def _check_speed_options(
     """As `_check_card_options`."""
     if not speed and (minutes != MINUTES or picture is not None):
         name = "--minutes" if picture is None else "--picture"
-        raise ConfigError(
-            Problem(f"{name} belongs to --speed", "harness doctor", fix="add --speed")
-        )
+        what = f"{name} belongs to --speed"
+        raise ConfigError(Problem(what, "harness doctor", fix="add --speed"))
     if speed and config is None:
         what = "--speed times the step of a config"
         raise ConfigError(Problem(what, "harness doctor", fix="name the config: --config NAME"))
@@ -249,16 +251,19 @@ def diagnose(
     from harness.precision.recipe import load_recipe
     from harness.run_folder import place_of_runs
 
+    # The machine itself. What depends on a config is looked at below, if there is one.
     place = place_of_runs()
     facts = probe(place) if facts is None else facts
     findings = machine_findings(facts, read_clocks(place))
-    if (config is None or config.tracking.mlflow) and (silent := unanswered(tracking_uri())):
+    delivers = config is None or config.tracking.mlflow
+    if delivers and (silent := unanswered(tracking_uri())):
         findings.append(silent)
     if config is None:
         findings += bad_pairs(Setup(installed_versions(), facts.torch_cuda))
     if check_usable(facts):
         return Diagnosis(facts, recipe, {}, [], findings, config is not None)
 
+    # What the shipped recipes would take here, and the questions by which `recipe` decides.
     rungs: dict[str, str | None] = {}
     for name in shipped("recipes"):
         rung, _ = resolve(load_recipe(name), facts)
@@ -293,21 +298,19 @@ def _without_a_rung(
     from harness.precision.plan import resolve
 
     taken, verdicts = resolve(recipe, facts)
+    any_runs = any(rungs.values())
     # Without a config any recipe will do.
-    if any(rungs.values()) and (taken is not None or not needed):
+    if any_runs and (taken is not None or not needed):
         return []
-    where = f"recipe {recipe.name}" if any(rungs.values()) else "recipes"
-    what = (
-        "no rung of it runs here"
-        if any(rungs.values())
-        else "No shipped recipe has a rung that runs here."
-    )
-    why = "; ".join(f"{verdict.rung}: {verdict.reason}" for verdict in verdicts)
-    return [
-        Finding(
-            "machine.no_rung", "error", where, what, why, "take the recipe auto, or another machine"
-        )
-    ]
+    where = f"recipe {recipe.name}"
+    what = "no rung of it runs here"
+    if not any_runs:
+        where = "recipes"
+        what = "No shipped recipe has a rung that runs here."
+    reasons = [f"{verdict.rung}: {verdict.reason}" for verdict in verdicts]
+    why = "; ".join(reasons)
+    fix = "take the recipe auto, or another machine"
+    return [Finding("machine.no_rung", "error", where, what, why, fix)]
 
 
 def doctor(console: Console, facts: MachineFacts | None = None) -> int:
@@ -344,7 +347,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     _findings(console, diagnosis.findings)
     if diagnosis.exit_code is ExitCode.DONE and not diagnosis.config:
         console.print("\n[bold]Next[/]")
-        console.print(_next_command(facts, tier), markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, _next_command(facts, tier))
 
 
 def _cards(console: Console, diagnosis: Diagnosis) -> None:
@@ -355,7 +358,8 @@ def _cards(console: Console, diagnosis: Diagnosis) -> None:
 
     console.print("\n[bold]Answers, bit for bit[/]")
     if not diagnosis.facts.cuda_available:
-        _print_line(console, f"{_no_gpu_reason(diagnosis.facts)}: only the processor was checked")
+        reason = _no_gpu_reason(diagnosis.facts)
+        _print_line(console, f"{reason}: only the processor was checked")
     for report in diagnosis.cards:
         for line in lines(report):
             _print_line(console, line)
@@ -376,7 +380,9 @@ def _no_gpu_reason(facts: MachineFacts) -> str:
     if facts.cpu_on_purpose:
         return _no_gpu_text(facts)
     here = facts.nvidia_on_pci or facts.nvidia_smi.gpus
-    return "torch cannot use the NVIDIA GPU that is here" if here else "no NVIDIA GPU"
+    if here:
+        return "torch cannot use the NVIDIA GPU that is here"
+    return "no NVIDIA GPU"
 
 
 def _print_line(console: Console, text: str) -> None:
@@ -387,8 +393,7 @@ def _print_line(console: Console, text: str) -> None:
 def _findings(console: Console, findings: Sequence[Finding]) -> None:
     # Errors first: they end the start.
     for finding in sorted(findings, key=lambda each: each.severity != "error"):
-        text = f"{finding.severity} {finding}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, f"{finding.severity} {finding}")
 
 
 _MARKS = {"taken": ">", "no": " ", "not asked": " "}
@@ -406,8 +411,9 @@ def _tree(console: Console, diagnosis: Diagnosis) -> None:
         about = (
             f"mantissa {form.bits} bits, largest {form.largest}: {form.means}; needs {form.needs}"
         )
-        for text in (line, f"      {indent}{about}", f"      {indent}{question.why}"):
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)
+        _print_line(console, f"      {indent}{about}")
+        _print_line(console, f"      {indent}{question.why}")
     if diagnosis.resolved:
         why = f" ({diagnosis.resolved_why})" if diagnosis.resolved_why else ""
         _print_line(console, f"the model runs on {diagnosis.resolved}{why}")
@@ -439,6 +445,7 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
     if not facts.devices:
         rows.append(("gpu", _no_gpu_text(facts)))
 
+    # A CPU without bf16 instructions emulates them.
     bf16 = ", ".join(facts.cpu_bf16_isa) or "no bf16 instructions: bf16 is slow here"
     rows.append(("cpu", f"{facts.cpu_cores} cores, {bf16}"))
     rows.append(("memory", size_text(facts.memory_bytes)))
@@ -455,7 +462,10 @@ def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
 
     # DeepSpeed compiles operators when it starts, so the library alone is not enough.
     missing = "; ".join(_deepspeed_needs(facts))
-    rows.append(("deepspeed launcher", f"cannot start: {missing}" if missing else "can start"))
+    launcher = "can start"
+    if missing:
+        launcher = f"cannot start: {missing}"
+    rows.append(("deepspeed launcher", launcher))
     return rows
 
 
@@ -472,7 +482,9 @@ def _no_gpu_text(facts: MachineFacts) -> str:
     smi = facts.nvidia_smi
     if smi.gpus:
         return f"{', '.join(smi.gpus)} (driver {smi.driver}), but torch does not see it"
-    return f"none (nvidia-smi: {smi.error})" if smi.error else "none"
+    if smi.error:
+        return f"none (nvidia-smi: {smi.error})"
+    return "none"
 
 
 def _deepspeed_needs(facts: MachineFacts) -> list[str]:

@@ -89,7 +89,11 @@ def _named(only: str) -> list[str]:
     """The exercises that --only names, in their order. Raises ConfigError for a name that is none."""
     from harness.drill.exercises import EXERCISES
 
-    given = [name.strip().lower() for name in only.split(",") if name.strip()]
+    given: list[str] = []
+    for part in only.split(","):
+        name = part.strip().lower()
+        if name:
+            given.append(name)
     problems: list[Problem] = []
     for name in given:
         if name not in EXERCISES:
@@ -97,6 +101,7 @@ def _named(only: str) -> list[str]:
             problems.append(Problem(f"no exercise {name!r}", "--only", fix=fix))
     if problems:
         raise ConfigError(problems)
+    # In the order of the drill, whatever the order in which they were named.
     return [name for name in EXERCISES if not given or name in given]
 
 
@@ -152,10 +157,12 @@ def _do(bench: Bench, names: Sequence[str], screen: TextIO) -> tuple[list[Result
                 stopped = f"the drill was stopped by {signal}"
                 account = Account("interrupted", reason=stopped)
             except (Missed, HarnessError, OSError) as error:
-                account = Account("begun, and not ended", reason=str(error) or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                account = Account("begun, and not ended", reason=reason)
             finally:
                 # Servers and shippers that outlive their run, and whatever an exception left behind.
                 bench.sweep()
+        # What has passed is not looked at again, and its checkpoints take room.
         if account.verdict is Verdict.PASSED:
             bench.discard_checkpoints(name)
         results.append(Result(name, about, account, time.monotonic() - began))

@@ -54,8 +54,10 @@ def check(request: Request) -> int:
     folder = agree_on_folder(request, source, worker)
     goes_on = (folder / "config.yaml").exists()
     # A run that another process is writing is refused, as it would be in training.
-    with RunLock(folder) if worker.is_lead and goes_on else nullcontext():
+    lock = RunLock(folder) if worker.is_lead and goes_on else nullcontext()
+    with lock:
         start = find_start(request, config, folder, source)
+        # Rank 0 alone prints: all ranks would say the same.
         stream = None if worker.is_lead else open(os.devnull, "w")  # noqa: SIM115
         console = Console(config.train.steps, stream=stream)
         if text := finished_text(folder, config.train.steps):
@@ -119,15 +121,19 @@ def _report(request: Request, place: StartingPoint, job: Job, worker: Worker) ->
         lines.append(f"train.lr_high: {text}")
 
     lines.append(memory_text(job.model, job.config, worker))
-    size = state_bytes(job.model, optimizer_bytes(job.model, job.config.train))
+    optimizer = optimizer_bytes(job.model, job.config.train)
+    size = state_bytes(job.model, optimizer)
     lines.append(f"disk: each checkpoint takes about {size_text(size)}, and there is room for them")
     return lines
 
 
 def _findings(request: Request, job: Job) -> list[Finding]:
     """What `harness doctor --config` says of model, optimizer and data. None of it keeps the run from starting."""
-    config, plan = job.config, job.plan
-    scale = request.recipe.loss_scale.init if plan.rung.precision == "fp16" else None
+    config = job.config
+    plan = job.plan
+    scale = None
+    if plan.rung.precision == "fp16":
+        scale = request.recipe.loss_scale.init
     epsilon = epsilon_finding(config.train, scale)
     found = [] if epsilon is None else [epsilon]
     # What the model prints as it runs is not part of the answer.
@@ -137,7 +143,8 @@ def _findings(request: Request, job: Job) -> list[Finding]:
 
 def _beginning(start: StartingPoint, worker: Worker) -> str:
     """What the first step would begin with. Collective. Raises CheckpointError as `choose_state`."""
-    initial = choose_state(start, worker, Store(start.folder / "checkpoints", readonly=True))
+    store = Store(start.folder / "checkpoints", readonly=True)
+    initial = choose_state(start, worker, store)
     text = "begins with initial weights"
     if initial.source is not None:
         text = f"begins from {initial.source}"
@@ -147,5 +154,6 @@ def _beginning(start: StartingPoint, worker: Worker) -> str:
     if start.resuming and elsewhere:
         text += ", or after a later save that is taken back from checkpoint.emergency_path"
     if start.resumed is not None and start.resumed.changes:
-        text += f"; changed: {'; '.join(map(str, start.resumed.changes))}"
+        changes = "; ".join(map(str, start.resumed.changes))
+        text += f"; changed: {changes}"
     return f"start: {text}"

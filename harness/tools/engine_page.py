@@ -109,7 +109,11 @@ def nearest(
     # Values of a key are declared in order, such as ZeRO's stages: neighbours differ least.
     own = [each for each in variants() if each.engine == variant.engine]
     place = own.index(variant)
-    for each in sorted(own, key=lambda other: abs(own.index(other) - place)):
+
+    def distance(other: Variant) -> int:
+        return abs(own.index(other) - place)
+
+    for each in sorted(own, key=distance):
         if works(each, rung, device, optimizer):
             return each
     ddp = Variant("ddp")
@@ -148,7 +152,9 @@ def cell(variant: Variant, rung: Rung, device: str) -> str:
     if not works(variant, rung, device):
         return _refused(variant, nearest(variant, rung, device))
     numbers = [str(_LIMITS.index(each) + 1) for each in limits(variant, rung)]
-    return f"works ({', '.join(numbers)})" if numbers else "works"
+    if not numbers:
+        return "works"
+    return f"works ({', '.join(numbers)})"
 
 
 def _refused(variant: Variant, other: Variant) -> str:
@@ -161,8 +167,9 @@ def _refused(variant: Variant, other: Variant) -> str:
 
 def _compiled(rung: Rung) -> str:
     """Whether engine.compile=blocks works on this rung."""
-    if not BACKENDS[rung.backend].not_compiled:
-        return "works, not by default" if BACKENDS[rung.backend].not_by_default else "works"
+    declared = BACKENDS[rung.backend]
+    if not declared.not_compiled:
+        return "works, not by default" if declared.not_by_default else "works"
     for name, declared in BACKENDS.items():
         if rung.precision in declared.computes and not declared.not_compiled:
             return f"refused: take `{name}`"

@@ -87,9 +87,8 @@ def _show_table(found: Sequence[CardEstimate], console: Console) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in _HEADINGS:
-        table.add_column(
-            heading, justify="right" if heading in _NUMBERS else "left", overflow="fold"
-        )
+        justify = "right" if heading in _NUMBERS else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for each in found:
         table.add_row(*map(escape, _cells(each)))
     console.print(table)
@@ -103,27 +102,23 @@ def _show_table(found: Sequence[CardEstimate], console: Console) -> None:
 
 def _cells(found: CardEstimate) -> tuple[str, ...]:
     """A card's row. A run that does not fit has no speed, hours and cost there."""
-    name, made = found.offer.name, found.made
+    name = found.offer.name
+    made = found.made
     if made is None:
         return (name, "cannot run, see below", "", "", "", "", "")
-    layers = ", ".join(f"{count} {precision}" for precision, count in made.layers.items())
+    counts = [f"{count} {precision}" for precision, count in made.layers.items()]
+    layers = ", ".join(counts)
+    runs_in = f"{made.plan.resolved}\n{layers}"
     verdict = "does NOT fit"
     if made.fits:
         verdict = "fits, tightly" if _is_tight(made) else "fits"
     memory = f"{made.needed / GIB:,.1f} of {made.card.memory / GIB:,.1f}\n{verdict}"
     if not made.fits:
-        return (name, f"{made.plan.resolved}\n{layers}", memory, "-", "-", "-", "-")
+        return (name, runs_in, memory, "-", "-", "-", "-")
     speed = f"{made.tokens / made.timing.mean:,.0f}\n{made.counted}/s"
+    hours = _hours(made.hours)
     cost = _money(found.cost(made.hours, made.ranks))
-    return (
-        name,
-        f"{made.plan.resolved}\n{layers}",
-        memory,
-        speed,
-        _hours(made.hours),
-        cost,
-        made.timing.bottleneck,
-    )
+    return (name, runs_in, memory, speed, hours, cost, made.timing.bottleneck)
 
 
 def _is_tight(made: Prediction) -> bool:
@@ -136,13 +131,14 @@ def _remarks(found: Sequence[CardEstimate]) -> list[tuple[str, str]]:
     shared: list[str] = []
     for each in found:
         made = each.made
+        card = each.offer.name
         if made is None:
-            rows += [(each.offer.name, f"cannot run: {problem}") for problem in each.problems]
+            rows += [(card, f"cannot run: {problem}") for problem in each.problems]
             continue
-        rows += [(each.offer.name, line) for line in _not_taken(made)]
-        rows += [
-            (each.offer.name, f"{name} {line}".strip()) for name, line in _would_fit(each, made)
-        ]
+        rows += [(card, line) for line in _not_taken(made)]
+        for name, line in _would_fit(each, made):
+            rows.append((card, f"{name} {line}".strip()))
+        # A note that holds for several cards is shown once.
         for note in made.notes:
             if note not in shared:
                 shared.append(note)
@@ -181,8 +177,11 @@ def _would_fit(found: CardEstimate, made: Prediction) -> list[tuple[str, str]]:
         return []
     if not found.ways:
         return [("would fit", "with nothing that was tried: take a larger card")]
-    texts = [f"with {_options(way, made)}: {_way_figures(found, made, way)}" for way in found.ways]
-    return [("would fit", text) for text in texts]
+    rows: list[tuple[str, str]] = []
+    for way in found.ways:
+        figures = _way_figures(found, made, way)
+        rows.append(("would fit", f"with {_options(way, made)}: {figures}"))
+    return rows
 
 
 def _options(way: Way, made: Prediction) -> str:
@@ -195,8 +194,8 @@ def _options(way: Way, made: Prediction) -> str:
 
 def _way_figures(found: CardEstimate, made: Prediction, way: Way) -> str:
     hours = made.hours_of(way.timing)
-    text = f"{_gib(way.needed)} a card, {made.tokens / way.timing.mean:,.0f} {made.counted}/s, "
-    text += f"{_hours(hours)} hours"
+    speed = f"{made.tokens / way.timing.mean:,.0f} {made.counted}/s"
+    text = f"{_gib(way.needed)} a card, {speed}, {_hours(hours)} hours"
     cost = found.cost(hours, way.ranks)
     if cost is not None:
         text += f", cost {_money(cost)}"
@@ -214,7 +213,10 @@ def _hours(hours: float) -> str:
 def _money(cost: float | None) -> str:
     if cost is None:
         return "-"
-    return f"{cost:,.2f}" if cost >= 0.1 or not cost else f"{cost:.2g}"
+    # Of small amounts two digits are shown, however small they are.
+    if cost >= 0.1 or not cost:
+        return f"{cost:,.2f}"
+    return f"{cost:.2g}"
 
 
 def _precision(made: Prediction) -> list[tuple[str, str]]:
@@ -234,11 +236,15 @@ def _parameters(made: Prediction) -> str:
     if count < 100_000:
         return number_of(count, "parameter")
     millions = count / 1e6
-    return f"{millions:,.0f}M parameters" if millions >= 1000 else f"{millions:,.1f}M parameters"
+    if millions >= 1000:
+        return f"{millions:,.0f}M parameters"
+    return f"{millions:,.1f}M parameters"
 
 
 def _memory(made: Prediction) -> list[tuple[str, str]]:
-    context, card = made.calibration.rates.context_bytes, made.card.memory
+    context = made.calibration.rates.context_bytes
+    card = made.card.memory
+    # What lasts from step to step comes first: no smaller batch helps there.
     if made.trace.lasting + context > card:
         lasting = _gib(made.trace.lasting)
         verdict = (
@@ -261,7 +267,8 @@ def _memory(made: Prediction) -> list[tuple[str, str]]:
 
 
 def _time(made: Prediction) -> list[tuple[str, str]]:
-    timing, baseline = made.timing, made.bf16_timing
+    timing = made.timing
+    baseline = made.bf16_timing
     rate = made.tokens / timing.mean
     text = f"{timing.mean * 1e3:,.1f} ms, {rate:,.0f} {made.counted}/s"
     if made.ranks > 1:
@@ -270,8 +277,10 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
         ratio = timing.mean / baseline.mean
         text += f"; {ratio:.2f} of bf16's {baseline.mean * 1e3:,.1f} ms"
     rows = [("step", text)]
+    # A difference of under a percent is left out.
     if timing.sampled > 1.01 * timing.usual:
-        rows.append(("", f"one that samples FP8 statistics {timing.sampled * 1e3:,.1f} ms"))
+        sampled = timing.sampled * 1e3
+        rows.append(("", f"one that samples FP8 statistics {sampled:,.1f} ms"))
 
     products = f"{made.flops / 1e12:,.3g} TFLOP of matrix products"
     if made.ranks > 1:
@@ -291,14 +300,11 @@ def _exchange(made: Prediction) -> list[tuple[str, str]]:
     """What a rank exchanges with the others in a step. What is smaller than a MiB is left out."""
     rows: list[tuple[str, str]] = []
     for (what, phase), (count, size) in exchanged(made.trace).items():
-        if size >= 2**20:
-            name = "" if rows else "exchange"
-            rows.append(
-                (
-                    name,
-                    f"{what} in {phase}: {number_of(count, 'time')} a step, {_gib(size)} of whole tensors",
-                )
-            )
+        if size < 2**20:
+            continue
+        name = "" if rows else "exchange"
+        times = number_of(count, "time")
+        rows.append((name, f"{what} in {phase}: {times} a step, {_gib(size)} of whole tensors"))
     return rows
 
 
@@ -306,6 +312,7 @@ def _host(made: Prediction) -> list[tuple[str, str]]:
     text = f"{made.timing.kernels:,} kernel launches a step"
     if made.timing.host_bound:
         text += ", which take longer than the work: larger micro-batches or engine.compile=blocks would help"
+    # Waits at the same line of code are counted together.
     waits: Counter[tuple[str, str]] = Counter()
     for wait in made.trace.waits:
         where = wait.where[0] if wait.where else "?"
@@ -326,4 +333,6 @@ def _copies(made: Prediction) -> list[tuple[str, str]]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 2 else f"{size / 2**20:,.1f} MiB"
+    if size >= GIB / 2:
+        return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:,.1f} MiB"

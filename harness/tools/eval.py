@@ -109,6 +109,7 @@ def evaluate(
         "in_fp32": None,
         "difference": None,
     }
+    # A run in fp32 has nothing to be compared with.
     if restored.plan.rung.precision != "fp32":
         plain = score(restored, batches, fp32=True)
         found |= {"in_fp32": plain.as_json(), "difference": difference(ours, plain)}
@@ -226,7 +227,8 @@ def _batches(
     """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
     from harness.build import build_data
 
-    config, worker = restored.config, restored.worker
+    config = restored.config
+    worker = restored.worker
     wanted = config.data.val_samples if samples is None else samples
     if data is None:
         config = _with_data(config, {"val_samples": wanted})
@@ -243,7 +245,9 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
     from harness.data.dataset import DatasetBatches
     from harness.tools.sample import of_bytes
 
-    config, worker = restored.config, restored.worker
+    config = restored.config
+    worker = restored.worker
+    # The run's own copy of the tokenizer comes first: the file that the config names may have changed since.
     own = restored.folder / "data" / "tokenizer.json"
     tokenizer = str(own) if own.is_file() else config.data.tokenizer
     changed: dict[str, Any] = {
@@ -254,7 +258,8 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
         "tokenizer": tokenizer,
     }
     # Every sample counts, whatever split a run would put it into, and there may be only one.
-    one = {"train": config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})}
+    train = config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})
+    one = {"train": train}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         config = _with_data(config, changed).model_copy(update=one)
         source = build_data(config, Path(scratch), worker)
@@ -282,7 +287,8 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
 
 
 def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:
-    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
+    data = config.data.model_copy(update=changed)
+    return config.model_copy(update={"data": data})
 
 
 def _portions(batches: Sequence[Batch], vocab_size: int | None) -> Iterator[Batch]:
@@ -301,7 +307,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         f"{found['run']} at step {found['step']}: {found['data']}, {number_of(found['samples'], 'sample')}, "
         f"{number_of(found['tokens'], 'token')}"
     )
-    trained_in, precision = found["trained_in"], found["precision"]
+    trained_in = found["trained_in"]
+    precision = found["precision"]
     if trained_in.partition(",")[0] != precision.partition(",")[0]:
         yield f"the run trained in {trained_in}; this machine computes it in {precision}"
 

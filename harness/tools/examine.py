@@ -60,8 +60,11 @@ def examine(config: RunConfig, recipe: Recipe, facts: MachineFacts) -> Examined:
     found = examined.findings
     rung, _ = resolve(recipe, facts)
     found += _versions(config, rung, facts)
-    found += refused("machine.mlflow", undeliverable(config.tracking, "tracking.mlflow=false"))
-    scale = recipe.loss_scale.init if rung is not None and rung.precision == "fp16" else None
+    silent = undeliverable(config.tracking, "tracking.mlflow=false")
+    found += refused("machine.mlflow", silent)
+    scale = None
+    if rung is not None and rung.precision == "fp16":
+        scale = recipe.loss_scale.init
     if finding := epsilon_finding(config.train, scale):
         found.append(finding)
     if rung is None:
@@ -106,7 +109,8 @@ def _reported(found: list[Finding], code: str) -> Iterator[None]:
 def _versions(config: RunConfig, rung: Rung | None, facts: MachineFacts) -> list[Finding]:
     compiles = config.engine.may_compile(facts.cuda_available)
     fp8 = rung is not None and rung.precision == "fp8"
-    return bad_pairs(Setup(installed_versions(), facts.torch_cuda, compiles, fp8))
+    setup = Setup(installed_versions(), facts.torch_cuda, compiles, fp8)
+    return bad_pairs(setup)
 
 
 def _engine(config: RunConfig, recipe: Recipe, rung: Rung, facts: MachineFacts) -> list[Finding]:
@@ -114,7 +118,8 @@ def _engine(config: RunConfig, recipe: Recipe, rung: Rung, facts: MachineFacts) 
     name = "single" if config.engine.name == "auto" else config.engine.name
     device = "cuda" if facts.cuda_available else "cpu"
     lacking = refused("machine.engine", ENGINES[name].lacking(device))
-    return [*lacking, *refused("config.engine", refusals(name, config, recipe, rung, device))]
+    problems = refusals(name, config, recipe, rung, device)
+    return [*lacking, *refused("config.engine", problems)]
 
 
 def _model(
@@ -151,7 +156,8 @@ def _model(
         examined.resolved_why = f"not {rung.name}: {reasons[rung.name]}"
     if config.engine.compile == "blocks":
         fuse = recipe.layers.fuse
-        found += refused("config.engine", check_compile(plan.rung, model, worker.device, fuse))
+        problems = check_compile(plan.rung, model, worker.device, fuse)
+        found += refused("config.engine", problems)
     task = Task(model, config.model.target, data.unit if data else "loss")
     found += lint_run(config, recipe, plan, model, task, data)
 
@@ -224,7 +230,9 @@ def _planned(recipe: Recipe, worker: Worker, model: nn.Module) -> Plan:
 def _room(config: RunConfig, model: nn.Module, worker: Worker) -> list[Finding]:
     """Errors if the run's checkpoints or its state do not fit here."""
     optimizer = optimizer_bytes(model, config.train)
-    found = refused("machine.disk", lacks_room(place_of_runs(), state_bytes(model, optimizer), 0))
+    # A run that has not begun has saved no checkpoint yet.
+    full = lacks_room(place_of_runs(), state_bytes(model, optimizer), 0)
+    found = refused("machine.disk", full)
     problem = lacks_memory(model, optimizer, worker)
     problems: Sequence[Problem] = [problem] if problem else []
     return [*found, *refused("machine.memory", problems)]

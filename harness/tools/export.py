@@ -188,8 +188,11 @@ def _tokenizer(folder: Path, config: RunConfig) -> tuple[list[Path], str]:
         beside = path if path.is_dir() else path.parent
         file = path if path.name.endswith(".json") else path / _TOKENIZER[0]
         if file.is_file() and file_sha256(file) == wanted:
-            others = [beside / name for name in _TOKENIZER[1:]]
-            files = [file, *(each for each in others if each.is_file())]
+            files = [file]
+            for name in _TOKENIZER[1:]:
+                other = beside / name
+                if other.is_file():
+                    files.append(other)
             return files, f"{named}, as it was given in `{file}`"
 
     # The run's own copy.
@@ -206,6 +209,7 @@ def _plain(
     meta: Mapping[str, Any],
 ) -> Ready:
     """Every key of the model's state_dict but frozen weights; a tied weight is under each of its names."""
+    # A checkpoint has a tied weight once. safetensors refuses tensors that share memory, so each name gets a copy.
     whole = dict(state)
     for alias, name in meta["tied"].items():
         if name in state:
@@ -245,7 +249,8 @@ def _llama(folder: Path, config: RunConfig, state: TensorDict) -> Ready:
         _save(weights, out)
         write_json(out / "config.json", described)
 
-    return f"a {ARCHITECTURES[described['model_type']]} of {_count(weights)}", _LOADS, write
+    kind = ARCHITECTURES[described["model_type"]]
+    return f"a {kind} of {_count(weights)}", _LOADS, write
 
 
 def _skeleton(config: RunConfig) -> GPT:
@@ -436,7 +441,9 @@ def _training(
     config: RunConfig,
 ) -> Iterator[tuple[str, str]]:
     """(what, text) of how the model was trained, up to the checkpoint's step."""
-    step, train, data = stamp.step, config.train, history.run["data"]
+    step = stamp.step
+    train = config.train
+    data = history.run["data"]
 
     # The journal may go on behind the checkpoint: later steps are no part of these weights.
     applied = history.points("train/step_applied")
@@ -444,6 +451,7 @@ def _training(
     yield "steps", f"{step} of {train.steps}, {skipped} updates skipped"
 
     unit = "" if history.unit == "loss" else f" {history.unit}"
+    # The last figures up to the checkpoint's step.
     for key, title in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         points = history.points(key)
         last = int((points.steps <= step).sum()) - 1
@@ -455,8 +463,9 @@ def _training(
     back = [each for each in history.rollbacks if each.to_step <= step]
     text = "none"
     if back:
-        windows = sum(len(each.passed_over) for each in back)
-        text = f"{len(back)}, {number_of(windows, 'window')} of the data passed over"
+        count = sum(len(each.passed_over) for each in back)
+        windows = number_of(count, "window")
+        text = f"{len(back)}, {windows} of the data passed over"
     yield "rollbacks", text
 
     source = _last(data.get("source", "not recorded"))
@@ -469,6 +478,7 @@ def _training(
     yield "batch", f"{samples} a step"
     yield "seed", str(train.seed)
 
+    # A text among the arguments may be a path, of which the card shows the last part.
     args: dict[str, Any] = {}
     for key, value in config.model.args.items():
         args[key] = _last(value) if isinstance(value, str) else value
@@ -487,7 +497,8 @@ def _last(path: object) -> str:
 
 def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     """The section on precision: what was asked for, what each layer ran in, and which layers moved."""
-    plan, step = history.plan, stamp.step
+    plan = history.plan
+    step = stamp.step
     ran = stamp.ran(plan)
 
     # From what was asked for to what became of it.
@@ -506,9 +517,11 @@ def _passport(history: RunHistory, stamp: Stamp) -> Iterator[str]:
     # Every layer, planned and as it ran.
     layers: list[Sequence[str]] = []
     for layer in plan["layers"]:
-        name, planned = layer["module"], layer["precision"]
-        layers.append((f"`{name}`", planned, ran[name], layer["backend"], layer["reason"]))
-    yield from _table(("layer", "planned", f"ran in, at step {step}", "backend", "why"), layers)
+        name = layer["module"]
+        row = (f"`{name}`", layer["precision"], ran[name], layer["backend"], layer["reason"])
+        layers.append(row)
+    heading = ("layer", "planned", f"ran in, at step {step}", "backend", "why")
+    yield from _table(heading, layers)
     yield ""
 
     # Which layers moved. The journal says when; the checkpoint says it for layers that the journal does not name.
@@ -548,6 +561,7 @@ def _recipes(history: RunHistory, step: int) -> Iterator[str]:
         return
     for place, each in enumerate(found):
         is_last = place + 1 == len(found)
+        # A recipe holds until the next one takes over, or to the checkpoint's step.
         last = step if is_last else min(found[place + 1].after, step)
         name = _last(each.recipe) if each.recipe else "a recipe that the journal does not name"
         sha256 = each.sha256 or "not recorded"

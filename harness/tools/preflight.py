@@ -78,7 +78,9 @@ def check_room(
     worker: Worker,
 ) -> None:
     """Raises CheckpointError if the checkpoints of the run in `folder` do not fit or cannot be written. Collective."""
-    size = state_bytes(model, optimizer_bytes(model, config.train))
+    optimizer = optimizer_bytes(model, config.train)
+    size = state_bytes(model, optimizer)
+    # Where the engine shards the state, every rank writes its part of it.
     ranks = worker.group.world_size if ENGINES[worker.engine].sharded else 1
     problems = _room(folder, size, ranks) if worker.is_lead else []
     if problems := _on_every_rank(worker, problems):
@@ -107,14 +109,17 @@ def check_memory(model: nn.Module, config: RunConfig, worker: Worker) -> None:
 
     # Ranks may have different limits. All refuse together, with the words of the first.
     texts = gather_texts(json.dumps(asdict(problem)) if problem else "")
-    if problems := [Problem(**json.loads(text)) for text in texts if text]:
-        raise MachineError(problems[0])
+    found = [text for text in texts if text]
+    if found:
+        first = json.loads(found[0])
+        raise MachineError(Problem(**first))
 
 
 def _waits_whole(config: RunConfig, worker: Worker) -> bool:
     """Whether a gradient stays whole until the window's last micro-batch, though the engine shards it."""
     rows = config.train.micro_batch * worker.launch.world_size
-    return config.train.global_batch // rows > 1 and config.engine.gradient_sync == "window"
+    micro_batches = config.train.global_batch // rows
+    return micro_batches > 1 and config.engine.gradient_sync == "window"
 
 
 def memory_text(model: nn.Module, config: RunConfig, worker: Worker) -> str:
@@ -122,12 +127,14 @@ def memory_text(model: nn.Module, config: RunConfig, worker: Worker) -> str:
     engine = ENGINES[worker.engine]
     sharers = worker.group.world_size if engine.sharded else 1
     whole = not engine.sharded or _waits_whole(config, worker)
-    needs = _needs(model, optimizer_bytes(model, config.train), sharers, whole)
+    optimizer = optimizer_bytes(model, config.train)
+    needs = _needs(model, optimizer, sharers, whole)
     parts = [
         f"weights {size_text(needs.weights)}",
         f"gradients {size_text(needs.gradients)}",
         f"optimizer {size_text(needs.optimizer)}",
     ]
+    # An engine without snapshots, DeepSpeed, divides the state by itself.
     of = "a rank" if engine.snapshots else "the whole model"
     text = f"memory: {size_text(needs.total)} of {of} ({', '.join(parts)}); activations come on top"
     return f"{text}, see harness estimate"
@@ -169,6 +176,7 @@ def _needs(
         if parameter.device.type != "meta":
             here += parameter.nbytes
     buffers = sum(buffer.nbytes for buffer in model.buffers())
+    # Gradients are divided as the rest is, unless the engine keeps them whole.
     if not whole_gradients:
         gradients //= ranks
     return _Needs(weights // ranks + buffers, gradients, optimizer // ranks, here)
@@ -187,7 +195,8 @@ def lacks_memory(
     """
     # An engine without snapshots, DeepSpeed, shards the optimizer's state alone.
     engine = ENGINES[worker.engine]
-    if not engine.snapshots or (worker.device.type != "cpu" and not engine.sharded):
+    on_cpu = worker.device.type == "cpu"
+    if not engine.snapshots or not (on_cpu or engine.sharded):
         return None
     sharers = worker.group.world_size if engine.sharded else 1
     needs = _needs(model, optimizer, sharers, whole_gradients or not engine.sharded)
@@ -196,13 +205,17 @@ def lacks_memory(
     # Every rank of this machine takes as much; a rank's own limit, and its GPU, are for it alone.
     ranks = worker.launch.local_world_size
     place = _Place("on the CPU", "this machine has", all_memory(), ", swap included", ranks)
-    if worker.device.type != "cpu":
+    if not on_cpu:
+        # What the model takes there already is part of what it needs.
         free = _free_on(worker.device) + needs.here
         place = _Place("on the GPU", f"{worker.device} has", free, " free", 1)
+
+    # A process may be allowed less than the machine has.
     room = process_room()
-    if worker.device.type == "cpu" and room is not None:
+    if on_cpu and room is not None:
         limited = room + needs.here
-        if not place.bytes or limited < place.bytes / ranks:
+        share = place.bytes / ranks
+        if not place.bytes or limited < share:
             place = _Place("on the CPU", "this process may take", limited, " more (ulimit)", 1)
     if not place.bytes or place.ranks * needs.total <= place.bytes:
         return None

@@ -54,6 +54,7 @@ def command(
             what = "; ".join(problem.what for problem in error.problems)
             why = f"no prediction for {chosen.name}: {what}"
 
+    # The prediction, or why there is none, is kept beside the measured times.
     tables: list[dict[str, Any]] = []
     for path, made in found:
         if chosen is not None and predicted:
@@ -110,8 +111,11 @@ def _predicted(history: RunHistory, card: Card, calibration: Path | None) -> Pre
     config = load_config(str(path), overrides)
     check_recipe(history.run_dir, config.recipe)
     rates = uncalibrated(card) if calibration is None else read_calibration(calibration, card)
+    # The tag is a text of the run's journal, so it is believed only if it is a number of a sensible size.
     ranks = history.run["tags"].get("ranks", "1")
-    count = int(ranks) if ranks.isdecimal() and 0 < len(ranks) < 7 else 1
+    count = 1
+    if ranks.isdecimal() and 0 < len(ranks) < 7:
+        count = int(ranks)
     say(f"profile: predicting a step on {card.name}", sys.stderr)
     return predict(config, load_recipe(config.recipe), card, rates, max(1, count))
 

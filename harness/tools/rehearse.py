@@ -80,14 +80,19 @@ def command(
 def _precisions(given: str) -> list[PrecisionName]:
     """The named precisions in a fixed order, fp32 first. Raises ConfigError for names that are no precision."""
     known: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    names: list[str] = []
+    for part in given.split(","):
+        name = part.strip()
+        if name:
+            names.append(name)
     problems: list[Problem] = []
     for name in names:
         if name not in known:
             fix = near_match(name, known)
             problems.append(Problem(f"{name!r} is no precision", "--precisions", fix=fix))
     if not names:
-        problems.append(Problem("names none", "--precisions", fix=f"known: {', '.join(known)}"))
+        fix = f"known: {', '.join(known)}"
+        problems.append(Problem("names none", "--precisions", fix=fix))
     if problems:
         raise ConfigError(problems)
     return [name for name in known if name in names or name == "fp32"]
@@ -132,7 +137,8 @@ def _request(
 
     # A run's folder.
     if from_step is not None and before is not None:
-        what, fix = "a rehearsal begins at one place", "give one of them"
+        what = "a rehearsal begins at one place"
+        fix = "give one of them"
         raise ConfigError(Problem(what, "--from-step and --before", fix=fix))
     if len(words) != 1:
         what = "name one run" if not words else f"{len(words)} words are not one run"
@@ -142,7 +148,8 @@ def _request(
     check_recipe(folder, run_config.recipe)
     fp8 = load_recipe(recipe) if recipe else None
     _require_fp8(fp8)
-    return _Request(folder, short(folder), run_config, load_recipe(run_config.recipe), fp8)
+    own = load_recipe(run_config.recipe)
+    return _Request(folder, short(folder), run_config, own, fp8)
 
 
 def _require_fp8(recipe: Recipe | None) -> None:
@@ -188,7 +195,8 @@ def _rehearse(
             notes.append(
                 "the run's loss scale was DeepSpeed's: the fp16 branch has one of its own, and does not repeat the run"
             )
-        was, now = begin.config.recipe, request.config.recipe
+        was = begin.config.recipe
+        now = request.config.recipe
         if was != now:
             notes.append(
                 f"a resume changed the run's recipe since, from {was} to {now}: "
@@ -240,7 +248,8 @@ def _watched(begin: Beginning, worker: Worker) -> tuple[Beginning, list[str]]:
 
     The guard finds what goes wrong, and hooks see eager code only.
     """
-    guard, engine = begin.config.guard, begin.config.engine
+    guard = begin.config.guard
+    engine = begin.config.engine
     update: dict[str, Any] = {}
     notes: list[str] = []
     if not guard.enabled:
@@ -251,7 +260,8 @@ def _watched(begin: Beginning, worker: Worker) -> tuple[Beginning, list[str]]:
     if engine.compile == "auto" and engine.may_compile(worker.device.type == "cuda"):
         update["engine"] = engine.model_copy(update={"compile": "none"})
         notes.append("blocks run eager here; engine.compile=auto compiles them in training")
-    return replace(begin, config=begin.config.model_copy(update=update)), notes
+    config = begin.config.model_copy(update=update)
+    return replace(begin, config=config), notes
 
 
 def _build(
@@ -279,8 +289,11 @@ def _own_precisions(request: _Request, worker: Worker) -> list[str]:
     if request.folder is not None:
         return [_resolved(request.folder)]
     judged = judge(request.own, worker.facts)
-    takes = zip(request.own.ladder, judged, strict=True)
-    return [rung.precision for rung, judgement in takes if judgement.takes]
+    able: list[str] = []
+    for rung, judgement in zip(request.own.ladder, judged, strict=True):
+        if judgement.takes:
+            able.append(rung.precision)
+    return able
 
 
 def _repeated(request: _Request) -> str:
@@ -314,7 +327,9 @@ def _resolved(folder: Path) -> str:
     """The precision that the run's plan resolved to; empty if it has no plan."""
     from harness.run_folder import read_plan
 
-    return str(read_plan(folder).get("resolved", "")).partition(":")[2]
+    resolved = str(read_plan(folder).get("resolved", ""))
+    _, _, precision = resolved.partition(":")
+    return precision
 
 
 def _notes(found: Rehearsed, worker: Worker) -> list[str]:
@@ -353,7 +368,8 @@ def _replay_command(request: _Request, found: Rehearsed) -> str:
     """The command that examines the step at which the run went bad; empty if there is no such step."""
     if request.folder is None or found.begin.incident is None:
         return ""
-    return f"{tool('harness')} replay {short(request.folder)} --step {found.begin.incident}"
+    command = f"{tool('harness')} replay {short(request.folder)}"
+    return f"{command} --step {found.begin.incident}"
 
 
 def _show(
@@ -377,9 +393,8 @@ def _show(
 
     if found.recommended is not None:
         path = out / recommended.FILE
-        recommended.write(
-            path, found.recommended, f"{request.name}, {number_of(found.begin.steps, 'step')}"
-        )
+        what = f"{request.name}, {number_of(found.begin.steps, 'step')}"
+        recommended.write(path, found.recommended, what)
         content["recipe"]["path"] = str(path)
         lines += ["", *text.recipe_lines(content["recipe"])]
 

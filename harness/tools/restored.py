@@ -55,9 +55,8 @@ class Restored:
         if self.precision.fell_back_to:
             return f"{self.plan.resolved}, downgraded to {self.precision.fell_back_to}"
         if self.precision.demoted:
-            return (
-                f"{self.plan.resolved}, {number_of(len(self.precision.demoted), 'layer')} in BF16"
-            )
+            demoted = number_of(len(self.precision.demoted), "layer")
+            return f"{self.plan.resolved}, {demoted} in BF16"
         return self.plan.resolved
 
     @property
@@ -107,12 +106,14 @@ class Restored:
         except TypeError as error:
             raise self._no_logits(f"its forward does not take the inputs alone: {error}") from error
         # Common forms of an output: a tuple that begins with the logits, or an object that has them.
-        found = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
+        logits = getattr(found, "logits", found)
+        if isinstance(found, tuple) and found:
+            logits = found[0]
         samples = len(inputs[0])
-        is_tensor = isinstance(found, torch.Tensor)
-        if not is_tensor or found.ndim != 3 or len(found) != samples:
+        is_tensor = isinstance(logits, torch.Tensor)
+        if not is_tensor or logits.ndim != 3 or len(logits) != samples:
             raise self._no_logits("forward(inputs) returns something else")
-        return found
+        return logits
 
     def _no_logits(self, why: str) -> ConfigError:
         what = "the model gives no logits [batch, time, vocab]"
@@ -161,7 +162,8 @@ def restore(run: Path, step: int | None = None) -> Restored:
     store = Store(folder / "checkpoints", readonly=True)
     found = choose(store, step)
     check_recipe(folder, config.recipe)
-    recipe, planned = load_recipe(config.recipe), read_plan(folder)
+    recipe = load_recipe(config.recipe)
+    planned = read_plan(folder)
 
     # Build the model, then load weights and FP8 state.
     worker = join_worker(config, "python")
@@ -175,8 +177,9 @@ def restore(run: Path, step: int | None = None) -> Restored:
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        what, where = "does not fit the run's model", str(store.path(found))
-        raise CheckpointError(Problem(what, where, f"{type(error).__name__}: {error}")) from error
+        what = "does not fit the run's model"
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(Problem(what, str(store.path(found)), why)) from error
     return Restored(
         folder,
         config,

@@ -104,7 +104,9 @@ def agree_on_folder(request: Request, source: Path | None, worker: Worker) -> Pa
     Raises ConfigError on rank 0 as `choose_folder` does.
     """
     # Only rank 0 looks: another rank could find the folder that rank 0 has just made, and take the next number.
-    found = str(_find_folder(request, source)) if worker.is_lead else None
+    found = None
+    if worker.is_lead:
+        found = str(_find_folder(request, source))
     return Path(worker.group.broadcast(found))
 
 
@@ -116,7 +118,8 @@ def _find_folder(request: Request, source: Path | None) -> Path:
     if source is None:
         return choose_folder(config_name, recipe, request.name, request.resume, steps)
 
-    # The same command again goes on with the run that it began, instead of beginning another one.
+    # The same command again goes on with the run that it began, instead of beginning another one. Without --name that
+    # run has the usual name, or this name with a number.
     if request.name is not None:
         candidates = [RUNS / request.name]
     else:
@@ -147,6 +150,7 @@ def find_start(
         origin = folder
     elif source is not None:
         origin = source.parent.parent
+    # The vocabulary is that of the run whose state is loaded.
     if origin is not None:
         config = adopt_vocab(origin, config)
     resumed = None
@@ -285,7 +289,9 @@ def _load_source(run: Run, source: Path) -> None:
     """Begin with the state in a checkpoint of another run."""
     telemetry = run.telemetry
     step = int(source.name.removeprefix("step-"))
-    run.state.load_state_dict(*run.recovery.read(step, Store(source.parent, readonly=True)))
+    store = Store(source.parent, readonly=True)
+    tensors, meta = run.recovery.read(step, store)
+    run.state.load_state_dict(tensors, meta)
 
     # Windows that were bad for the other run are bad for this one, if it reads the same data in the same order.
     theirs = source.parent.parent
@@ -303,7 +309,8 @@ def _load_source(run: Run, source: Path) -> None:
 
 def _load_own(run: Run, step: int, accepted: Sequence[str]) -> None:
     """Go on from this run's checkpoint of `step`."""
-    telemetry, bound_to = run.telemetry, run.recovery.bound
+    telemetry = run.telemetry
+    bound_to = run.recovery.bound
     run.recovery.load(step, lambda meta: check_bound(step, meta.get("bound"), bound_to, accepted))
     for problem in run.recovery.store.quarantined:
         telemetry.event(step, "checkpoint.quarantined", text=str(problem))

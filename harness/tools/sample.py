@@ -166,6 +166,7 @@ def generate(
     with restored.computing(fp32):
         for _ in range(count):
             logits = _after(restored, sequence[-context:], context).float().cpu()
+            # Among logits that are not finite there is no token to choose.
             if not bool(torch.isfinite(logits).all()):
                 what = "the model's logits are not finite"
                 where = f"{restored.folder} at step {restored.step}"

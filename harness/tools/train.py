@@ -214,9 +214,8 @@ def with_own_tokenizer(config: RunConfig) -> RunConfig:
     found = tokenizer_of(config.model.target)
     if found is None:
         return config
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"tokenizer": str(found)})}
-    )
+    data = config.data.model_copy(update={"tokenizer": str(found)})
+    return config.model_copy(update={"data": data})
 
 
 def prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
@@ -225,9 +224,10 @@ def prepare(request: Request, start: StartingPoint, worker: Worker) -> Job:
     Raises HarnessError for whatever does not fit together. In the folder only the data are written.
     """
     # The layers of an earlier plan keep their kernels. What a start left that was killed before it was a run goes away.
-    earlier = worker.group.broadcast(
-        read_plan(start.origin) if worker.is_lead and start.origin else None
-    )
+    earlier = None
+    if worker.is_lead and start.origin:
+        earlier = read_plan(start.origin)
+    earlier = worker.group.broadcast(earlier)
     if worker.is_lead and not start.resuming:
         forget_run(start.folder)
     check_shared(start.folder, start.config, worker)
@@ -305,9 +305,8 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename2 or error.filename or folder
         fix = "move away what is there, or make room"
-        raise CheckpointError(
-            Problem("cannot be written", str(where), error.strerror or str(error), fix)
-        ) from error
+        why = error.strerror or str(error)
+        raise CheckpointError(Problem("cannot be written", str(where), why, fix)) from error
 
 
 def _announce(
@@ -320,10 +319,13 @@ def _announce(
     facts: Mapping[str, Any],
 ) -> None:
     """Say what the run is, and warn of what its user may not expect. Collective. facts: of the data."""
-    params, screen, step = flat(job.config.model_dump(mode="json")), telemetry.screen, initial.step
+    params = flat(job.config.model_dump(mode="json"))
+    screen = telemetry.screen
+    step = initial.step
     for line in first_lines(request, job, worker, facts):
         screen.say(line)
-    screen.unit, screen.counted = job.task.unit, facts.get("counted", "tokens")
+    screen.unit = job.task.unit
+    screen.counted = facts.get("counted", "tokens")
 
     # The journal's first row says what the run is; events come after it.
     telemetry.begin(_tags(job.plan, worker), params, facts)
@@ -341,7 +343,8 @@ def first_lines(request: Request, job: Job, worker: Worker, facts: Mapping[str, 
     if text := left_out(config, stats_every, worker.group.world_size):
         lines.append(text)
     size = sum(parameter.numel() for parameter in job.model.parameters())
-    if worker.device.type == "cpu" and size > _FIRST_TRY and _slow_products(job.plan, worker):
+    large_on_cpu = worker.device.type == "cpu" and size > _FIRST_TRY
+    if large_on_cpu and _slow_products(job.plan, worker):
         lines.append(
             "this CPU has no bf16 instructions, so a step takes several times as long as in float32: "
             "for a first try take --config tiny, or --recipe fp32"
@@ -372,7 +375,9 @@ def doubts(request: Request, start: StartingPoint, job: Job, worker: Worker) -> 
     in_fp8 = bool(job.plan.fp8_layers())
     if text := unwatched(config.guard.enabled, request.recipe.fallback.enabled, in_fp8):
         found.append(Doubt("precision.unwatched", text))
-    changed = source_changes(config.data, start.folder / "data") if worker.is_lead else None
+    changed = None
+    if worker.is_lead:
+        changed = source_changes(config.data, start.folder / "data")
     found += [Doubt("data.source", text) for text in worker.group.broadcast(changed)]
     if job.unit_warning:
         found.append(Doubt("loss.unit", job.unit_warning))
@@ -383,7 +388,9 @@ def _tags(plan: Plan, worker: Worker) -> dict[str, str]:
     """Tags of the run. Versions and card are for `harness compare`: they can change a run's bits, and its speed."""
     installed = {f"version.{name}": text for name, text in versions(worker.facts).items() if text}
     devices = worker.facts.devices
-    card = {"card": devices[0].name} if devices and plan.tier != "CPU" else {}
+    card: dict[str, str] = {}
+    if devices and plan.tier != "CPU":
+        card["card"] = devices[0].name
     return {
         **installed,
         **card,
@@ -401,9 +408,8 @@ def _tags(plan: Plan, worker: Worker) -> dict[str, str]:
 
 def _git_commit() -> str:
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
@@ -436,16 +442,17 @@ def _build(
 
 def _profile(run: Run, worker: Worker) -> None:
     """Profile the steps of train.profile_steps on this rank; warn if this start comes too late for them."""
-    train, next_step = run.config.train, run.state.step + 1
+    train = run.config.train
+    next_step = run.state.step + 1
     profiler = profiler_of(
         run.folder, train.profile_steps, worker.device, worker.group.rank, train.profile_ranks
     )
     run.telemetry.profiler = profiler
     if profiler is not None and profiler.missed(next_step):
-        text = f"train.profile_steps {list(train.profile_steps or ())} were done before this start, without a profile"
-        run.telemetry.tell(
-            run.state.step, "profile.missed", f"{text}; the next step is {next_step}"
-        )
+        steps = list(train.profile_steps or ())
+        text = f"train.profile_steps {steps} were done before this start, without a profile"
+        text = f"{text}; the next step is {next_step}"
+        run.telemetry.tell(run.state.step, "profile.missed", text)
 
 
 def _drive(run: Run) -> Outcome:
@@ -475,7 +482,8 @@ def _log_knobs(run: Run) -> None:
     """Log every setting on which the bits of a step depend, and ranks with other settings than rank 0's. Collective."""
     settings = knobs(run.config.train.seed)
     own = json.dumps(settings)
-    others = [rank for rank, text in enumerate(gather_texts(own)) if text != own]
+    texts = gather_texts(own)
+    others = [rank for rank, text in enumerate(texts) if text != own]
     set_ones = [f"{name} {value}" for name, value in settings.items() if value != NOT_SET]
     text = ", ".join(set_ones)
     fields: dict[str, Any] = {"text": text, "knobs": settings}
@@ -491,11 +499,11 @@ def _settle(run: Run, error: BaseException) -> None:
         return
     try:
         # A save by all ranks cannot succeed without the lost one.
-        run.recovery.settle("a rank is lost" if isinstance(error, LostRankError) else "")
+        why = "a rank is lost" if isinstance(error, LostRankError) else ""
+        run.recovery.settle(why)
     except Exception as another:  # the same fault may cause both, and the caller reports the first
-        run.telemetry.event(
-            run.state.step, "checkpoint.failed", text=f"{type(another).__name__}: {another}"
-        )
+        text = f"{type(another).__name__}: {another}"
+        run.telemetry.event(run.state.step, "checkpoint.failed", text=text)
 
 
 def _finish(run: Run, plan: Plan, outcome: Outcome) -> None:

@@ -143,8 +143,12 @@ def _torchao_fp8(facts: MachineFacts, tier: Tier, _: str) -> Answer:
         return False, "torchao: not installed"
     if not library.ok:
         return False, f"torchao: {library.reason}"
-    version = f"torchao {library.version}" if library.version else "torchao"
-    emulated = ", emulated on the CPU" if tier is Tier.CPU else ""
+    version = "torchao"
+    if library.version:
+        version += f" {library.version}"
+    emulated = ""
+    if tier is Tier.CPU:
+        emulated = ", emulated on the CPU"
     return True, f"{version}, dynamic scaling{emulated}"
 
 

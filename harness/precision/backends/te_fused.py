@@ -211,7 +211,8 @@ def hooked(*modules: nn.Module) -> bool:
             return True
         for module in modules:
             for hook in getattr(module, f"_{kind}").values():
-                looks_at = getattr(getattr(hook, "__self__", None), "looks_at", None)
+                owner = getattr(hook, "__self__", None)
+                looks_at = getattr(owner, "looks_at", None)
                 if looks_at is None or looks_at(module):
                     return True
     return False

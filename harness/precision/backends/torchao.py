@@ -188,6 +188,7 @@ class WatchedLinear(Float8Linear):
             if not frozen:
                 grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
             return grad_x, grad_weight, grad_bias
+        # A frozen weight has no gradient, so its product is left out.
         if frozen:
             grad_x = _input_gradient(grad, weight, self.linear_mm_config, self.config)
             return grad_x, None, grad_bias

@@ -255,7 +255,9 @@ class Recorder(TorchDispatchMode):
         """Add a node for each tensor that `func` returned."""
         name = func.overloadpacket.__name__
         # In-place operations end in one underscore, private ones begin with it.
-        op = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+        op = name
+        if name.endswith("_") and not name.endswith("__"):
+            op = name[:-1]
         given = tuple(self._as_node(value) for value in args)
         detached = op == "detach" or not torch.is_grad_enabled()
         for tensor in made:
@@ -300,7 +302,10 @@ class Recorder(TorchDispatchMode):
 
 def _is_wide(op: str, tensor: Tensor, inputs: Sequence[Node]) -> bool:
     """Whether a tensor of 16 bits would be float32 on a GPU."""
-    if tensor.dtype not in HALF or op in PRODUCTS or op.startswith(_ATTENTION) or op == "_to_copy":
+    if tensor.dtype not in HALF:
+        return False
+    # Products compute in the half dtype on a GPU, too, and a cast has the dtype that it asks for.
+    if op in PRODUCTS or op.startswith(_ATTENTION) or op == "_to_copy":
         return False
     return op in _FLOAT32_ON_GPU or any(each.wide for each in inputs)
 
@@ -395,7 +400,8 @@ def _as_on_a_gpu() -> Iterator[None]:
     begin = torch.autocast.__init__
 
     def begin_here(self: torch.autocast, device_type: str, *args: Any, **named: Any) -> None:
-        begin(self, "cpu" if device_type == "cuda" else device_type, *args, **named)
+        here = "cpu" if device_type == "cuda" else device_type
+        begin(self, here, *args, **named)
 
     torch.autocast.__init__ = begin_here
     try:

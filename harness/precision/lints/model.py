@@ -47,12 +47,15 @@ def lint_model(
             made.append(OutsideLinears(model, smallest))
         return made
 
+    # Most rules judge an operation as it is made. Some need the whole forward, and come after it.
     graph = record(model, loss, batch, half, new_rules)
     late = numerics.exponentials(graph.nodes)
     if half is not None:
         late += useless(graph.nodes)
     for fault in late:
-        place = fault.at.place if fault.at and fault.at.place else Place("", "")
+        place = Place("", "")
+        if fault.at and fault.at.place:
+            place = fault.at.place
         graph.faults.append((fault, place))
 
     found = [*_merged(graph), *_unfit(model, recipe, rung, plan.keep_fp32)]
@@ -102,6 +105,7 @@ def _unfit(model: nn.Module, recipe: Recipe, rung: Rung, keep_fp32: Sequence[str
     multiple = recipe.fp8_multiple(backend)
     layers = LayerFilter(model, recipe.layers, multiple, f"recipe {recipe.name}: layers", refuses)
 
+    # A name with its dot, so that "block.1" is not taken for the beginning of "block.10".
     kept = tuple(f"{name}." for name in keep_fp32)
     names: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
@@ -109,7 +113,8 @@ def _unfit(model: nn.Module, recipe: Recipe, rung: Rung, keep_fp32: Sequence[str
             continue
         reason = layers.unfit(module)
         if reason:
-            names.setdefault((reason, _fix(module, multiple)), []).append(name)
+            fix = _fix(module, multiple)
+            names.setdefault((reason, fix), []).append(name)
 
     found: list[Finding] = []
     for (reason, fix), linears in names.items():

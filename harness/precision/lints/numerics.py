@@ -48,7 +48,10 @@ def number(value: Any) -> float | None:
     """The value of a constant among an operation's arguments; None for anything else."""
     if isinstance(value, Node) and value.op == "scalar_tensor":
         value = value.args[0]
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    # bool is a kind of int in Python, and no number here.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def second(node: Node) -> Any:
@@ -98,10 +101,15 @@ def _range_of_product(node: Node, depth: int) -> Range:
     first, other = node.args[0], second(node)
     factor = number(other)
     if factor is not None:
-        return range_of(first, depth) if factor > 0 else Range.UNKNOWN
+        # A factor under 0 turns the range around, and a factor of 0 makes a constant.
+        if factor > 0:
+            return range_of(first, depth)
+        return Range.UNKNOWN
     # A tensor times itself is a square.
-    if node.op == "mul" and isinstance(first, Node) and isinstance(other, Node):
-        return Range.FROM_ZERO if first.behind() is other.behind() else Range.UNKNOWN
+    if node.op != "mul" or not isinstance(first, Node) or not isinstance(other, Node):
+        return Range.UNKNOWN
+    if first.behind() is other.behind():
+        return Range.FROM_ZERO
     return Range.UNKNOWN
 
 
@@ -111,7 +119,9 @@ def _range_of_sum(node: Node, depth: int) -> Range:
     if not isinstance(first, Node) or not isinstance(other, Node):
         return Range.UNKNOWN
     both = {range_of(first, depth), range_of(other, depth)}
-    return Range.FROM_ZERO if both == {Range.FROM_ZERO} else Range.UNKNOWN
+    if both == {Range.FROM_ZERO}:
+        return Range.FROM_ZERO
+    return Range.UNKNOWN
 
 
 def logarithm(node: Node) -> Fault | None:
@@ -180,18 +190,25 @@ def is_bounded(node: Node) -> bool:
     """Whether exp of `node` stays finite as far as is known."""
     node = without_constants(node, _SCALED)
     # Attention scores with a bias or a mask are as unbounded as the scores.
-    parts = node.inputs if node.op in ("add", "masked_fill", "where") else [node]
-    sources = [without_constants(part, _SCALED) for part in parts]
-    return not any(source.op in _UNBOUNDED for source in sources)
+    parts = [node]
+    if node.op in ("add", "masked_fill", "where"):
+        parts = node.inputs
+    for part in parts:
+        source = without_constants(part, _SCALED)
+        if source.op in _UNBOUNDED:
+            return False
+    return True
 
 
 def softmax_by_hand(node: Node) -> Fault | None:
     """exp(x) / exp(x).sum() without the subtraction of the maximum."""
     if node.op != "div" or not node.learns or len(node.inputs) < 2:
         return None
-    above, below = node.inputs[0].behind(), without_constants(node.inputs[1], _SHIFTS)
+    above = node.inputs[0].behind()
+    below = without_constants(node.inputs[1], _SHIFTS)
     if above.op != "exp" or below.op != "sum" or above.blamed:
         return None
+    # The sum has to be of the same exponentials.
     if below.args[0].behind() is not above or is_bounded(above.args[0]):
         return None
     above.blamed = True
@@ -204,7 +221,8 @@ def square_root(node: Node) -> Fault | None:
     """sqrt, rsqrt or a fractional power of values that can be 0: the gradient is infinite there."""
     power = number(second(node)) if node.op == "pow" else None
     fractional = power is not None and not power.is_integer()
-    if not node.learns or not (node.op in ("sqrt", "rsqrt") or fractional):
+    root = node.op in ("sqrt", "rsqrt")
+    if not node.learns or not (root or fractional):
         return None
     if not isinstance(node.args[0], Node):
         return None
@@ -261,7 +279,9 @@ def epsilon(node: Node) -> Fault | None:
     """An epsilon that fp16 cannot hold, added in fp16; or a norm whose epsilon lets fp16 overflow."""
     if node.op in ("native_layer_norm", "native_group_norm", "native_batch_norm"):
         return _norm_epsilon(node)
-    if node.dtype != torch.float16 or not node.half or node.op not in ("add", "clamp_min", "clamp"):
+    if node.dtype != torch.float16 or not node.half:
+        return None
+    if node.op not in ("add", "clamp_min", "clamp"):
         return None
     value = number(second(node))
     if value is None or not 0 < value < FP16_SMALLEST_NORMAL:
@@ -290,7 +310,9 @@ def _norm_epsilon(node: Node) -> Fault | None:
             "numerics.norm_eps", "a norm without epsilon", why, "give it one, such as 1e-5"
         )
     in_fp16 = torch.float16 in (node.dtype, node.args[0].behind().dtype)
-    return _overflowing(value) if in_fp16 else None
+    if not in_fp16:
+        return None
+    return _overflowing(value)
 
 
 def _overflowing(value: float) -> Fault | None:
@@ -316,7 +338,9 @@ def constant(node: Node) -> Fault | None:
         return None
     for value in node.args[1:]:
         given = number(value)
-        if given is not None and math.isfinite(given) and abs(given) > FP16_LARGEST:
+        if given is None or not math.isfinite(given):
+            continue
+        if abs(given) > FP16_LARGEST:
             why = f"fp16's largest value is {FP16_LARGEST:g}: torch raises an error, or the value is infinite"
             fix = "torch.finfo(x.dtype).min, -inf, or F.scaled_dot_product_attention with a mask"
             return Fault("numerics.constant", f"the constant {given:g} in fp16", why, fix)
@@ -329,7 +353,8 @@ def exponentials(nodes: list[Node]) -> list[Fault]:
     for node in nodes:
         if node.op != "exp" or node.blamed or not node.learns:
             continue
-        if without_constants(node.args[0], _SCALED).op in PRODUCTS:
+        argument = without_constants(node.args[0], _SCALED)
+        if argument.op in PRODUCTS:
             why = f"{_OVERFLOWS}, and nothing bounds x"
             fix = "clamp x first, or use F.softplus where a positive number is meant"
             found.append(Fault("numerics.exp", "exp of a layer's output", why, fix, at=node))

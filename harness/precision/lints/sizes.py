@@ -97,7 +97,8 @@ class OutsideLinears:
         owned: set[int] = set()
         for module in model.modules():
             if is_linear(module) or isinstance(module, nn.Embedding):
-                owned.update(id(parameter) for parameter in module.parameters(recurse=False))
+                own = module.parameters(recurse=False)
+                owned.update(id(parameter) for parameter in own)
         self._outside: set[str] = set()
         for name, parameter in model.named_parameters():
             if id(parameter) not in owned:
@@ -108,13 +109,11 @@ class OutsideLinears:
         if node.op not in _MATRIX_PRODUCTS:
             return None
         for matrix in matrices_of(node):
-            if matrix.weight in self._outside and min(matrix.shape[-2:]) >= self._smallest:
+            if matrix.weight not in self._outside:
+                continue
+            if min(matrix.shape[-2:]) >= self._smallest:
                 what = f"{matrix.weight} is multiplied outside a Linear"
                 why = "only the forward of an nn.Linear is converted: this product stays in BF16"
-                return Fault(
-                    "model.fp8_outside",
-                    what,
-                    why,
-                    "make it the weight of an nn.Linear, and call that",
-                )
+                fix = "make it the weight of an nn.Linear, and call that"
+                return Fault("model.fp8_outside", what, why, fix)
         return None
