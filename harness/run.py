@@ -172,7 +172,8 @@ def train_step(
 
     training.enter("update")
 
-    # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop.
+    # The gate and the update, then the step's figures leave for the host: core/update.py, the same for every loop. The
+    # engine applies the update: torch's optimizers by engines/own_update.py, DeepSpeed by its own.
     # One step later `train` below has them judged (guard.py, which asks monitors/responder.py) and recorded
     # (telemetry.py).
     samples = len(window.samples)

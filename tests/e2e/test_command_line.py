@@ -14,6 +14,7 @@ import pytest
 
 from harness.tracking.journal import read_rows
 from tests.support import warm
+from tests.support.matrix import rest_slow
 from tests.support.runs import ROOT, TRAIN, environment, events, harness, metrics, train
 
 
@@ -82,7 +83,11 @@ def test_no_flag_can_be_taken_for_a_launchers_own() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "steps"),
-    [("fp8_hybrid", 6), ("bf16", 6), ("fp32", 6), ("auto", 6), ("fp16_scaler", 3)],
+    rest_slow(
+        [("fp8_hybrid", 6), ("bf16", 6), ("fp32", 6), ("auto", 6), ("fp16_scaler", 3)],
+        ("auto", 6),
+        ("fp16_scaler", 3),
+    ),
 )
 def test_every_recipe_trains_here(tmp_path: Path, recipe: str, steps: int) -> None:
     small = (

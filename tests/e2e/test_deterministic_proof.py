@@ -95,6 +95,7 @@ def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: 
     assert "fp16" not in json.loads((run / "plan.json").read_text())["effective"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "named"),
     rest_slow(

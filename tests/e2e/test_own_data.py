@@ -123,6 +123,7 @@ def test_two_ranks_see_the_same_images(tmp_path: Path) -> None:
     np.testing.assert_allclose([loss for _, loss in both], [loss for _, loss in alone], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_images_stopped_and_resumed_keeps_every_bit(tmp_path: Path) -> None:
     arguments = (*IMAGES, "train.micro_batch=4", "train.steps=30")
     whole = losses(tmp_path / "whole", *arguments)

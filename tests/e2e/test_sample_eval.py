@@ -80,6 +80,7 @@ def test_eval_scores_as_the_run_validated_and_as_plain_fp32(trained: Path) -> No
     assert told["difference"]["nats"] != 0
 
 
+@pytest.mark.slow
 def test_eval_says_it_in_words_and_of_earlier_checkpoints(trained: Path) -> None:
     done = harness(trained, "eval", "runs/run", "--step", "10", "--samples", "4")
     assert done.returncode == 0

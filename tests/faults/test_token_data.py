@@ -68,6 +68,7 @@ def looked_at() -> set[int]:
     return {place * (BLOCKS - 1) // (SAMPLED - 1) for place in range(SAMPLED)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     headerless(tmp_path / "train.bin", some_ids(9000))
     whole = run(tmp_path)

@@ -44,6 +44,7 @@ def new(program: list[str], folder: Path, **extra: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", rest_nightly(["script", "module", "code"], "module"))
 def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "sub").mkdir()

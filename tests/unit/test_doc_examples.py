@@ -48,8 +48,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _named(page: Path) -> Any:
-    """The page as a test's parameter. Those of the guide train runs of their own, for minutes in all."""
-    expensive = page.parent.name == "guide" or page.stem == "your-data"
+    """The page as a test's parameter. Those of the guide, and some others, train runs of their own for minutes."""
+    expensive = page.parent.name == "guide" or page.stem in ("commands", "your-data", "your-loop")
     marks = [pytest.mark.slow] if expensive else []
     return pytest.param(page, id=str(page.relative_to(ROOT / "docs")), marks=marks)
 

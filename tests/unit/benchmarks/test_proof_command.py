@@ -50,6 +50,7 @@ def test_without_a_card_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_short_rehearsal(tmp_path: Path) -> None:
     """In an old locale, from a terminal that knows ASCII alone."""
     out = tmp_path / "a folder"

@@ -6,9 +6,10 @@ import pytest
 
 from benchmarks.zero_init import MODELS, RATES, RESULTS, WARMUPS, train
 from harness.core.files import read_json
+from tests.support.matrix import rest_slow
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rest_slow(MODELS, "LoRA on a frozen GPT"))
 def test_a_model_that_begins_at_zero_keeps_its_layers(name: str) -> None:
     assert train(name, rate=3e-3, warmup=0, steps=12)[1] == {}
 

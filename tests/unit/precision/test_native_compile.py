@@ -32,6 +32,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from harness.core.blocks import blocks_of
 from harness.precision.backends import native_triton
+from tests.support.matrix import rest_slow
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -119,7 +120,7 @@ def test_a_demoted_block_really_runs_bf16() -> None:
     assert not torch.equal(fp8, plain)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", rest_slow([True, False], False))
 def test_recomputed_activations(reentrant: bool) -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
@@ -185,6 +186,7 @@ def test_scales_that_roll_between_a_forward_and_its_backward() -> None:
     )
 
 
+@pytest.mark.slow
 def test_evaluation_in_the_middle_of_a_window_leaves_no_trace() -> None:
     def run(evaluate: bool) -> State:
         model = small_gpt(layers=2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from harness.precision.backends import native_triton
+from tests.support.matrix import rest_slow
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ def test_the_interpreted_kernel_has_the_bits_of_torch() -> None:
     assert interpreted(code) == "[]"
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_interpreted_transpose_has_the_bytes_of_torch() -> None:
     code = "import torch; from harness.precision.backends import native_triton as n; "
@@ -236,7 +238,7 @@ def compiled(source: Any, arch: int, folder: Path) -> tuple[str, int, int]:
 
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="triton's assembler is for Linux")
-@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize("arch", rest_slow([89, 90, 100], 90))
 @pytest.mark.parametrize(("dtype", "fmt"), [("bf16", "e4m3"), ("bf16", "e5m2"), ("fp32", "e4m3")])
 def test_it_compiles_ahead_without_spills(
     arch: int, dtype: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

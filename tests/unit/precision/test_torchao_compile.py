@@ -36,7 +36,7 @@ from harness.precision.backends.torchao import TorchaoBackend
 from harness.precision.compiling import compile_blocks
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
-from tests.support.matrix import rest_nightly
+from tests.support.matrix import rest_nightly, rest_slow
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -102,7 +102,7 @@ def test_a_linear_has_the_amaxes_of_eager_under_the_default_compiler() -> None:
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", rest_slow([True, False], False))
 def test_recomputed_activations(reentrant: bool) -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
@@ -123,6 +123,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.slow
 def test_activations_recomputed_in_a_compiled_block_and_changed_in_place() -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)
@@ -135,6 +136,7 @@ def test_activations_recomputed_in_a_compiled_block_and_changed_in_place() -> No
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.slow
 def test_shared_tied_and_frozen_layers_over_micro_batches() -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)

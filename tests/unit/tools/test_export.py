@@ -84,6 +84,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_names_and_shapes_are_llamas(folder: Path, tmp_path: Path) -> None:
     told = export(folder / "gpt", tmp_path / "out")
     assert told.exit_code == 0, told.output

@@ -314,6 +314,7 @@ def test_a_slot_that_has_rows_only_later_was_never_not_finite(tmp_path: Path) ->
     assert list(marks) == [0, 0, 0, 0, 0, 0, decimate.INFINITE, 0]
 
 
+@pytest.mark.slow
 def test_the_command_writes_one_page_or_one_of_two_runs(tmp_path: Path) -> None:
     one, other = small_run(tmp_path / "one"), small_run(tmp_path / "other")
     before = sorted(path.name for path in one.iterdir())

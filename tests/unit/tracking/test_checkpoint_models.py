@@ -53,6 +53,7 @@ def send(client: MlflowClient, experiment: str, rows: list[Mapping[str, Any]]) -
         models.note(each, round(each["time"] * 1000))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
     experiment = client.create_experiment("best")
     rows = [
