@@ -17,6 +17,7 @@ import pytest
 from harness.core.errors import DataError
 from harness.data.corpus import Tokens
 from harness.data.tokens import prepare
+from tests.support.matrix import rest_nightly
 from tests.unit.data.token_files import config
 
 LINES = [f"{number}: the quick brown fox" for number in range(60)]
@@ -147,7 +148,7 @@ except DataError as error:
 """Reads a file with room for 50 MiB more than the libraries take."""
 
 
-@pytest.mark.parametrize("how", ["a dictionary", "plain", "Arrow"])
+@pytest.mark.parametrize("how", rest_nightly(["a dictionary", "plain", "Arrow"], "a dictionary"))
 def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path: Path, how: str) -> None:
     """A few kilobytes may unpack to any size."""
     column = pa.array([letter * (32 << 20) for letter in "abcd"] + ["x"] * 50)
