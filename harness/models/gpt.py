@@ -30,6 +30,7 @@ from harness.core.facts import IGNORED
 from harness.models.room import require_room
 from harness.models.token_loss import (
     autocast_dtype,
+    draws,
     dtype_of_head,
     loss_in_chunks,
     loss_of_head,
@@ -169,7 +170,9 @@ class Block(nn.Module):
         """x: [batch, time, dim] -> the same shape."""
         x = x + self.attn(self.attn_norm(x), rotation, mask)
         if self.recomputes_mlp and torch.is_grad_enabled():
-            return x + recomputed(self._feed_forward, x)
+            # A compiler restores random numbers by itself.
+            random = not torch.compiler.is_compiling() and draws(self.mlp)
+            return x + recomputed(self._feed_forward, x, random=random)
         return x + self._feed_forward(x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -278,7 +281,10 @@ class GPT(nn.Module):
         whole = self.settings.recompute == "block" and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             again = whole and self._recomputes(index)
-            x = recomputed(block, x, rotation, mask) if again else block(x, rotation, mask)
+            if not again:
+                x = block(x, rotation, mask)
+                continue
+            x = recomputed(block, x, rotation, mask, random=draws(block))
 
         # Head and loss, for all tokens at once or in chunks.
         if targets is None:
@@ -290,7 +296,8 @@ class GPT(nn.Module):
         dtype = dtype_of_head(self.lm_head, x) if type(self.loss) is TokenLoss else None
         if dtype is None:
             counted = (targets != IGNORED).sum()
-            return loss_in_chunks(self._share, x, targets, counted, chunk)
+            random = draws(self.lm_head)
+            return loss_in_chunks(self._share, x, targets, counted, chunk, random)
         weight, z_loss = self.lm_head.weight, self.loss.z_loss
         return loss_of_head(self.norm(x), weight, targets, chunk, z_loss, dtype)
 

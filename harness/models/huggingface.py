@@ -43,7 +43,13 @@ from harness.core.files import read_json
 from harness.core.schema import Strict, import_extra, validate
 from harness.models.huggingface_later import from_pretrained_later
 from harness.models.stored import INDEX, WEIGHTS, weight_files
-from harness.models.token_loss import dtype_of_head, loss_in_chunks, loss_of_head, sum_of_losses
+from harness.models.token_loss import (
+    draws,
+    dtype_of_head,
+    loss_in_chunks,
+    loss_of_head,
+    sum_of_losses,
+)
 
 PREFIX = "hf:"
 # Endings of weights in formats that are not read.
@@ -427,6 +433,7 @@ class CausalLM:
     kind: the name of its class, for messages.
     vocab_size: number of token ids that it takes.
     chunk: tokens whose logits are in memory at a time; 0: all.
+    head: name of the layer that computes the logits; empty without one.
     unpackable: why it would get packed samples wrong; empty if it gets them right.
     """
 
@@ -444,6 +451,8 @@ class CausalLM:
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
         rows = [end.weight.shape[0] for end in ends if end is not None]
         self.vocab_size = int(min(rows, default=text.vocab_size))
+        names = [name for name, module in base.named_modules() if name and module is ends[1]]
+        self.head = names[0] if names else ""
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean cross-entropy, float32 0-d, nats per target that counts; in training mode plus the auxiliary loss.
@@ -457,7 +466,7 @@ class CausalLM:
         # A mean would be 0 / 0 where no target counts.
         counted = (targets != IGNORED).sum().clamp(min=1)
         if self.chunk:
-            with _loss_for_logits(self.head, targets, counted, self.chunk):
+            with self.loss_for_logits(targets, counted):
                 output = self.outputs(module, batch["inputs"], batch.get("segments"))
             loss = output.logits
         else:
@@ -468,10 +477,24 @@ class CausalLM:
         auxiliary = self.auxiliary(output) if module.training else None
         return loss if auxiliary is None else loss + auxiliary
 
-    @property
-    def head(self) -> Any:
-        """The layer that computes the logits; None without one."""
-        return self._base.get_output_embeddings()
+    @contextmanager
+    def loss_for_logits(self, targets: Tensor, counted: Tensor) -> Iterator[list[Tensor]]:
+        """In this context the model returns the loss, 0-d, where it has logits. Yields what the head's place returned.
+
+        targets: int64 [tokens]; counted: 0-d, the number of those with a loss.
+        """
+        head = self._base.get_submodule(self.head)
+        made = _LossForLogits(head, targets, counted, self.chunk)
+        if not made.is_plain:
+            with _in_place_of(self.head, self._base, made):
+                yield made.returned
+            return
+        # It is called as ever: FSDP2 gathers its weight then, and sees that it takes part.
+        head.forward = made.forward
+        try:
+            yield made.returned
+        finally:
+            del head.forward
 
     def auxiliary(self, output: Any) -> Tensor | None:
         """The loss of the routers of a mixture of experts; None without routers, or if it is switched off."""
@@ -525,43 +548,61 @@ def _documents_known(segments: Tensor | None) -> Iterator[None]:
         setattr(masks, _FINDS_DOCUMENTS, theirs)
 
 
-@contextmanager
-def _loss_for_logits(
-    head: Any, targets: Tensor, counted: Tensor, chunk: int
-) -> Iterator[list[Tensor]]:
-    """Lets `head` return the loss, 0-d, in place of logits: they are computed `chunk` tokens at a time.
+class _LossForLogits(nn.Module):
+    """Stands in the place of a head for one forward, and returns the loss, 0-d, where the head returns logits.
 
-    It happens in the head's own forward, where FSDP2 has gathered its weight. Yields what it returned.
+    The logits are computed `chunk` tokens at a time. An nn.Linear stays in its place, and this is its forward. Any
+    other head (converted, with an adapter) is called for each chunk, so that its hooks see logits.
 
-    targets: int64 [tokens]; counted: 0-d, the number of those with a loss.
+    is_plain: whether the head is an nn.Linear that nobody has replaced.
+    targets: int64 [tokens].
+    counted: 0-d, the number of those with a loss.
+    returned: the losses that it returned.
     """
-    replaced = vars(head).get("forward")
-    logits = head.forward
-    returned: list[Tensor] = []
 
-    def share(rows: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-        return sum_of_losses(logits(rows), labels) / counted
+    def __init__(self, head: nn.Module, targets: Tensor, counted: Tensor, chunk: int) -> None:
+        super().__init__()
+        # In a tuple, or the head would become a submodule.
+        self._head = (head,)
+        self._targets = targets
+        self._counted = counted
+        self._chunk = chunk
+        self.is_plain = type(head) is nn.Linear and "forward" not in vars(head)
+        self.returned: list[Tensor] = []
 
-    def loss(hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [batch, time, dim], the head's input."""
+        (head,) = self._head
+        targets, counted, chunk = self._targets, self._counted, self._chunk
         x = hidden.flatten(0, -2)
-        # A forward that was replaced on the object computes something of its own.
-        dtype = dtype_of_head(head, x) if replaced is None else None
+        dtype = dtype_of_head(head, x) if self.is_plain else None
         if dtype is None:
-            mean = loss_in_chunks(share, x, targets, counted, chunk)
+            loss = loss_in_chunks(self._share, x, targets, counted, chunk, draws(head))
         else:
-            mean = loss_of_head(x, head.weight, targets, chunk, 0.0, dtype)
+            mean = loss_of_head(x, cast(Any, head).weight, targets, chunk, 0.0, dtype)
             # A mean over no target is NaN there.
-            mean = torch.where((targets != IGNORED).any(), mean, 0.0)
-        returned.append(mean)
-        return mean
+            loss = torch.where((targets != IGNORED).any(), mean, 0.0)
+        self.returned.append(loss)
+        return loss
 
-    head.forward = loss
+    def _share(self, rows: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+        (head,) = self._head
+        logits = nn.Linear.forward(cast(Any, head), rows) if self.is_plain else head(rows)
+        return sum_of_losses(logits, labels) / counted
+
+
+@contextmanager
+def _in_place_of(head: str, base: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Puts `other` in the place of the module that `base` has under the name `head`."""
+    place, _, name = head.rpartition(".")
+    # As `setattr` would, but FSDP2 and hooks on attributes of a module have no part in it.
+    modules = base.get_submodule(place)._modules
+    before = modules[name]
+    modules[name] = other
     try:
-        yield returned
+        yield
     finally:
-        del head.forward
-        if replaced is not None:
-            head.forward = replaced
+        modules[name] = before
 
 
 def _begins(segments: Tensor) -> Tensor:
@@ -670,22 +711,22 @@ def _check_chunks(called: CausalLM, model: nn.Module, where: str) -> None:
     """Raise ConfigError if the forward does anything with its logits: in chunks there are none. Needs no values."""
     ids = torch.zeros((1, 12), dtype=torch.int64, device=deferred.device_of(model))
     counted = torch.ones((), device=ids.device)
-    head = called.head
     what = f"{called.kind} cannot compute its loss in chunks"
     fix = f"leave it out for {where}"
-    if head is None:
+    if not called.head:
         raise ConfigError(
             Problem(what, "model.args.loss_chunk", "it has no output embeddings", fix)
         )
     why = "its forward caps, scales or cuts the logits"
     try:
-        with _loss_for_logits(head, ids.flatten(), counted, called.chunk) as made:
+        with called.loss_for_logits(ids.flatten(), counted) as made:
             output = called.outputs(model, ids)
     except Exception as error:  # whatever its forward does with a loss where it has logits
         raise ConfigError(
             Problem(what, "model.args.loss_chunk", f"{why}: {_short(error)}", fix)
         ) from error
-    if len(made) != 1 or output.logits is not made[0]:
+    # The same object, and not changed in place either.
+    if len(made) != 1 or output.logits is not made[0] or made[0]._version != 0:
         raise ConfigError(Problem(what, "model.args.loss_chunk", why, fix))
 
 

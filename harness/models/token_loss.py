@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.facts import IGNORED
@@ -90,9 +91,11 @@ def loss_in_chunks(
     targets: Tensor,
     counted: Tensor,
     chunk: int,
+    random: bool = False,
 ) -> Tensor:
     """Mean cross-entropy with the logits of only `chunk` tokens at a time, float32 0-d. Backward computes them again.
 
+    random: whether `share` may draw random numbers, see `draws`.
     share: from rows of `x`, their targets and `counted`: the sum of their losses divided by `counted`.
     x: [tokens, dim]; targets: int64 [tokens].
     counted: 0-d, the number of targets with a loss.
@@ -108,7 +111,7 @@ def loss_in_chunks(
     with uncached:
         for rows, labels in zip(x.split(chunk), targets.split(chunk), strict=True):
             if torch.is_grad_enabled():
-                loss = loss + recomputed(share, rows, labels, counted)
+                loss = loss + recomputed(share, rows, labels, counted, random=random)
             else:
                 loss = loss + share(rows, labels, counted)
     return loss
@@ -123,12 +126,19 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def recomputed(function: Any, *args: Any) -> Any:
+def recomputed(function: Any, *args: Any, random: bool = False) -> Any:
     """function(*args) under activation checkpointing: backward calls it again.
 
-    It must not use random numbers: their generators are not restored for the second call.
+    random: whether the second call has to draw the random numbers of the first, see `draws`. It costs host time.
     """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a forward of `module` drops elements at random. Our models do not, but LoRA within them may."""
+    return any(
+        isinstance(each, _DropoutNd) and each.p and each.training for each in module.modules()
+    )
 
 
 class _SumOfLosses(torch.autograd.Function):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from harness.core.errors import ConfigError
 from harness.models import Task
 from harness.models.task import training_flops
+from harness.precision.api import Precision
+from harness.precision.recipe import Recipe, load_recipe
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, load, save
 from tests.support.matrix import rest_nightly
 from tests.support.runs import BIN, ROOT, metrics, train_ranks
@@ -97,6 +99,62 @@ def test_with_adapters_recomputed_blocks_and_a_tied_head(
         torch.manual_seed(3)
         found.append(trained(load(tmp_path, loss_chunk=chunk, **args), batch(), torch.float32))
     assert_alike(found[1], found[0], 2e-6)
+
+
+@pytest.mark.parametrize("chunk", [10, 1000])
+def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward(
+    chunk: int, tmp_path: Path
+) -> None:
+    """By finite differences in float64: along its own gradient the loss grows by the gradient's squared norm."""
+    save(tmp_path, "llama")
+    lora = {"r": 4, "dropout": 0.5, "targets": ["lm_head"]}
+    model = load(tmp_path, loss_chunk=chunk, lora=lora).double()
+    task, tokens = Task(model, "hf"), batch()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for param in trained:
+            param.normal_(std=0.1)
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return task.loss(model, tokens)
+
+    loss().backward()
+    gradients = [p.grad.clone() for p in trained if p.grad is not None]
+    squared = float(sum(gradient.square().sum() for gradient in gradients))
+    ends: list[float] = []
+    for sign in (1.0, -1.0):
+        step = sign * 1e-3 / squared**0.5
+        with torch.no_grad():
+            for param, gradient in zip(trained, gradients, strict=True):
+                param.add_(gradient, alpha=step)
+            ends.append(float(loss()))
+            for param, gradient in zip(trained, gradients, strict=True):
+                param.sub_(gradient, alpha=step)
+    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(squared**0.5, rel=1e-2)
+
+
+def test_an_fp8_head_and_what_looks_at_it(tmp_path: Path) -> None:
+    """Chunks go through the converted layer, and hooks see its logits. Scales are 1 in the first step."""
+    save(tmp_path, "llama")
+    given = load_recipe("fp8_hybrid").model_dump()
+    given["layers"]["exclude_if_present"] = []
+    found: list[dict[str, Tensor]] = []
+    for chunk in (0, 16):
+        precision = Precision(Recipe.model_validate(given))
+        model = precision.prepare(load(tmp_path, loss_chunk=chunk))
+        seen: list[torch.Size] = []
+        head: Any = model.get_submodule("lm_head")
+        head.register_forward_hook(lambda *args, seen=seen: seen.append(args[2].shape))
+        with precision.context():
+            loss = Task(model, "hf").loss(model, batch())
+        assert {shape[-1] for shape in seen} == {VOCAB}
+        precision.backward(loss)
+        assert "lm_head" in precision.plan.fp8_layers()
+        weight = model.get_parameter("lm_head.weight").grad
+        assert weight is not None
+        found.append({"loss": loss.detach(), "weight": weight})
+    assert_alike(found[1], found[0], 2e-2)
 
 
 def test_a_head_with_a_bias(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -190,3 +190,19 @@ def test_operations_are_counted_whatever_is_asked_for(args: dict[str, Any]) -> N
     assert training_flops(model, Task(model, "gpt"), batch) == expected
     packed = training_flops(model, Task(model, "gpt"), {**batch, "segments": tokens})
     assert packed == expected
+
+
+@pytest.mark.parametrize("recompute", ["block", "mlp"])
+def test_dropout_within_what_is_recomputed_is_the_same_in_backward(recompute: str) -> None:
+    """As an adapter brings it. The blocks themselves have none."""
+    found: list[list[torch.Tensor]] = []
+    for way in ("none", recompute):
+        model = small(recompute=way)
+        for block in model.blocks:
+            mlp: Any = block.get_submodule("mlp")
+            mlp.down = nn.Sequential(mlp.down, nn.Dropout(0.5))
+        torch.manual_seed(3)
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+        model(ids, ids).backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
