@@ -166,8 +166,8 @@ HUGGING_FACE = (
     Mutation(
         24,
         "logits of tokens have no float32 copy",
-        "return sum_of_losses(logits, labels)\n",
-        "return sum_of_losses(logits.float(), labels)\n",
+        "return sum_of_losses(logits, labels) / (labels",
+        "return sum_of_losses(logits.float(), labels) / (labels",
         "tests/unit/models/test_task.py -k float32_copy",
     ),
     Mutation(
