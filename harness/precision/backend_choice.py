@@ -339,9 +339,9 @@ def _copy_of(name: str, model: nn.Module) -> nn.Module:
     """A deep copy of the module of that name; where it has no memory for its weights yet, with their values."""
     module = model.get_submodule(name)
     recording = recording_of(model)
-    copies: dict[int, Any] = {}
     if recording is None:
-        return copy.deepcopy(module, copies)
+        return copy.deepcopy(module)
+    copies: dict[int, Any] = {}
     for each in (*module.parameters(), *module.buffers()):
         if not recording.holds(each):
             continue

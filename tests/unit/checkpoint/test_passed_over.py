@@ -6,23 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from harness.checkpoint.manifest import add_mark
-from harness.checkpoint.policy import RollbackTargets
-from harness.checkpoint.recovery import Recovery, move_from_fallback
+from harness.checkpoint.recovery import move_from_fallback
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
-from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError
-from harness.core.state import TrainState
-from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import Schedule
 from harness.tracking.journal import Journal
+from tests.support.recoveries import small_recovery
 from tests.support.runs import events
-
-CPU = torch.device("cpu")
 
 
 def damage(store: Store, step: int) -> None:
@@ -31,25 +23,12 @@ def damage(store: Store, step: int) -> None:
 
 
 def test_a_rollback_names_the_good_checkpoints_that_it_passes_over(tmp_path: Path) -> None:
-    model = nn.Linear(3, 3)
-    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    engine = TorchEngine(
-        model, optimizer, Schedule(0.02, 2, 20, 0.1), 0.3, device=CPU, timeout_seconds=60
-    )
     store = Store(tmp_path / "checkpoints")
     for step in (1, 2, 3):
         store.save(step, {"model": {"weight": torch.ones(3)}}, {"step": step})
         add_mark(store.root, step)
     with Journal(tmp_path / "journal.jsonl") as journal:
-        recovery = Recovery(
-            state=TrainState(engine.parts()),
-            engine=engine,
-            tracker=journal,
-            store=store,
-            good=RollbackTargets(store, 1),
-            saver=Saver(store, lambda good: []),
-            keep_ledger=lambda ledger: None,
-        )
+        recovery = small_recovery(store, Saver(store, lambda good: []), journal)
         assert recovery.newest_good() == 3
         assert events(tmp_path, "checkpoint.quarantined") == [], "nothing was passed over"
         damage(store, 3)

@@ -15,27 +15,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from harness.checkpoint import manifest
 from harness.checkpoint import store as store_module
 from harness.checkpoint.failures import cannot_save, is_of_the_disk
 from harness.checkpoint.policy import Retention, RollbackTargets
-from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
-from harness.core.config import TrainConfig
 from harness.core.errors import CheckpointError, Problem
 from harness.core.protocols import Tensors
-from harness.core.state import TrainState
-from harness.engines.torch_engine import TorchEngine
-from harness.optim.optimizers import build_optimizer
-from harness.optim.schedule import Schedule
 from harness.tracking.journal import Journal
+from tests.support.recoveries import pin_nothing, small_recovery
 from tests.support.runs import events
-
-CPU = torch.device("cpu")
 
 
 class SlowStore(Store):
@@ -293,29 +285,11 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk(
 def test_memory_for_a_copy_that_cannot_be_pinned_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Any:
-        if options.pop("pin_memory", False):
-            raise RuntimeError("CUDA error: out of memory")
-        return real(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    model = nn.Linear(3, 3)
-    optimizer = build_optimizer(model, TrainConfig.model_validate({}), CPU)
-    schedule = Schedule(0.02, 2, 20, 0.1)
-    engine = TorchEngine(model, optimizer, schedule, 0.3, device=CPU, timeout_seconds=60)
+    pin_nothing(monkeypatch)
     store = Store(tmp_path / "checkpoints")
+    saver = Saver(store, keep_all, Staging(pinned=True))
     with Journal(tmp_path / "journal.jsonl") as journal:
-        recovery = Recovery(
-            state=TrainState(engine.parts()),
-            engine=engine,
-            tracker=journal,
-            store=store,
-            good=RollbackTargets(store, 1),
-            saver=Saver(store, keep_all, Staging(pinned=True)),
-            keep_ledger=lambda ledger: None,
-        )
+        recovery = small_recovery(store, saver, journal)
         for step in (1, 2, 3):
             recovery.state.step = step
             recovery.keep({})

@@ -10,6 +10,7 @@ import torch
 from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.core.protocols import Tensors
 from tests.support.copy_streams import Events
+from tests.support.recoveries import pin_nothing
 
 
 def state(value: float) -> Tensors:
@@ -38,14 +39,7 @@ def test_a_snapshot_is_a_copy_of_tensors_and_meta() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Any:
-        if options.pop("pin_memory", False):
-            raise RuntimeError("CUDA error: out of memory")
-        return real(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
+    pin_nothing(monkeypatch)
     events: Any = Events()
     snapshots = room_for_snapshots(64, 1, torch.device("cuda"), events, overlapped=False)
     assert snapshots is not None
