@@ -485,16 +485,23 @@ class CausalLM:
         """
         head = self._base.get_submodule(self.head)
         made = _LossForLogits(head, targets, counted, self.chunk)
-        if not made.is_plain:
-            with _in_place_of(self.head, self._base, made):
+        if made.is_plain:
+            # It is called as ever: FSDP2 gathers its weight then, and sees that it takes part.
+            head.forward = made.forward
+            try:
                 yield made.returned
+            finally:
+                del head.forward
             return
-        # It is called as ever: FSDP2 gathers its weight then, and sees that it takes part.
-        head.forward = made.forward
+
+        # As `setattr` would, but hooks on a module's attributes have no part in it.
+        place, _, name = self.head.rpartition(".")
+        modules = self._base.get_submodule(place)._modules
+        modules[name] = made
         try:
             yield made.returned
         finally:
-            del head.forward
+            modules[name] = head
 
     def auxiliary(self, output: Any) -> Tensor | None:
         """The loss of the routers of a mixture of experts; None without routers, or if it is switched off."""
@@ -589,20 +596,6 @@ class _LossForLogits(nn.Module):
         (head,) = self._head
         logits = nn.Linear.forward(cast(Any, head), rows) if self.is_plain else head(rows)
         return sum_of_losses(logits, labels) / counted
-
-
-@contextmanager
-def _in_place_of(head: str, base: nn.Module, other: nn.Module) -> Iterator[None]:
-    """Puts `other` in the place of the module that `base` has under the name `head`."""
-    place, _, name = head.rpartition(".")
-    # As `setattr` would, but FSDP2 and hooks on attributes of a module have no part in it.
-    modules = base.get_submodule(place)._modules
-    before = modules[name]
-    modules[name] = other
-    try:
-        yield
-    finally:
-        modules[name] = before
 
 
 def _begins(segments: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ The oracle is `Task.loss` of the same model without chunks, whose loss other tes
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from harness.models import Task
 from harness.models.task import training_flops
 from harness.precision.api import Precision
 from harness.precision.recipe import Recipe, load_recipe
-from tests.extras.tiny_models import CONFIGS, VOCAB, batch, load, save
+from tests.extras.tiny_models import CONFIGS, VOCAB, batch, estimated, load, save
 from tests.support.matrix import rest_nightly
-from tests.support.runs import BIN, ROOT, metrics, train_ranks
+from tests.support.runs import metrics, train_ranks
 from tests.support.wide import Wide
 
 KINDS = sorted(CONFIGS)
@@ -237,25 +235,13 @@ def test_the_operations_of_a_step_are_counted(tmp_path: Path) -> None:
     assert training_flops(chunked, Task(chunked, "hf"), batch()) == expected > 0
 
 
-def estimated(folder: Path, card: str, args: str) -> dict[str, Any]:
-    command = [str(BIN / "harness"), "estimate", "--card", card, "--config", "tiny", "--json"]
-    sizes = ["data.context=4096", "train.micro_batch=1", "train.global_batch=1"]
-    done = subprocess.run(
-        [*command, f"model.target=hf:{folder}", f"model.args={args}", *sizes],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.nightly
 def test_an_estimate_knows_what_chunks_save(tmp_path: Path) -> None:
     vocab = 2**16
     folder = save(tmp_path, "llama", vocab_size=vocab, max_position_embeddings=4096)
-    whole, chunked = (estimated(folder, "H100", f"{{loss_chunk: {chunk}}}") for chunk in (0, 512))
+    whole, chunked = (
+        estimated(folder, "H100", 4096, f"{{loss_chunk: {chunk}}}") for chunk in (0, 512)
+    )
     # Logits and their gradient, in 16 bits.
     saved = 2 * (4096 - 512) * vocab * 2 / 2**30
     assert whole["peak_gib"] - chunked["peak_gib"] == pytest.approx(saved, rel=0.1)
@@ -269,7 +255,7 @@ def test_an_estimate_offers_chunks_where_the_logits_do_not_fit(tmp_path: Path) -
     save(tmp_path / "llama", "llama", **sizes)
     transformers.Gemma2Config(**_SIZES | sizes, head_dim=16).save_pretrained(tmp_path / "gemma2")
     for kind in ("llama", "gemma2"):
-        found = estimated(tmp_path / kind, "T4", "{}")
+        found = estimated(tmp_path / kind, "T4", 4096)
         assert found["fits"] is False
         offered[kind] = [way["overrides"] for way in found["would_fit"]]
     chunk = ["model.args.loss_chunk=1024"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from harness.engines.parts import ModelPart
 from harness.models import Task, build_model
 from harness.models.huggingface import causal_lm, check, positions_of, tokenizer_of
 from harness.precision.api import Precision
-from tests.extras.tiny_models import CONFIGS, VOCAB, batch, fresh, load, save
-from tests.support.runs import BIN, ROOT
+from tests.extras.tiny_models import CONFIGS, VOCAB, batch, estimated, fresh, load, save
 from tests.support.waits import HostReads
 from tests.support.wide import Wide
 
@@ -171,17 +169,8 @@ def test_a_forward_reads_no_value_from_the_device(kind: str, packed: bool, tmp_p
 def test_an_estimate_attends_as_training_does(tmp_path: Path) -> None:
     """Without a mask, so in a fused kernel. With one, 2048 tokens would keep 4 heads x 2048^2 numbers a layer."""
     folder = save(tmp_path, "llama", max_position_embeddings=2048)
-    command = [str(BIN / "harness"), "estimate", "--card", "H100", "--config", "tiny", "--json"]
-    sizes = ["data.context=2048", "train.micro_batch=1", "train.global_batch=1"]
-    done = subprocess.run(
-        [*command, f"model.target=hf:{folder}", "model.args={}", *sizes],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["at_peak_gib"]["activations"] * 2**30 < 4 * 2048**2 * 2
+    made = estimated(folder, "H100", 2048)
+    assert made["at_peak_gib"]["activations"] * 2**30 < 4 * 2048**2 * 2
 
 
 def test_a_model_that_mixes_packed_documents_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from harness.core.config import ModelConfig
 from harness.models import build_model
+from tests.support.runs import BIN, ROOT
 
 VOCAB = 256
 _LLAMA = {
@@ -70,3 +73,21 @@ def batch(rows: int = 2, time: int = 32, seed: int = 0) -> dict[str, torch.Tenso
     """Random tokens and their successors, int64 [rows, time]."""
     ids = torch.randint(VOCAB, (rows, time + 1), generator=torch.Generator().manual_seed(seed))
     return {"inputs": ids[:, :-1].clone(), "targets": ids[:, 1:].clone()}
+
+
+def estimated(folder: Path, card: str, context: int, args: str = "{}") -> dict[str, Any]:
+    """What `harness estimate --json` says of the folder's model on `card`, with one sample of `context` tokens.
+
+    args: model.args.
+    """
+    command = [str(BIN / "harness"), "estimate", "--card", card, "--config", "tiny", "--json"]
+    sizes = [f"data.context={context}", "train.micro_batch=1", "train.global_batch=1"]
+    done = subprocess.run(
+        [*command, f"model.target=hf:{folder}", f"model.args={args}", *sizes],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
