@@ -14,7 +14,6 @@ import pytest
 from harness.core.errors import ExitCode
 from harness.tools.agreement import differences
 from tests.support import warm
-from tests.support.matrix import rest_slow
 from tests.support.runs import ROOT, TEXT, rank_logs, start_ranks
 
 pytestmark = pytest.mark.dist
@@ -106,7 +105,8 @@ LAYERS = """import os
     return model"""
 
 
-@pytest.mark.parametrize("case", rest_slow(CASES, "start"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_an_odd_rank_is_refused_by_every_rank(tmp_path: Path, case: str) -> None:
     code, told = CASES[case]
     (tmp_path / "odd_data.py").write_text(OWN_DATA)

@@ -310,6 +310,7 @@ def test_stopping_after_max_minutes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_output_to_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with open(os.devnull, "wb") as nowhere:

@@ -83,6 +83,7 @@ def times_of(run_dir: Path) -> list[float]:
     return [row["time"] for row in read_rows(run_dir / JOURNAL)]
 
 
+@pytest.mark.slow
 def test_only_the_rows_clock_reads_the_wall_clock() -> None:
     """And what compares it with times that others wrote by theirs: the store, a build's lock and doctor with those of
     files, the list of runs with their rows, and a delivery with the date until which a server asks it to wait.

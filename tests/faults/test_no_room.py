@@ -125,6 +125,7 @@ class Planting(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_the_last_words_are_true_where_outcome_is_refused(tmp_path: Path) -> None:
     (tmp_path / "planting.py").write_text(PLANTING)
     done = train(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.matrix import rest_nightly, rest_slow
+from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, program
 
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
@@ -24,12 +24,10 @@ UNSAFE_LOSS = ROOT / "examples" / "unsafe_loss.py"
 STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "resolved", "slots"),
-    rest_slow(
-        [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)],
-        ("fp8_hybrid", "native:fp8", 6),
-    ),
+    [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)],
 )
 def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
     done = program(PLAIN_LOOP, tmp_path, recipe)

@@ -92,6 +92,7 @@ def test_a_loop_that_trains_on_other_samples_is_refused(tmp_path: Path) -> None:
     assert rows["accelerate"]["error"] in cells("accelerate", rows["accelerate"])
 
 
+@pytest.mark.slow
 def test_a_loop_that_does_not_train_is_refused(tmp_path: Path) -> None:
     plain = turn(tmp_path / "plain", PLAIN, steps=12)
     still = turn(tmp_path / "still", without_updates, steps=12)

@@ -212,6 +212,7 @@ class Storm:
         return [each.detach().clone() for each in self.model.parameters()]
 
 
+@pytest.mark.slow
 def test_after_a_rollback_the_bad_layer_is_named_first(tmp_path: Path) -> None:
     loop = Storm(tmp_path / "run", {*range(45, 52), 60, 61})
     with loop.telemetry:

@@ -161,6 +161,7 @@ def test_the_further_over_the_fewer_are_needed_of_those_far_apart(excess: float,
 APART = [[20], [20, 21], [20, 40], [20, 90, 160, 230], [20, 60, 61, 140]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", rest_nightly(APART, *APART[2:4]))
 def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
     def trace(step: int, demoted: tuple[str, ...]) -> StepFacts:

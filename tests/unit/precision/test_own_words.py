@@ -219,11 +219,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_code_of_a_monitor_is_provoked(everything: dict[str, set[str]]) -> None:
     """So that the next test reads every text that a loop of one's own can get."""
     assert monitored() - everything.keys() == set()
 
 
+@pytest.mark.slow
 def test_no_text_names_what_a_loop_of_ones_own_has_not(everything: dict[str, set[str]]) -> None:
     texts = sorted(text for found in everything.values() for text in found)
     assert [text for text in texts if FOREIGN.search(text)] == []

@@ -167,6 +167,7 @@ def test_an_output_may_be_changed_in_place(demoted: bool, bias: bool) -> None:
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 def test_a_gradients_amax_is_noted_whatever_is_trained(trained: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32))

@@ -81,6 +81,7 @@ def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
     assert best.model_type == "checkpoint"
 
 
+@pytest.mark.slow
 def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: MlflowClient) -> None:
     experiment = client.create_experiment("twice")
     rows = [saved(5, 3.0), row(5, "good"), saved(10, 2.0)]
@@ -113,6 +114,7 @@ def test_news_of_a_checkpoint_that_was_never_told_is_passed_over(client: MlflowC
     assert names(client, experiment, "") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "raises"), [("ENDPOINT_NOT_FOUND", False), ("TEMPORARILY_UNAVAILABLE", True)]
 )
