@@ -559,9 +559,7 @@ def _compile(
         )
         return watch
     if plan.compile_failed:
-        telemetry.tell(
-            0, "compile.eager", f"torch.compile does not work here: {plan.compile_failed}"
-        )
+        telemetry.tell(0, "compile.eager", f"blocks run eager: {plan.compile_failed}")
     return None
 
 

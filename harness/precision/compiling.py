@@ -35,7 +35,7 @@ class Compiling(NamedTuple):
     """Whether a run compiles its blocks.
 
     note: for the plan; empty where nothing has to be said.
-    failed: why compiling does not work on this machine, if `auto` found that out by trying; else empty.
+    failed: why blocks run eager although `auto` was to compile them; empty if they do not, or are not meant to be.
     """
 
     compiled: bool
@@ -78,14 +78,11 @@ def choose_compiling(
         cannot = bool(max_over_ranks(mine).item())
     if not cannot:
         return Compiling(True, "blocks are compiled (engine.compile=auto)")
-    if problems:
-        reasons: list[str] = []
-        for each in problems:
-            reason = f"{each.what}: {each.why}" if each.why else each.what
-            reasons.append(reason)
-        return Compiling(False, f"{eager}: {'; '.join(reasons)}")
-    failed = failed or "it failed on another rank, whose log says why"
-    return Compiling(False, f"{eager}: torch.compile does not work here: {failed}", failed)
+    why = "; ".join(f"{each.what}: {each.why}" if each.why else each.what for each in problems)
+    if not why:
+        failed = failed or "it failed on another rank, whose log says why"
+        why = f"torch.compile does not work here: {failed}"
+    return Compiling(False, f"{eager}: {why}", why)
 
 
 @cache

@@ -147,7 +147,7 @@ class Plan:
     notes: what holds for the whole run.
     keep_fp32: names of modules that compute in float32 on this rung.
     compiled: whether the model's blocks are compiled (engine.compile).
-    compile_failed: why torch.compile does not work on this machine, if engine.compile=auto found that; else empty.
+    compile_failed: why blocks run eager although engine.compile=auto was to compile them; else empty.
     backend_choice: what fp8.backend=auto chose and measured (`backend_choice.Choice`); None under another value.
     """
 

@@ -98,6 +98,24 @@ def compiled_run(folder: Path, module: str, function: str, steps: int) -> Path:
     return folder / "runs" / "own"
 
 
+@pytest.mark.nightly
+def test_a_later_run_takes_what_an_earlier_one_compiled(tmp_path: Path) -> None:
+    """Its compiler writes no file of its own, and the losses are the same."""
+    cache = tmp_path / "cache"
+    kept: list[set[Path]] = []
+    losses: list[list[float]] = []
+    for name in ("earlier", "later"):
+        arguments = ("--recipe", "fp8_hybrid", "--name", name, "train.steps=3", BLOCKS)
+        done = train(tmp_path, *arguments, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        assert done.returncode == 0, done.stdout
+        assert f"its code is kept in {cache}" in " ".join(done.stdout.split())
+        kept.append({path for path in cache.rglob("*") if path.is_file()})
+        losses.append([loss for _, loss in metrics(tmp_path / "runs" / name)])
+    assert any(path.suffix == ".so" for path in kept[0])
+    assert kept[1] == kept[0]
+    assert losses[1] == losses[0]
+
+
 @pytest.mark.slow
 def test_a_fall_back_to_eager_is_one_event(tmp_path: Path) -> None:
     run = compiled_run(tmp_path, "restless_model", "restless", 6)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.core.blocks import blocks_of
 from harness.core.errors import CheckpointError
 from harness.engines.parts import ModelPart
 from harness.models import Task
@@ -83,6 +84,26 @@ def test_either_order_of_wrapping_trains_alike(kind: str, recipe: str, tmp_path:
     assert found[0] == found[1]
     if recipe == "fp8_hybrid" or (recipe, kind) == ("fp8_dynamic", "llama"):
         assert len(found[0][1]) == {"llama": 10, "gpt2": 8}[kind]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic", "bf16"])
+def test_compiled_blocks_train_as_eager_ones(recipe: str, tmp_path: Path) -> None:
+    """torch's own kernels run the graphs, so the bits are the same."""
+    save(tmp_path, "llama")
+    found: dict[str, tuple[list[float], dict[str, Any]]] = {}
+    for way in ("eager", "compiled"):
+        model = adapters(load(tmp_path))
+        precision = Precision.from_recipe(recipe)
+        precision.prepare(model)
+        if way == "compiled":
+            torch._dynamo.reset()
+            for block in blocks_of(model):
+                block.compile(backend="aot_eager", fullgraph=True)
+        found[way] = trained(model, precision), dict(model.named_parameters())
+
+    assert found["compiled"][0] == found["eager"][0]
+    for name, weight in found["eager"][1].items():
+        assert torch.equal(found["compiled"][1][name], weight), name
 
 
 def test_the_plan_names_adapters_and_frozen_layers(tmp_path: Path) -> None:

@@ -182,9 +182,11 @@ def test_auto_says_why_blocks_run_eager_on_a_gpu() -> None:
     gpu, model = torch.device("cuda"), build(vocab=16, dim=16, layers=1, heads=1)
     chosen = choose_compiling("auto", rung("transformer_engine", "fp8"), model, gpu)
     assert not chosen.compiled
+    assert chosen.failed == ""  # by default, and no failure
     assert "between its modules would be compiled, and no card has run that" in chosen.note
     chosen = choose_compiling("auto", rung("autocast", "bf16"), nn.Linear(2, 2), gpu)
-    assert "no nn.ModuleList" in chosen.note
+    assert "no nn.ModuleList" in chosen.failed
+    assert chosen.note.endswith(chosen.failed)
 
 
 def test_blocks_that_were_asked_for_and_cannot_be_are_refused() -> None:
