@@ -29,7 +29,7 @@ from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
 from harness.core.errors import ExitCode, number_of
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
-from harness.core.health import Fault, check_batch, harmless, name_faults, to_device
+from harness.core.health import check_batch, harmless, name_faults, to_device
 from harness.core.progress import training
 from harness.core.protocols import Batch, Batches, Engine, PrecisionBackend
 from harness.core.state import seed_torch
@@ -323,6 +323,9 @@ def evaluate(run: Run) -> Validation:
         own_count = total.new_tensor(counted)
         sums = torch.stack([total, right, own_count]).float()
         nats, hits, counts = engine.mean(sums).tolist()
+        if not counts:
+            _log_bad_validation(run, "no target of the validation counts: its loss is not a number")
+            return Validation(math.nan)
         accuracy = hits / counts if has_labels else None
         return Validation(nats / counts, accuracy)
     finally:
@@ -338,7 +341,9 @@ def _without_bad_samples(run: Run, batch: Batch) -> tuple[Batch, int]:
     if check_batch(batch, *sizes) & ~NO_LABEL:
         # A fault without a row is of the whole batch.
         faults = [fault for fault in name_faults(batch, *sizes) if fault.row is not None]
-        _log_bad_validation(run, faults)
+        named = [f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3]]
+        text = f"bad samples are left out of the validation: {'; '.join(named)}"
+        _log_bad_validation(run, text)
         bad = {fault.row for fault in faults}
         rows = len(next(iter(batch.values())))
         good = [row for row in range(rows) if row not in bad]
@@ -351,14 +356,11 @@ def _without_bad_samples(run: Run, batch: Batch) -> tuple[Batch, int]:
     return batch, weight
 
 
-def _log_bad_validation(run: Run, faults: Sequence[Fault]) -> None:
-    """Log bad samples of the validation, once a run: every validation has the same ones."""
-    if run.bad_validation_logged:
-        return
-    run.bad_validation_logged = True
-    named = [f"place {fault.row} of a batch: {fault.text}" for fault in faults[:3]]
-    text = f"bad samples are left out of the validation: {'; '.join(named)}"
-    run.telemetry.tell(run.state.step, "data.validation", text)
+def _log_bad_validation(run: Run, text: str) -> None:
+    """Log what is wrong with the samples of the validation, once a run: every validation has the same ones."""
+    if not run.bad_validation_logged:
+        run.bad_validation_logged = True
+        run.telemetry.tell(run.state.step, "data.validation", text)
 
 
 def train(run: Run) -> Outcome:

@@ -81,7 +81,8 @@ class Rows(NamedTuple):
 def as_batch(rows: Rows) -> Batch:
     """Inputs, targets and, of packed samples, segments. A batch with damage says so (`health.Flawed`)."""
     tokens = torch.from_numpy(rows.tokens)
-    batch = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    # Copies: of a single sample both are contiguous views of the same tokens, and targets are changed below.
+    batch = {"inputs": tokens[:, :-1].clone(), "targets": tokens[:, 1:].clone()}
     if rows.begins is not None:
         # Each beginning raises the number of the document. What a document begins with cannot be predicted from the
         # one before it.

@@ -77,7 +77,7 @@ def look(path: Path) -> Kind:
             return "tokens"
         if path.suffix.lower() == JSON:
             return "JSONL"
-        kind = _kind_of(path)
+        kind = kind_of(path)
         if kind == "text":
             _refuse_packed(path, [path])
         return kind
@@ -95,17 +95,18 @@ def look(path: Path) -> Kind:
         return "JSONL"
 
     # Any other: files of one format are of that format, and text with other files among it is text.
-    kinds: set[Kind] = {_kind_of(file) for file in files}
+    kinds: set[Kind] = {kind_of(file) for file in files}
     if kinds == {"tokens"} and any(file.parent != path for file in files):
         return "text"  # shards are read from one folder only
     if len(kinds) == 1 and "text" not in kinds:
         return kinds.pop()
     _refuse_packed(path, files)
-    _refuse_mixed(path, files)
+    _refuse_mixed(path, files, beside)
     return "text"
 
 
-def _kind_of(file: Path) -> Kind:
+def kind_of(file: Path) -> Kind:
+    """The format that the ending of a file says; text where it says nothing."""
     name = file.name.lower()
     if name.endswith(_TOKENS):
         return "tokens"
@@ -160,23 +161,26 @@ def _packed_ending(file: Path) -> str:
     return ""
 
 
-def _refuse_mixed(path: Path, files: Sequence[Path]) -> None:
-    """Raises DataError if a folder of text has token ids in it, or more than a few rows."""
+def _refuse_mixed(path: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
+    """Raises DataError if a folder of text has token ids in it, or more than a few rows. A .json counts as rows."""
     # Either may be meant, and the wrong one would train without an error.
-    train = path / "train.bin"
-    if train.is_file():
-        texts = [file.name for file in files if _kind_of(file) != "tokens"]
-        why = f"train.bin beside {some(texts, _NAMED)}: either may be meant"
-        fix = f"data.path={train}, or the text's own path"
+    tokens = [file for file in files if file.parent == path and kind_of(file) == "tokens"]
+    size_of_tokens = sum(map(_size, tokens))
+    size_of_texts = sum(map(_size, files)) - size_of_tokens
+    if path / "train.bin" in tokens or (tokens and size_of_tokens >= size_of_texts):
+        texts = [file.name for file in files if file not in tokens]
+        named = some([file.name for file in tokens], _NAMED)
+        why = f"{named} beside {some(texts, _NAMED)}: either may be meant"
+        fix = f"data.path={tokens[0]}, data.format=text, or a folder for each kind"
         raise DataError(Problem("has both token ids and text", f"data.path: {path}", why, fix))
 
     # A few rows among much text may be some program's tests; more of them are data, too.
     rows: dict[Kind, list[str]] = {}
     size_of_rows = size_of_all = 0
-    for file in files:
+    for file in (*files, *beside):
         size = _size(file)
         size_of_all += size
-        kind = _kind_of(file)
+        kind = "JSONL" if file.suffix.lower() == JSON else kind_of(file)
         if kind not in ("text", "tokens"):
             rows.setdefault(kind, []).append(file.relative_to(path).as_posix())
             size_of_rows += size

@@ -15,11 +15,13 @@ from typing import BinaryIO, Protocol
 
 from harness.core.errors import DataError, Problem
 from harness.data.splits import (
+    SECOND_LINK,
     LeftOut,
     Split,
     is_validation,
     splits_of_text,
     with_validation,
+    without_second_links,
     without_tests,
 )
 from harness.data.text import FIX_FILE, INSIDE, NAMED, BadFiles, first_of, no_file, no_text, walk
@@ -215,13 +217,10 @@ def files_below(path: Path, suffixes: Sequence[str]) -> Files:
     """Files of these endings with their splits, which their names say; of one file, its validation beside it."""
     if not path.is_dir():
         return with_validation(path), []
-    every: list[str] = []
-    for file in walk(path):
-        is_data = file.name.lower().endswith(tuple(suffixes))
-        if is_data and file.is_file():
-            name = file.relative_to(path).as_posix()
-            every.append(name)
-    names, left_out = without_tests(every)
+    of_these = [file for file in walk(path) if file.name.lower().endswith(tuple(suffixes))]
+    kept, links = without_second_links([file for file in of_these if file.is_file()])
+    names, left_out = without_tests([file.relative_to(path).as_posix() for file in kept])
+    left_out += [(file.relative_to(path).as_posix(), SECOND_LINK) for file in links]
 
     # Names divide the files only if they say validation of some and not of all.
     validation = {name for name in names if is_validation(name)}

@@ -26,7 +26,9 @@ from harness.core.files import write_json
 from harness.core.protocols import Batch
 from harness.data.arrays import Ints
 from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
+from harness.data.detect import kind_of
 from harness.data.order import keyed_places, ordered_samples
+from harness.data.splits import with_validation
 from harness.data.tokens import TokenData, prepare_in
 
 CYCLE = 1024
@@ -222,7 +224,10 @@ def _cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[Ints, Ints]:
 
 
 def _overlapping(paths: Sequence[str]) -> list[Problem]:
-    """Sources that lie within another. Each is split by itself, so one's validation would be the other's training."""
+    """Sources that lie within another, or that another validates on.
+
+    Each is split by itself, so one's validation would be the other's training.
+    """
     what = "lies within another source of the mixture"
     fix = "leave it out, or move it out of that folder"
     resolved = {path: Path(path).expanduser().resolve() for path in paths}
@@ -231,6 +236,12 @@ def _overlapping(paths: Sequence[str]) -> list[Problem]:
         for other, outer in resolved.items():
             if outer in inner.parents:
                 problems.append(Problem(what, f"data.mixture: {path}", f"of {other}", fix))
+            elif outer.is_file() and (inner, "val") in with_validation(
+                outer, is_text=kind_of(outer) == "text"
+            ):
+                what_too = "is what another source of the mixture validates on"
+                fix_too = "leave it out, or move it to another folder to train on it"
+                problems.append(Problem(what_too, f"data.mixture: {path}", f"of {other}", fix_too))
     return problems
 
 

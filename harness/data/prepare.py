@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, astuple, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ TASK_BYTES = 16 << 20
 _MOST_TASKS = 128
 _INLINE = 4 << 20  # bytes up to which starting workers takes longer than tokenizing
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
+_GROUP = 20  # pieces that are divided together, if the share can be had of so many
 _PLAN = "prepare.json"
 _NAMED, _CHANGED_NAMED = 20, 5
 
@@ -448,18 +450,20 @@ def _bytes_of(text: str | bytes) -> int:
 
 
 def _split(task: int, number: int, share: float) -> str:
-    """The split of a task's piece `number`: one of every 1/share is validation, the first of a task never.
+    """The split of a task's piece `number`: of every group of pieces a share is validation, the first of a task never.
 
-    Which one of them is decided by a hash, so that it does not coincide with a pattern of the data.
+    Which ones is decided by a hash, so that they do not coincide with a pattern of the data.
     """
     if not share:
         return "train"
-    # Pieces in groups of `every`; of each group the hash chooses one, never the group's first.
-    every = max(2, round(1 / share))
+    # Groups as small as the share allows: 1 of 10, 2 of 5.
+    largest = max(_GROUP, round(1 / share), round(1 / (1 - share)))
+    held, every = Fraction(share).limit_denominator(largest).as_integer_ratio()
     group, place = divmod(number, every)
+    # Of each group `held` places that follow one another are chosen, never the group's first.
     drawn = hashlib.sha256(f"{task}/{group}".encode()).digest()[:8]
-    chosen = 1 + int.from_bytes(drawn, "little") % (every - 1)
-    return "val" if place == chosen else "train"
+    chosen = int.from_bytes(drawn, "little") % (every - 1)
+    return "val" if place and (place - 1 - chosen) % (every - 1) < held else "train"
 
 
 def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,9 @@ Split = Literal["train", "val", ""]
 LeftOut = list[tuple[str, str]]
 """What a source leaves out: names, and why."""
 
+SECOND_LINK = "a link to another file of the folder"
+"""Why such a link is left out."""
+
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
@@ -44,6 +47,19 @@ def said_by(name: str) -> Literal["train", "val", "test", "other", ""]:
 def is_validation(name: str) -> bool:
     """Whether a file's name says that it is validation."""
     return said_by(name) == "val"
+
+
+def without_second_links(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """`files` without links to others of them, in their order, and these links.
+
+    A file and a link to it are one file: the file itself is taken, or the first of several links.
+    """
+    taken: dict[Path, Path] = {}
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file.as_posix())):
+        taken.setdefault(file.resolve(), file)
+    kept = [file for file in files if taken[file.resolve()] == file]
+    links = [file for file in files if taken[file.resolve()] != file]
+    return kept, links
 
 
 def without_tests(names: Sequence[str]) -> tuple[list[str], LeftOut]:

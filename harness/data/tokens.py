@@ -43,7 +43,14 @@ from harness.data.source import (
     save_record,
     stamps,
 )
-from harness.data.splits import LeftOut, is_validation, with_validation, without_tests
+from harness.data.splits import (
+    SECOND_LINK,
+    LeftOut,
+    is_validation,
+    with_validation,
+    without_second_links,
+    without_tests,
+)
 from harness.data.text import MAX_BYTES, divide, read_text, standard_library
 from harness.data.tokenizer import load_encoder, tokenizer_file
 
@@ -319,12 +326,7 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
     every = [file for file in in_folder if file.suffix.lower() == ".bin"]
     left_out: LeftOut = []
 
-    # A file and a link to it are one file: the file itself is taken, or the first of several links.
-    taken: dict[Path, Path] = {}
-    links_last = sorted(every, key=lambda file: (file.is_symlink(), file.name))
-    for file in links_last:
-        taken.setdefault(file.resolve(), file)
-    files = [file for file in every if taken[file.resolve()] == file]
+    files, links = without_second_links(every)
 
     names, tests = without_tests([file.name for file in files])
     train = [folder / name for name in names if not is_validation(name)]
@@ -332,11 +334,10 @@ def _shards_of(folder: Path) -> tuple[list[Path], list[Path], LeftOut]:
 
     # An .idx belongs to its .bin, and is not listed as left out.
     left_out += tests
+    left_out += [(file.name, SECOND_LINK) for file in links]
     pairs: set[Path] = set()
     for file in every:
         pairs |= {file, file.with_suffix(".idx")}
-        if file not in files:
-            left_out.append((file.name, "a link to another file of the folder"))
     for other in in_folder:
         if other not in pairs and not other.name.startswith("."):
             left_out.append((other.name, "not a .bin"))

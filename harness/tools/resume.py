@@ -330,6 +330,7 @@ def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
     resumed = start.resumed
     if resumed is not None and resumed.changes:
         text = "; ".join(map(str, resumed.changes))
+        text += _other_samples(resumed.saved, run)
         changes: list[list[Any]] = []
         accepted: list[str] = []
         for change in resumed.changes:
@@ -354,6 +355,17 @@ def log_changes(run: Run, start: StartingPoint, initial: InitialState) -> None:
     if jump := lr_jump(before.train, run.config.train, applied, factor):
         step = run.state.step
         run.telemetry.tell(step, "train.lr_jump", jump.text, last=jump.last, next=jump.next)
+
+
+def _other_samples(before: RunConfig, run: Run) -> str:
+    """Which part of the order of samples another global batch skips, or trains on again; empty if it is the same."""
+    window = run.guard.window
+    then, now = window * before.train.global_batch, window * run.config.train.global_batch
+    if now > then:
+        return f"; samples {then} to {now - 1} of the order of all epochs are skipped"
+    if now < then:
+        return f"; samples {now} to {then - 1} of the order of all epochs are trained on again"
+    return ""
 
 
 def _config_of(source: Path | None) -> RunConfig | None:

@@ -38,6 +38,18 @@ def texts(size: int = 64) -> Texts:
     return Texts(size)
 
 
+class Uncounted(Texts):
+    """Texts of which no target counts."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "targets": torch.full_like(sample["targets"], IGNORED)}
+
+
+def validated_on_nothing() -> tuple[Texts, Texts]:
+    return Texts(64), Uncounted(16)
+
+
 def tokens() -> nn.Module:
     """Logits of each token by itself: whatever pads a text does not reach the others."""
     return nn.Sequential(

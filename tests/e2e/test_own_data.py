@@ -202,6 +202,17 @@ def test_bad_samples_of_the_validation_are_left_out_and_told(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_validation_of_which_no_target_counts_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    target = f"data.target={MODULE}:validated_on_nothing"
+    losses(tmp_path, *TEXTS, target, "train.steps=6", "train.eval_every=3")
+    run = tmp_path / "runs" / "r"
+    (told,) = events(run, "data.validation")
+    assert "no target of the validation counts" in told["text"]
+    assert [step for step, _ in metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_before_the_run_begins(tmp_path: Path) -> None:
     arguments = ("--name", "r", *IMAGES, "train.micro_batch=4", "train.steps=5")
     done = train(tmp_path, *arguments, f"model.target={MODULE}:tokens")

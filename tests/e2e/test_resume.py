@@ -209,6 +209,24 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [(16, "samples 24 to 47 of the order of all epochs are skipped"),
+     (4, "samples 12 to 23 of the order of all epochs are trained on again")],
+)  # fmt: skip
+def test_another_global_batch_says_which_samples_it_moves(
+    batch: int, told: str, tmp_path: Path
+) -> None:
+    line = ("--name", "r", "train.micro_batch=4")
+    assert train(tmp_path, *line, "train.steps=3", "train.global_batch=8").returncode == 0
+    key = "train.global_batch"
+    done = train(tmp_path, *line, "train.steps=5", f"{key}={batch}", "--accept-changed", key)
+    assert done.returncode == 0, done.stdout
+    (changed,) = events(tmp_path / "runs" / "r", "run.changed")
+    assert told in changed["text"]
+
+
+@pytest.mark.slow
 def test_a_recipe_is_changed_only_by_the_door(tmp_path: Path) -> None:
     line = ("--name", "r", "checkpoint.every=3")
     assert train(tmp_path, *line, "train.steps=3").returncode == 0

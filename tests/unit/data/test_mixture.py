@@ -144,6 +144,20 @@ def test_a_source_within_another_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path / "all" / "code") in caught.value.problems[0].where
 
 
+def test_a_source_that_another_validates_on_is_refused(tmp_path: Path) -> None:
+    for name in ("train.txt", "valid.txt", "other.txt"):
+        (tmp_path / name).write_text("some text to train on\n" * 200)
+
+    def prepared(*names: str) -> None:
+        parts = [{"path": str(tmp_path / name), "weight": 1.0} for name in names]
+        config = validate(DataConfig, {"mixture": parts, "context": 8}, "here")
+        prepare_mixture(config, tmp_path / "-".join(names), True, lambda path: None)
+
+    with pytest.raises(DataError, match="is what another source of the mixture validates on"):
+        prepared("train.txt", "valid.txt")
+    prepared("other.txt", "valid.txt")
+
+
 @pytest.mark.parametrize(("first", "refused"), [(99, False), (199, True)])
 def test_ids_that_are_no_bytes_are_not_mixed_with_bytes(
     tmp_path: Path, first: int, refused: bool

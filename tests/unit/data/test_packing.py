@@ -23,9 +23,11 @@ def documents(count: int = 60) -> list[Ids]:
     return [np.append(random.integers(10, 50, random.integers(0, 40)), END) for _ in range(count)]
 
 
-def packed(path: Path, run: Path, context: int = 16, **more: object) -> TokenBatches:
+def packed(
+    path: Path, run: Path, context: int = 16, micro_batch: int = 4, **more: object
+) -> TokenBatches:
     settings = config(path, packing="documents", val_fraction=0.2, **more)
-    return TokenBatches(prepare(settings, run), 0, context, 8, 4, 8, packed=True)
+    return TokenBatches(prepare(settings, run), 0, context, 8, micro_batch, 8, packed=True)
 
 
 def check(source: TokenBatches, docs: list[Ids], context: int = 16) -> None:
@@ -38,7 +40,7 @@ def check(source: TokenBatches, docs: list[Ids], context: int = 16) -> None:
         samples = iter(window.samples.tolist())
         for batch in source.micro_batches(window, 0, 1):
             assert batch["segments"].dtype == torch.int64
-            for row in range(4):
+            for row in range(len(batch["inputs"])):
                 begin = next(samples) * context
                 own = owner[begin : begin + context + 1]
                 assert batch["inputs"][row].tolist() == stream[begin : begin + context].tolist()
@@ -57,6 +59,16 @@ def check(source: TokenBatches, docs: list[Ids], context: int = 16) -> None:
 def test_by_the_index(tmp_path: Path) -> None:
     docs = documents()
     check(packed(megatron(tmp_path / "train", docs), tmp_path / "run"), docs)
+
+
+def test_a_batch_of_one_sample_keeps_its_inputs(tmp_path: Path) -> None:
+    """Of one row, inputs and targets lie in the same memory unless they are copied."""
+    docs = documents()
+    data = packed(megatron(tmp_path / "train", docs), tmp_path / "run", micro_batch=1)
+    check(data, docs)
+    for batch in data.validation(0, 8):  # one sample for each rank
+        assert batch["inputs"].shape[0] == 1
+        assert (batch["inputs"] != IGNORED).all()
 
 
 def test_by_the_separator(tmp_path: Path) -> None:

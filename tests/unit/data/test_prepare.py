@@ -184,6 +184,16 @@ def _interrupt(progress: Progress, after: int) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.4, 0.6, 0.9, 0.99])
+def test_as_much_is_held_out_as_was_asked_for(tmp_path: Path, share: float) -> None:
+    lines = [f"{number:07d}" for number in range(2000)]
+    source = jsonl(tmp_path / "a.jsonl", lines)
+    prepare_dataset(Preparation(str(source), "JSONL", val_fraction=share), tmp_path / "out")
+    held = sum(file.stat().st_size for file in (tmp_path / "out").glob("val-*.bin"))
+    every = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.bin"))
+    assert held / every == pytest.approx(share, abs=0.02 * min(1, 10 * share))
+
+
 def test_another_preparation_in_the_folder_is_refused(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", documents())
     prepare_dataset(Preparation(str(source), "JSONL"), tmp_path / "out")

@@ -462,6 +462,36 @@ def test_files_of_several_kinds_are_refused_until_one_is_named(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("beside", ["schema.yaml", "make.py", "notes.txt"])
+def test_a_json_of_data_is_not_read_as_text(tmp_path: Path, beside: str) -> None:
+    folder = tmp_path / "mixed"
+    written(folder / "train.json", "\n".join(ROWS))
+    written(folder / beside, "a: b\n")
+    with pytest.raises(DataError, match=r"several kinds(.|\n)*JSONL: train\.json"):
+        look(folder)
+    assert texts(folder, tmp_path / "run", format="JSONL") == EXPECTED
+
+
+def test_a_vocabulary_beside_token_ids_is_not_the_data(tmp_path: Path) -> None:
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    headerless(folder / "shard_0.bin", some_ids(3000))
+    written(folder / "vocab.txt", "".join(LINES))
+    with pytest.raises(DataError, match=r"both token ids and text(.|\n)*vocab\.txt"):
+        look(folder)
+
+
+def test_a_link_to_another_file_of_rows_is_read_once(tmp_path: Path) -> None:
+    folder = tmp_path / "linked"
+    written(folder / "b.jsonl", "\n".join(ROWS))
+    (folder / "a.jsonl").symlink_to(folder / "b.jsonl")
+    (folder / "latest.jsonl").symlink_to("b.jsonl")
+    data = prepare(config(folder), tmp_path / "run")
+    assert texts(folder, tmp_path / "run") == EXPECTED
+    links = {name for name, reason in left_out(data).items() if "link" in reason}
+    assert links == {"a.jsonl", "latest.jsonl"}
+
+
 def test_a_little_json_in_a_tree_of_text_is_text(tmp_path: Path) -> None:
     written(tmp_path / "tree" / "big.c", "".join(LINES) * 100)
     written(tmp_path / "tree" / "fixture.jsonl", ROWS[0])
