@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +100,25 @@ def best(task: Task) -> str:
     return "native" if task.rehearsal or task.capability >= (8, 9) else "16 bit"
 
 
+def config_of(
+    size: Size, recipe: Recipe, text: Path, over: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The config that is timed. text: a file of bytes to train on. over: sections of the config."""
+    sections: dict[str, Any] = {
+        "recipe": recipe.name,
+        "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
+        "data": {"path": str(text), "context": size.context, "val_samples": 1},
+        "model": {"args": dict(size.args)},
+        "checkpoint": {"every": 0, "background": False},
+        "tracking": {"mlflow": False, "report": False},
+        "guard": {"snapshot_every": 0},
+        "engine": {"compile": "none"},
+    }
+    for section, values in (over or {}).items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return RunConfig.model_validate(sections)
+
+
 def start(
     stack: ExitStack,
     task: Task,
@@ -122,19 +142,7 @@ def start(
                 32 + byte % 95 for byte in random.Random(0).randbytes(64 * max(4096, size.context))
             )
         )
-    sections: dict[str, Any] = {
-        "recipe": recipe.name,
-        "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
-        "data": {"path": str(text), "context": size.context, "val_samples": 1},
-        "model": {"args": dict(size.args)},
-        "checkpoint": {"every": 0, "background": False},
-        "tracking": {"mlflow": False, "report": False},
-        "guard": {"snapshot_every": 0},
-        "engine": {"compile": "none"},
-    }
-    for section, values in (over or {}).items():
-        sections[section] = {**sections.get(section, {}), **values}
-    config = RunConfig.model_validate(sections)
+    config = config_of(size, recipe, text, over)
     try:
         run, plan, _ = start_run(stack, config, recipe, folder, task.device)
     except (ConfigError, MachineError) as error:
@@ -315,7 +323,7 @@ def torchao_compiled(task: Task) -> Answer:
 # A contender of a row about monitoring: sections of the recipe's `fp8`, and of the config.
 Way = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]
 _NO_GUARD = {"guard": {"enabled": False}, "tracking": {"fp8_every": NEVER}}
-_BARE: Way = ({"stats_every": NEVER}, _NO_GUARD)
+BARE: Way = ({"stats_every": NEVER}, _NO_GUARD)
 
 
 def watching(task: Task) -> Answer:
@@ -354,7 +362,7 @@ def over_bare(task: Task, ways: Mapping[str, Way]) -> Answer:
 
     def measure(stack: ExitStack, size: Size) -> Answer:
         contenders: dict[str, Contender] = {}
-        for name, (fp8, over) in {"neither": _BARE, **ways}.items():
+        for name, (fp8, over) in {"neither": BARE, **ways}.items():
             contenders[name] = start(stack, task, name, size, recipe_of(best(task), **fp8), over)
             warm(contenders[name], 2)
         begun = _with_snapshots(contenders)

@@ -38,7 +38,8 @@ from harness.estimate.roofline import (
     Op,
     Rates,
     bottleneck,
-    device_seconds,
+    gap_seconds,
+    is_host_bound,
     seconds_of,
     step_seconds,
 )
@@ -455,17 +456,19 @@ def time_steps(made: Trace, rates: Rates, stats_every: int) -> Timing:
         sampled=sampled_seconds,
         mean=mean_seconds,
         kernels=sum(op.kernels for op in usual),
-        host_bound=usual_seconds > device_seconds(usual, rates),
+        host_bound=is_host_bound(usual, rates),
         by_purpose=_by_purpose(usual, rates),
         bottleneck=bottleneck(usual, rates),
     )
 
 
 def _by_purpose(ops: Sequence[Op], rates: Rates) -> dict[str, float]:
-    """Seconds on the device by purpose, longest first."""
+    """Seconds on the device by purpose, longest first; gaps are one if the rates have them."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for op in ops:
         seconds[op.purpose] += seconds_of(op, rates)
+    if gaps := gap_seconds(ops, rates):
+        seconds["gaps"] = gaps
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 

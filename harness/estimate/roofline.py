@@ -8,6 +8,9 @@ the slower of the two:
 No kernel is shorter than a minimum. The times of a step's operations add up. If the host cannot launch the kernels as
 fast as the card runs them, the step takes the host's time instead.
 
+Eager steps take longer than that: the card idles between kernels, and most kernels fall short of the rates. A
+calibration can have one constant for both, `gap_seconds` for each kernel launch (`benchmarks/estimated.py` fits it).
+
 No kernel reaches the peaks of a datasheet, so each rate is a peak times a usual share. The shares stand for sustained
 training on a card that nothing else uses. Measurements from a real card replace them (`harness estimate
 --calibration`). They are never tuned to please a result: everything here is a prediction.
@@ -56,6 +59,7 @@ class Rates:
     bandwidth: bytes a second.
     shortest_seconds: the shortest kernel.
     launch_seconds: the host's time for a kernel.
+    gap_seconds: what a kernel of a step adds to its own roofline; 0 where it was not fitted.
     context_bytes: memory of the CUDA context.
     """
 
@@ -67,6 +71,7 @@ class Rates:
     bandwidth: float
     shortest_seconds: float = _SHORTEST_SECONDS
     launch_seconds: float = _LAUNCH_SECONDS
+    gap_seconds: float = 0.0
     context_bytes: int = _CONTEXT_BYTES
 
     def gemm(self, unit: Unit) -> float:
@@ -141,9 +146,23 @@ def device_seconds(ops: Iterable[Op], rates: Rates) -> float:
 
 
 def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
-    """Predicted seconds of a step: the device's time, or the host's for launching all kernels if that is longer."""
-    launches = sum(op.kernels for op in ops)
-    return max(device_seconds(ops, rates), rates.launch_seconds * launches)
+    """Predicted seconds of a step: the device's time with gaps, or the host's for all launches if that is longer."""
+    on_device = device_seconds(ops, rates) + gap_seconds(ops, rates)
+    return max(on_device, rates.launch_seconds * _launches(ops))
+
+
+def gap_seconds(ops: Iterable[Op], rates: Rates) -> float:
+    """Predicted seconds that the kernels of `ops` add to their rooflines."""
+    return rates.gap_seconds * _launches(ops)
+
+
+def is_host_bound(ops: Sequence[Op], rates: Rates) -> bool:
+    """Whether the host launches the kernels of a step more slowly than the card runs them."""
+    return step_seconds(ops, rates) > device_seconds(ops, rates) + gap_seconds(ops, rates)
+
+
+def _launches(ops: Iterable[Op]) -> int:
+    return sum(op.kernels for op in ops)
 
 
 Bottleneck = Literal[
@@ -159,11 +178,13 @@ def bottleneck(ops: Sequence[Op], rates: Rates) -> Bottleneck:
     fp8-gemms, gemms, attention: arithmetic in these; convolutions count as GEMMs.
     optimizer: the update's traffic.
     memory-bandwidth: all other traffic, that of GEMMs too where it takes longer than their arithmetic.
-    host/launches: kernels so short that their minimum counts, or a host that launches more slowly than the card works.
+    host/launches: kernels so short that their minimum counts, gaps, or a host that launches more slowly than the card
+        works.
     """
-    if step_seconds(ops, rates) > device_seconds(ops, rates):
+    if is_host_bound(ops, rates):
         return "host/launches"
     seconds = seconds_by_cause(ops, rates)
+    seconds["host/launches"] = seconds.get("host/launches", 0.0) + gap_seconds(ops, rates)
     return max(seconds, key=lambda cause: seconds[cause])
 
 
@@ -216,6 +237,7 @@ _FIELDS = {
     "attention": "attention",
     "bandwidth": "bandwidth",
     "launch_seconds": "launch_seconds",
+    "gap_seconds": "gap_seconds",
     "context_bytes": "context_bytes",
 }
 # How far a measurement may be above the datasheet, and below it.
@@ -277,13 +299,19 @@ def read_calibration(path: Path, card: Card) -> Calibration:
         return replace(uncalibrated(card), notes=(note,))
     _check_plausible(rates, path, card)
 
-    # A card without FP8 units has no rate for them.
+    # A card without FP8 units has no rate for them. The gap is fitted after the proof, and has a note of its own.
     expected = [name for name in _FIELDS if name != "gemm_fp8" or card.fp8]
-    missing = [name for name in expected if name not in rates]
-    notes: tuple[str, ...] = ()
+    missing = [name for name in expected if name not in rates and name != "gap_seconds"]
+    notes: list[str] = []
     if missing:
-        note = f"{path} has no {', '.join(missing)}: the roofline's own constants stand for them"
-        notes = (note,)
+        notes.append(
+            f"{path} has no {', '.join(missing)}: the roofline's own constants stand for them"
+        )
+    if "gap_seconds" not in rates:
+        notes.append(
+            f"{path} has no gap_seconds, so eager steps are predicted too short: "
+            f"python -m benchmarks.estimated --fit {path} prints rates that have it"
+        )
 
     measured = {_FIELDS[name]: value for name, value in rates.items()}
     if "context_bytes" in measured:
@@ -291,7 +319,7 @@ def read_calibration(path: Path, card: Card) -> Calibration:
     made = replace(usual_rates(card), **measured)  # type: ignore[arg-type]
     needed = (*_NEEDED, "gemm_fp8") if card.fp8 else _NEEDED
     calibrated = all(name in rates for name in needed)
-    return Calibration(made, calibrated, notes)
+    return Calibration(made, calibrated, tuple(notes))
 
 
 def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None:
@@ -302,6 +330,7 @@ def _check_plausible(rates: Mapping[str, float], path: Path, card: Card) -> None
         "attention": _FASTER * card.half,
         "bandwidth": _FASTER * card.bandwidth,
         "launch_seconds": 1.0,
+        "gap_seconds": 1e-3,
         "context_bytes": card.memory,
     }
     problems: list[Problem] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from harness.estimate.roofline import (
     bottleneck,
     device_seconds,
     find_card,
+    is_host_bound,
     read_calibration,
     seconds_of,
     step_seconds,
@@ -100,6 +102,28 @@ def test_small_kernels_cost_their_minimum_and_their_launch() -> None:
     )
 
 
+def test_gaps_lengthen_a_step_by_its_kernels_unless_the_host_is_slower_still() -> None:
+    """By hand: a kernel of 1 GB and ten of 2 us, at 5 us a gap; then a host that needs 50 us for each."""
+    assert RATES.gap_seconds == 0, "an estimate without a calibration knows of none"
+    ops = [op(reads=10**9, writes=0), *[op(reads=4, writes=4)] * 10]
+    on_device = 1e9 / 2.8475e12 + 20e-6
+    gaps = replace(RATES, gap_seconds=5e-6)
+    assert device_seconds(ops, gaps) == pytest.approx(on_device)
+    assert step_seconds(ops, gaps) == pytest.approx(on_device + 55e-6)
+    assert not is_host_bound(ops, gaps)
+
+    slow = replace(gaps, launch_seconds=50e-6)
+    assert step_seconds(ops, slow) == pytest.approx(550e-6)
+    assert is_host_bound(ops, slow)
+
+
+def test_most_of_a_step_may_be_gaps() -> None:
+    ops = [op(reads=10**6, writes=0)] * 10
+    fast = replace(RATES, launch_seconds=1e-7, shortest_seconds=1e-7)
+    assert bottleneck(ops, fast) == "memory-bandwidth"
+    assert bottleneck(ops, replace(fast, gap_seconds=1e-5)) == "host/launches"
+
+
 _FP8 = {"reads": 10**6, "flops": 1e12, "unit": "fp8"}
 _HALF = {"reads": 10**6, "flops": 1e12, "unit": "half"}
 
@@ -129,7 +153,7 @@ def test_the_bottleneck_is_what_most_time_goes_to(ops: list[Op], expected: str) 
 def proof(tmp_path: Path, **changed: object) -> Path:
     section: dict[str, object] = {
         "card": H100.name, "capability": [9, 0], "gemm_bf16": 700e12, "gemm_fp8": 1300e12, "attention": 400e12,
-        "bandwidth": 3e12, "launch_seconds": 5e-6, "context_bytes": 500_000_000,
+        "bandwidth": 3e12, "launch_seconds": 5e-6, "gap_seconds": 7e-6, "context_bytes": 500_000_000,
     }  # fmt: skip
     path = tmp_path / "proof.json"
     path.write_text(json.dumps({"roofline": section | changed}))
@@ -147,7 +171,8 @@ def test_measurements_take_the_place_of_constants(tmp_path: Path) -> None:
         400e12,
         3e12,
     )
-    assert (rates.launch_seconds, rates.context_bytes) == (5e-6, 500_000_000)
+    assert (rates.launch_seconds, rates.gap_seconds) == (5e-6, 7e-6)
+    assert rates.context_bytes == 500_000_000
     assert rates.gemm_fp32 == RATES.gemm_fp32
 
 
@@ -182,6 +207,14 @@ def test_what_is_missing_and_minor_keeps_its_constant(tmp_path: Path) -> None:
     assert "attention, launch_seconds" in found.notes[0]
 
 
+def test_a_record_without_a_gap_says_how_to_fit_one(tmp_path: Path) -> None:
+    found = read_calibration(proof(tmp_path, gap_seconds=None), H100)
+    assert found.calibrated
+    assert found.rates.gap_seconds == 0
+    (note,) = found.notes
+    assert "benchmarks.estimated --fit" in note
+
+
 def test_another_cards_measurements_are_not_used(tmp_path: Path) -> None:
     found = read_calibration(proof(tmp_path, card="NVIDIA H100 PCIe"), H100)
     assert found.rates == uncalibrated(H100).rates
@@ -195,6 +228,7 @@ def test_another_cards_measurements_are_not_used(tmp_path: Path) -> None:
         {"gemm_bf16": 1e308},
         {"bandwidth": 3.0},
         {"launch_seconds": 5.0},
+        {"gap_seconds": 7.0},
         {"context_bytes": 1e300},
         {"gemm_fp8": 1300.0},
     ],

@@ -1,0 +1,103 @@
+"""Estimates with the rates of one H100 record, beside every step that a record of another torch timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.estimated import RESULTS, TESTED_ON, table
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guide" / "estimate.md"
+RATES = "rates_h100_torch213"
+
+# Eager steps whose time is the card's.
+BUSY = {
+    "autocast:bf16, eager",
+    "native:fp8, eager",
+    "transformer_engine:fp8, eager",
+    "transformer_engine:fp8, eager, fused",
+    "native:fp8, eager, 4 layers of width 4096",
+}
+# Largest errors allowed: of those in time with and without gaps, and of the bytes at the peak.
+TIME, TIME_WITHOUT_GAP, MEMORY = 0.10, 0.16, 0.05
+# All others are far off, and the guide says so: predicted over measured time, at least and at most.
+KNOWN = {
+    "native:fp8, compiled": (0.85, 1.20),
+    "autocast:bf16, compiled": (1.10, 1.25),
+    "torchao:fp8, compiled": (1.7, 2.1),
+    "torchao:fp8, eager": (0.75, 0.85),
+    "native:fp8, eager, 8 layers of width 2048": (0.6, 0.8),
+    "native:fp8, eager, 12 layers of width 1280": (0.2, 0.3),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    """Every step, from a process in which torch is not loaded yet."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.estimated", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_every_step_is_predicted_from_the_other_record() -> None:
+    assert {each["step"] for each in found()} == BUSY | KNOWN.keys()
+    for each in found():
+        assert each["record"] in TESTED_ON[each["calibration"]]
+        assert each["record"] != each["calibration"]
+
+
+def test_eager_steps_are_within_a_tenth_and_memory_within_a_twentieth() -> None:
+    for each in found():
+        if each["step"] in BUSY:
+            assert abs(each["error"]) <= TIME, each
+            assert abs(each["error_without_gap"]) <= TIME_WITHOUT_GAP, each
+        if each["memory_error"] is not None:
+            assert abs(each["memory_error"]) <= MEMORY, each
+
+
+def test_other_steps_are_as_far_off_as_the_guide_says() -> None:
+    for each in found():
+        if each["step"] in KNOWN:
+            least, most = KNOWN[each["step"]]
+            assert least <= 1 + each["error"] <= most, each
+
+
+def test_the_gap_makes_no_eager_step_worse() -> None:
+    """It is kept for that: each step in both directions, also those that the card does not bound."""
+    eager = [each for each in found() if "eager" in each["step"]]
+    assert {each["calibration"] for each in eager} == set(TESTED_ON)
+    for each in eager:
+        assert abs(each["error"]) < abs(each["error_without_gap"]), each
+
+
+def test_the_guide_has_these_errors() -> None:
+    lines = GUIDE.read_text(encoding="utf-8").splitlines()
+    for line in table(found()):
+        assert line in lines
+
+
+def test_the_rates_that_are_shipped_are_the_records_with_its_gap() -> None:
+    record = json.loads((RESULTS / "proof_h100_torch213.json").read_text())
+    shipped = json.loads((RESULTS / f"{RATES}.json").read_text())["roofline"]
+    gap = shipped.pop("gap_seconds")
+    assert shipped == record["roofline"]
+    for each in found():
+        if each["calibration"] == "proof_h100_torch213":
+            assert each["gap_seconds"] == pytest.approx(gap, rel=0.01)
