@@ -38,7 +38,7 @@ KNOWN = {
     "native:fp8, eager, 12 layers of width 1280": (0.2, 0.3),
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @cache
