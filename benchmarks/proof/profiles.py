@@ -8,8 +8,11 @@ Profiled steps take longer. So both times are recorded, and gaps may be larger i
 from __future__ import annotations
 
 import gc
+import gzip
+import json
 import time
 import traceback
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -43,6 +46,10 @@ STEPS = 3
 # The guard measures the parameters in steps 1, 11 and 21. Usual steps are timed and profiled: 12 to 15, and 16 to 18.
 FIRST = 16
 TIMED = 4
+# Kernels of a contender in the record, and characters of their names.
+LARGEST = 20
+NAME = 80
+_ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")
 # The state of one contender, and its activations.
 COPIES = 1.3
 
@@ -126,6 +133,7 @@ def profiled(task: Task, name: str, size: Size, setup: Setup) -> dict[str, Any]:
     kinds: milliseconds a step, calls a step, and the name that took most, by kind.
     idle_ms: time of a step in which nothing runs (gaps), or the host waits for an idle card.
     kernels: a step's kernels and copies; on a CPU its operations.
+    largest: the kernels that took most; none on a CPU.
     under_load: clock and power while steps run.
     """
     first, timed = (4, 1) if task.rehearsal else (FIRST, TIMED)
@@ -143,6 +151,7 @@ def profiled(task: Task, name: str, size: Size, setup: Setup) -> dict[str, Any]:
         contender.steps(STEPS)
         run.telemetry.flush()
         facts |= of_profile(profile_in(run.folder, run.engine.device.type))
+        facts["largest"] = largest_kernels(next(run.folder.glob("profile/*.json.gz")))
         facts["under_load"] = _under_load(contender, facts["step_ms"] / 1e3)
         facts |= contender.told()
         return {**facts, "compiled": run.watch is not None, "fused": contender.fused}
@@ -185,6 +194,35 @@ def profile_in(folder: Path, device: str) -> Profile:
         raise RuntimeError(
             "the profiler saw no kernel of the card: it may lack the right to (CUPTI)"
         )
+    return found
+
+
+def largest_kernels(trace: Path) -> list[dict[str, Any]]:
+    """The kernels and copies in a trace that took most of the card's time, for one of STEPS steps.
+
+    Those of the same name, launched by the same operation with operands of the same sizes, are one entry.
+    """
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    operations: dict[int, tuple[str, str]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            given = event.get("args", {})
+            shapes = [dims for dims in given.get("Input Dims", ()) if dims]
+            operations[given.get("External id")] = event["name"], str(shapes[:3])
+
+    seconds: dict[tuple[str, str, str], float] = defaultdict(float)
+    calls: dict[tuple[str, str, str], int] = defaultdict(int)
+    for event in events:
+        if event.get("cat") in _ON_CARD:
+            operation = operations.get(event.get("args", {}).get("External id"), ("", ""))
+            key = (event["name"][:NAME], operation[0][:NAME], operation[1][:NAME])
+            seconds[key] += event["dur"] / 1e6
+            calls[key] += 1
+
+    found: list[dict[str, Any]] = []
+    for key in sorted(seconds, key=lambda key: -seconds[key])[:LARGEST]:
+        row = {"name": key[0], "by": key[1], "shapes": key[2]}
+        found.append({**row, "ms": 1e3 * seconds[key] / STEPS, "calls": calls[key] / STEPS})
     return found
 
 

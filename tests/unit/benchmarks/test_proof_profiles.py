@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_one_that_fails_or_is_not_here_leaves_the_others(
     assert found["kinds"]["casts"]["ms"] > 0
     assert found["kinds"]["GEMMs bf16"]["calls"] == 3 * (2 * 4 + 1), "two blocks, and the head"
     assert found["step_ms"] > 0
+    assert found["largest"] == [], "a CPU has no kernels"
     assert found["steps"] == 6, "the last three are profiled"
     assert f"native {found['profiled_ms']:.4g}" in answer.summary
 
@@ -91,6 +93,38 @@ def test_a_profile_is_recorded_for_one_step() -> None:
     assert found["idle_ms"] == pytest.approx(5), "gaps and waits, without time between steps"
     assert found["kernels"] == 300
     assert found["host_waits"] == 2
+
+
+def event(
+    category: str, name: str, microseconds: float, number: int, **more: Any
+) -> dict[str, Any]:
+    arguments = {"External id": number, **more}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": 0,
+        "dur": microseconds,
+        "args": arguments,
+    }
+
+
+def test_the_largest_kernels_are_named_with_their_operation_and_shapes(tmp_path: Path) -> None:
+    events = [
+        event("cpu_op", "aten::mm", 9e6, 7, **{"Input Dims": [[4096, 4096], [4096, 6144], []]}),
+        event("kernel", "nvjet_tst", 3000, 7),
+        event("kernel", "nvjet_tst", 6000, 7),
+        event("gpu_memcpy", "Memcpy DtoD", 30, 8),
+        {"ph": "M", "name": "process_name", "args": {}},
+    ]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    product, copy = profiles.largest_kernels(path)
+    shapes = "[[4096, 4096], [4096, 6144]]"
+    assert product.items() >= {"name": "nvjet_tst", "by": "aten::mm", "shapes": shapes}.items()
+    assert product["ms"] == pytest.approx(3), "9 ms in three steps"
+    assert product["calls"] == pytest.approx(2 / 3)
+    assert (copy["by"], copy["shapes"]) == ("", "")
 
 
 def test_a_profile_without_kernels_is_none_of_a_card(tmp_path: Path) -> None:
