@@ -1,6 +1,7 @@
 """Measures what a real card does with this project: tests, bits, speed and memory.
 
     python -m benchmarks.proof                      # on a machine with an NVIDIA card, under half an hour
+    python -m benchmarks.proof --minutes 10         # as many rows as fit; the first ones tell most
     python -m benchmarks.proof --only gemm native   # some rows
     python -m benchmarks.proof --resume FILE.json   # the rows that have not passed yet in an earlier record
     python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows only that the rows run
@@ -34,9 +35,9 @@ from typing import Any
 
 from benchmarks.proof import page
 from benchmarks.proof.children import FIRST, LEAST, ROOT, adopt_orphans, environment, run_row
-from benchmarks.proof.registry import ROWS, Row, lacks
+from benchmarks.proof.registry import BUDGET, ROWS, Row, lacks
 
-MINUTES = 25.0
+MINUTES = BUDGET / 60
 PASSED, FAILED, USAGE, NO_CARD = 0, 1, 2, 4
 RESULTS = ROOT / "benchmarks" / "results"
 REHEARSALS = ROOT / "build"
@@ -115,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rehearse", action="store_true", help="on the CPU at toy sizes, whatever card there is"
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES})"
+        "--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES:g})"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="ROW", choices=names, help=f"of {', '.join(names)}"

@@ -35,6 +35,7 @@ from benchmarks.proof.training import (
 from harness.capability.smi import nvidia_smi
 from harness.core.errors import one_line
 from harness.measure.contender import Contender
+from harness.precision.backends.registry import BACKENDS
 from harness.profiling.kinds import GAPS, WAITS
 from harness.profiling.recorder import StepProfiler
 from harness.profiling.report import Profile
@@ -142,6 +143,9 @@ def profiled(task: Task, name: str, size: Size, setup: Setup) -> dict[str, Any]:
     with ExitStack() as stack:
         over = {"engine": {"compile": setup.compile}}
         contender = start(stack, task, name, size, recipe, over)
+        # Native has no blocks to count: its note in the record says who casts.
+        if setup.fuse and BACKENDS[setup.backend].fuses and not contender.fused:
+            raise RuntimeError("nothing was fused")
         run = contender.run
         run.telemetry.profiler = StepProfiler(
             run.folder, first, first + STEPS - 1, run.engine.device

@@ -167,7 +167,7 @@ def test_what_a_row_leaves_behind_is_killed(tmp_path: Path, adopting: None) -> N
 def test_every_row_has_a_function_and_a_known_need() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert ROWS[0].name == "machine"
-    assert sum(row.budget for row in ROWS) == BUDGET
+    assert sum(row.budget for row in ROWS) == BUDGET < 30 * 60, "half an hour, as the pages say"
     for row in ROWS:
         module, _, function = row.target.partition(":")
         assert callable(getattr(import_module(module), function)), row.name
