@@ -131,7 +131,9 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
 
     model = figures["model"]
     args = {key: value for key, value in model.items() if key not in ("context", "parameters")}
-    size = Size(figures["size"], model["context"], args)
+    # Records from before there were rows of several samples say nothing of them.
+    samples, micro_batch = figures.get("samples", 1), figures.get("micro_batch", 1)
+    size = Size(figures["size"], model["context"], args, samples, micro_batch)
     fused = bool(figures.get("fused"))
     for name, timed in figures["contenders"].items():
         how = "compiled" if figures["compiled"] else EAGER

@@ -1,6 +1,7 @@
 """Measures what a real card does with this project: tests, bits, speed and memory.
 
-    python -m benchmarks.proof                      # on a machine with an NVIDIA card, under a quarter of an hour
+    python -m benchmarks.proof                      # on a machine with an NVIDIA card, under half an hour
+    python -m benchmarks.proof --minutes 10         # as many rows as fit; the first ones tell most
     python -m benchmarks.proof --only gemm native   # some rows
     python -m benchmarks.proof --resume FILE.json   # the rows that have not passed yet in an earlier record
     python -m benchmarks.proof --rehearse           # on a CPU, toy sizes: shows only that the rows run
@@ -36,7 +37,7 @@ from benchmarks.proof import page
 from benchmarks.proof.children import FIRST, LEAST, ROOT, adopt_orphans, environment, run_row
 from benchmarks.proof.registry import BUDGET, ROWS, Row, lacks
 
-MINUTES = 14.5
+MINUTES = BUDGET / 60
 PASSED, FAILED, USAGE, NO_CARD = 0, 1, 2, 4
 RESULTS = ROOT / "benchmarks" / "results"
 REHEARSALS = ROOT / "build"
@@ -115,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rehearse", action="store_true", help="on the CPU at toy sizes, whatever card there is"
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES})"
+        "--minutes", type=float, default=MINUTES, help=f"for everything (default {MINUTES:g})"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="ROW", choices=names, help=f"of {', '.join(names)}"
@@ -164,7 +165,8 @@ def ask(
 ) -> tuple[list[dict[str, Any]], bool]:
     """The rows' outcomes, in order, and whether all rows were started.
 
-    A row may run until the budgets of all rows up to it are used up. So it may use what earlier rows left over.
+    A row may run until the budgets of all rows up to it are used up. So it may use what earlier rows left over. If
+    there is less time than all budgets, the first rows have theirs, and the last ones are not started.
 
     kept_rows: outcomes of the earlier record that stand; the row of the machine always runs.
     resumed: that record. If it is of another machine or code, only the row of the machine is asked.
@@ -175,14 +177,14 @@ def ask(
     environ = environment(work, rehearsal, os.environ)
     began, used = time.monotonic(), 0.0
     to_run = [row for row in rows if row.name == "machine" or row.name not in kept_rows]
-    scale = seconds / (BUDGET if len(to_run) == len(ROWS) else sum(row.budget for row in to_run))
+    scale = max(1.0, seconds / sum(row.budget for row in to_run))
     outcomes: list[dict[str, Any]] = []
     try:
         for row in rows:
             if outcomes and row.name in kept_rows:
                 outcomes.append(dict(kept_rows[row.name]))
                 continue
-            used += scale * row.budget
+            used = min(seconds, used + scale * row.budget)
             machine = outcomes[0]["figures"] if outcomes else {}
             limit = began + used - time.monotonic()
             reason = lacks(row, machine) if outcomes else ""

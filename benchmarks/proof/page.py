@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.proof.children import ROOT
+from harness.profiling.kinds import KINDS
 
 SCHEMA = 1
 REHEARSAL = "REHEARSAL ON A CPU: it shows that the rows run, and says nothing of any card"
@@ -279,11 +280,37 @@ def markdown(proof: Mapping[str, Any]) -> str:
         lines.append(
             f"| {row['name']} | {cell(row['question'])} | {status} | {cell(said)} | {row['seconds']:.0f} |"
         )
+    for row in proof["rows"]:
+        if row["name"] == "profiles":
+            lines += profile_table(row["figures"])
     again = "python -m benchmarks.proof" + (" --rehearse" if proof["rehearsal"] else "")
     lines += ["", f"One row again: `{again} --only NAME`.", ""]
     if proof["rehearsal"]:
         lines += [REHEARSAL + ".", ""]
     return "\n".join(lines)
+
+
+def profile_table(figures: Mapping[str, Any]) -> list[str]:
+    """The lines of the profiles' table: milliseconds a step by kind of work, a column for each contender."""
+    contenders = figures.get("contenders")
+    if not contenders:
+        return []
+    lines = ["", f"Milliseconds of a profiled step by kind of work, {figures['size']}:", ""]
+    lines.append(f"| | {' | '.join(contenders)} |")
+    lines.append("|---" * (len(contenders) + 1) + "|")
+
+    rows: dict[str, list[float | None]] = {}
+    found = list(contenders.values())
+    for kind in KINDS:
+        if any(kind in each["kinds"] for each in found):
+            rows[kind] = [each["kinds"].get(kind, {}).get("ms") for each in found]
+    rows["whole step"] = [each["profiled_ms"] for each in found]
+    rows["without the profiler"] = [each["step_ms"] for each in found]
+    for name, values in rows.items():
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    kernels = [f"{each['kernels']:.0f}" for each in found]
+    return [*lines, f"| kernels and copies | {' | '.join(kernels)} |"]
 
 
 def cell(text: str) -> str:

@@ -1,6 +1,16 @@
 """The rows of a proof: the question of each one, what it needs, how long it may take, and its function.
 
 Nothing here imports torch. So the process that starts the rows cannot crash or hang with it.
+
+A card may be taken away before the last row. So the rows that tell most come first:
+
+1. where a step's time goes (`profiles`), as no saving can be proved without it;
+2. the shipped default over compiled bf16, then over a bare loop;
+3. step times in each precision and compile mode, first those whose code has changed since a card ran it;
+4. calibration, and then `estimated`, the only row that reads other rows: calibration, `native`, `te` and `torchao`;
+5. bits, host waits, tests and saves.
+
+A row that reads the figures of others (`Task.earlier`) comes after them. All read those of `machine`, the first one.
 """
 
 from __future__ import annotations
@@ -129,6 +139,104 @@ ROWS: tuple[Row, ...] = (
         60,
         "benchmarks.proof.card:machine",
     ),
+    Row(
+        "profiles",
+        "What kind of work does a step's time go to, in each precision and compile mode?",
+        ("trainer",),
+        220,
+        "benchmarks.proof.profiles:profiles",
+    ),
+    Row(
+        "as_shipped",
+        "Step time, fp8_hybrid over bf16, each as it is without further keys (engine.compile=auto)",
+        ("fp8", "trainer"),
+        70,
+        "benchmarks.proof.training:as_shipped",
+    ),
+    Row(
+        "long_step",
+        "Step time at 16,384 tokens a step, fp8_hybrid over bf16, each as it is",
+        ("fp8", "trainer"),
+        90,
+        "benchmarks.proof.training:long_step",
+    ),
+    Row(
+        "vocabulary",
+        "Step time with a vocabulary of 128,256, fp8_hybrid over bf16, each as it is",
+        ("fp8", "trainer"),
+        85,
+        "benchmarks.proof.training:vocabulary",
+    ),
+    Row(
+        "snapshots",
+        "Step time as shipped over a bare step, with snapshots that training waits for and with overlapped ones",
+        ("trainer",),
+        70,
+        "benchmarks.proof.training:snapshots",
+    ),
+    Row(
+        "watching",
+        "What do telemetry and the guard cost a step?",
+        ("trainer",),
+        85,
+        "benchmarks.proof.training:watching",
+    ),
+    Row(
+        "native_compiled",
+        "Step time, native FP8 over bf16, both compiled by blocks",
+        ("fp8", "compiling", "trainer"),
+        70,
+        "benchmarks.proof.training:native_compiled",
+    ),
+    Row(
+        "native_fused",
+        "The same with layers.fuse: casts in the kernels that make the tensors",
+        ("fp8", "compiling", "trainer"),
+        70,
+        "benchmarks.proof.training:native_fused",
+    ),
+    Row(
+        "te",
+        "Step time, Transformer Engine FP8 over bf16, eager",
+        ("fp8", "transformer_engine", "trainer"),
+        45,
+        "benchmarks.proof.training:te",
+    ),
+    Row(
+        "te_fused",
+        "Step time, Transformer Engine FP8 with norms and MLPs fused over bf16, eager",
+        ("fp8", "transformer_engine", "trainer"),
+        45,
+        "benchmarks.proof.training:te_fused",
+    ),
+    Row(
+        "native",
+        "Step time, native FP8 over bf16, eager",
+        ("fp8", "trainer"),
+        45,
+        "benchmarks.proof.training:native",
+    ),
+    Row(
+        "torchao_compiled",
+        "Step time, torchao FP8 over bf16, both compiled by blocks",
+        ("fp8", "torchao", "compiling", "trainer"),
+        75,
+        "benchmarks.proof.training:torchao_compiled",
+    ),
+    Row(
+        "torchao",
+        "Step time, torchao FP8 over bf16, eager",
+        ("fp8", "torchao", "trainer"),
+        45,
+        "benchmarks.proof.training:torchao",
+    ),
+    Row(
+        "te_compiled",
+        "Step time, Transformer Engine FP8 over bf16, both compiled by blocks",
+        ("fp8", "transformer_engine", "trainer"),
+        15,
+        "benchmarks.proof.training:te_compiled",
+    ),
     Row("gemm", "How fast are large GEMMs?", (), 25, "benchmarks.proof.card:gemm"),
     Row("bandwidth", "How fast is the memory?", (), 15, "benchmarks.proof.card:bandwidth"),
     Row(
@@ -144,6 +252,13 @@ ROWS: tuple[Row, ...] = (
         (),
         15,
         "benchmarks.proof.card:launch",
+    ),
+    Row(
+        "estimated",
+        "Are memory (within 10%) and time what `harness estimate` predicts?",
+        ("card", "fp8", "trainer"),
+        50,
+        "benchmarks.proof.checks:estimated",
     ),
     Row(
         "kernels",
@@ -167,81 +282,11 @@ ROWS: tuple[Row, ...] = (
         "benchmarks.proof.training:syncs",
     ),
     Row(
-        "as_shipped",
-        "Step time, fp8_hybrid over bf16, each as it is without further keys (engine.compile=auto)",
-        ("fp8", "trainer"),
-        70,
-        "benchmarks.proof.training:as_shipped",
-    ),
-    Row(
-        "native",
-        "Step time, native FP8 over bf16, eager",
-        ("fp8", "trainer"),
-        45,
-        "benchmarks.proof.training:native",
-    ),
-    Row(
-        "te",
-        "Step time, Transformer Engine FP8 over bf16, eager",
-        ("fp8", "transformer_engine", "trainer"),
-        45,
-        "benchmarks.proof.training:te",
-    ),
-    Row(
-        "te_fused",
-        "Step time, Transformer Engine FP8 with norms and MLPs fused over bf16, eager",
-        ("fp8", "transformer_engine", "trainer"),
-        45,
-        "benchmarks.proof.training:te_fused",
-    ),
-    Row(
-        "native_compiled",
-        "Step time, native FP8 over bf16, both compiled by blocks",
-        ("fp8", "compiling", "trainer"),
-        70,
-        "benchmarks.proof.training:native_compiled",
-    ),
-    Row(
-        "native_fused",
-        "The same with layers.fuse: casts in the kernels that make the tensors",
-        ("fp8", "compiling", "trainer"),
-        70,
-        "benchmarks.proof.training:native_fused",
-    ),
-    Row(
-        "torchao_compiled",
-        "Step time, torchao FP8 over bf16, both compiled by blocks",
-        ("fp8", "torchao", "compiling", "trainer"),
-        75,
-        "benchmarks.proof.training:torchao_compiled",
-    ),
-    Row(
-        "te_compiled",
-        "Step time, Transformer Engine FP8 over bf16, both compiled by blocks",
-        ("fp8", "transformer_engine", "trainer"),
-        15,
-        "benchmarks.proof.training:te_compiled",
-    ),
-    Row(
-        "torchao",
-        "Step time, torchao FP8 over bf16, eager",
-        ("fp8", "torchao", "trainer"),
-        45,
-        "benchmarks.proof.training:torchao",
-    ),
-    Row(
-        "watching",
-        "What do telemetry and the guard cost a step?",
-        ("trainer",),
-        85,
-        "benchmarks.proof.training:watching",
-    ),
-    Row(
-        "snapshots",
-        "Step time as shipped over a bare step, with snapshots that training waits for and with overlapped ones",
-        ("trainer",),
-        70,
-        "benchmarks.proof.training:snapshots",
+        "tests",
+        "Do the tests in tests/gpu pass, but for whole runs?",
+        ("pytest", "trainer"),
+        100,
+        "benchmarks.proof.checks:tests",
     ),
     Row(
         "saves",
@@ -257,20 +302,6 @@ ROWS: tuple[Row, ...] = (
         40,
         "benchmarks.proof.saves:recovery",
     ),
-    Row(
-        "estimated",
-        "Are memory (within 10%) and time what `harness estimate` predicts?",
-        ("card", "fp8", "trainer"),
-        50,
-        "benchmarks.proof.checks:estimated",
-    ),
-    Row(
-        "tests",
-        "Do the tests in tests/gpu pass, but for whole runs?",
-        ("pytest", "trainer"),
-        100,
-        "benchmarks.proof.checks:tests",
-    ),
 )
 BUDGET = sum(row.budget for row in ROWS)
 """Seconds of all rows. A row may use what the rows before it left over."""
@@ -278,7 +309,12 @@ BUDGET = sum(row.budget for row in ROWS)
 
 def lacks(row: Row, machine: Mapping[str, Any]) -> str:
     """Why `row` cannot run on this machine; empty if it can."""
-    return next((reason for need in row.needs if (reason := NEEDS[need](machine))), "")
+    return lacking(row.needs, machine)
+
+
+def lacking(needs: Sequence[str], machine: Mapping[str, Any]) -> str:
+    """The first of `needs` that this machine lacks, and why; empty if it has all of them."""
+    return next((reason for need in needs if (reason := NEEDS[need](machine))), "")
 
 
 def task_for(request: Mapping[str, Any], note: Callable[[dict[str, Any]], None]) -> Task:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +37,28 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One model and the tokens of a step (one sample)."""
+    """One model and the tokens of a step.
+
+    context: tokens of a sample.
+    args: `model.args` of the config.
+    samples: of a step.
+    micro_batch: samples of a forward.
+    """
 
     name: str
     context: int
     args: Mapping[str, int]
+    samples: int = 1
+    micro_batch: int = 1
 
     @property
     def parameters(self) -> int:
         """Number of the model's parameters, with embedding and head."""
         dim, ffn, vocab = self.args["dim"], self.args["ffn"], self.args["vocab"]
         width = dim // self.args["heads"] * (self.args["heads"] + 2 * self.args["kv_heads"])
-        return (
-            self.args["layers"] * (dim * (width + dim + 3 * ffn) + 2 * dim) + 2 * vocab * dim + dim
-        )
+        blocks = self.args["layers"] * (dim * (width + dim + 3 * ffn) + 2 * dim)
+        matrices = 1 if self.args.get("tied") else 2
+        return blocks + matrices * vocab * dim + dim
 
 
 def llama(dim: int, context: int, layers: int = 8) -> Size:
@@ -73,10 +81,35 @@ TOY = Size("2 layers of width 64, 32 tokens", 32, _TOY_ARGS)
 SMALL = llama(512, 256, layers=2)
 
 
-def sizes(task: Task, copies: float, candidates: Sequence[Size] = SIZES) -> Sequence[Size]:
-    """The sizes of which `copies` states fit into the card's free memory, largest first; at least the smallest size."""
+def long(size: Size, micro_batch: int) -> Size:
+    """Four samples a step of `size`."""
+    name = f"{size.name} x 4 in micro-batches of {micro_batch}"
+    return replace(size, name=name, samples=4, micro_batch=micro_batch)
+
+
+def wide(size: Size, vocab: int, loss_chunk: int) -> Size:
+    """A larger vocabulary for `size`, with one matrix for embedding and head."""
+    args = {**size.args, "vocab": vocab, "tied": True, "loss_chunk": loss_chunk}
+    return replace(size, name=f"{size.name}, vocabulary {vocab} (tied)", args=args)
+
+
+# By `harness estimate`, 45.8 GiB in FP8 and 48.8 in bf16 where a forward has all four samples; the other contender's
+# weights and moments are 19.5 GiB. So two fit an H100 of 80 GB without recompute.
+LONG = (long(SIZES[0], 4), long(SIZES[0], 1), long(SIZES[1], 4), long(SIZES[2], 4))
+# With one matrix 39.2 GiB in FP8 and 40.0 in bf16, and 25.4 GiB of the other contender. With two, as Llama has,
+# 45.9 and 31.2 GiB would leave no reserve.
+VOCABULARY = tuple(wide(size, 128_256, 512) for size in SIZES)
+
+
+def sizes(
+    task: Task, copies: float, candidates: Sequence[Size] = SIZES, toy: Size = TOY
+) -> Sequence[Size]:
+    """The sizes of which `copies` states fit into the card's free memory, largest first; at least the smallest size.
+
+    toy: the only size of a rehearsal.
+    """
     if task.rehearsal:
-        return (TOY,)
+        return (toy,)
     free = torch.cuda.mem_get_info(task.device)[0]
     fitting = [size for size in candidates if copies * STATE_BYTES * size.parameters <= free]
     return fitting or candidates[-1:]
@@ -106,7 +139,13 @@ def config_of(
     """The config that is timed. text: a file of bytes to train on. over: sections of the config."""
     sections: dict[str, Any] = {
         "recipe": recipe.name,
-        "train": {"steps": NEVER, "global_batch": 1, "micro_batch": 1, "eval_every": 0, "lr": 1e-4},
+        "train": {
+            "steps": NEVER,
+            "global_batch": size.samples,
+            "micro_batch": size.micro_batch,
+            "eval_every": 0,
+            "lr": 1e-4,
+        },
         "data": {"path": str(text), "context": size.context, "val_samples": 1},
         "model": {"args": dict(size.args)},
         "checkpoint": {"every": 0, "background": False},
@@ -232,11 +271,14 @@ def compared(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[
     }
 
 
-def race(task: Task, fp8: Recipe, compile: str) -> Answer:
+def race(task: Task, fp8: Recipe, compile: str, candidates: Sequence[Size] | None = None) -> Answer:
     """Compare the step of an FP8 recipe with that of bf16 (fp16 on cards without bf16).
 
     compile: `engine.compile` of both.
+    candidates: the sizes for this card; None: those of which two states fit.
     """
+    if candidates is None:
+        candidates = sizes(task, 2.4)
     over = {"engine": {"compile": compile}}
 
     def measure(stack: ExitStack, size: Size) -> Answer:
@@ -255,6 +297,8 @@ def race(task: Task, fp8: Recipe, compile: str) -> Answer:
             "fused": contenders["fp8"].fused,
             "size": size.name,
             "model": {**size.args, "context": size.context, "parameters": size.parameters},
+            "samples": size.samples,
+            "micro_batch": size.micro_batch,
             "contenders": facts,
         }
         turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
@@ -267,25 +311,43 @@ def race(task: Task, fp8: Recipe, compile: str) -> Answer:
             f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f}) of {facts['16 bit']['rung']}: "
             f"{milliseconds['fp8']:.4g} ms over {milliseconds['16 bit']:.4g} ms, {size.name}"
         )
-        fell = [
-            f"{name}: {row['fell_back_to_eager']}"
-            for name, row in facts.items()
-            if row["fell_back_to_eager"]
-        ]
-        left = [layer for row in facts.values() for layer in row["left_fp8"]]
-        wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
-        wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
+        wrong = not_as_named(facts)
         # Native has no blocks to count: its note in the record says who casts.
         counts_blocks = fp8.layers.fuse and bool(BACKENDS[figures["backend"]].fuses)
         wrong += ["nothing was fused"] if counts_blocks and not contenders["fp8"].fused else []
         return Answer(summary, figures, "; ".join(wrong))
 
-    return at_the_largest(task, sizes(task, 2.4), measure)
+    return at_the_largest(task, candidates, measure)
+
+
+def not_as_named(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """In what contenders trained otherwise than they are called. facts: what each one told, by name."""
+    fell: list[str] = []
+    left: list[str] = []
+    for name, row in facts.items():
+        if row["fell_back_to_eager"]:
+            fell.append(f"{name}: {row['fell_back_to_eager']}")
+        left += row["left_fp8"]
+    wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
+    wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
+    return wrong
 
 
 def as_shipped(task: Task) -> Answer:
     """`--recipe fp8_hybrid` beside `--recipe bf16`, each with what it takes here without further keys."""
     return race(task, load_recipe("fp8_hybrid"), "auto")
+
+
+def long_step(task: Task) -> Answer:
+    """The same with four samples a step: 16,384 tokens at the largest size."""
+    candidates = sizes(task, 2.4, LONG, long(TOY, 4))
+    return race(task, load_recipe("fp8_hybrid"), "auto", candidates)
+
+
+def vocabulary(task: Task) -> Answer:
+    """The same with Llama-3's vocabulary, whose head stays in bf16. Logits are made for 512 tokens at a time."""
+    candidates = sizes(task, 2.2, VOCABULARY, wide(TOY, 1024, 16))
+    return race(task, load_recipe("fp8_hybrid"), "auto", candidates)
 
 
 def native(task: Task) -> Answer:

@@ -10,7 +10,7 @@ import pytest
 from te_install import cpu_torch
 
 from benchmarks import te_golden
-from benchmarks.proof import checks, training
+from benchmarks.proof import checks, profiles, training
 from benchmarks.proof.registry import Task
 
 
@@ -60,3 +60,11 @@ def test_the_record_is_kept_and_compared(tmp_path: Path, monkeypatch: pytest.Mon
     assert te_golden.disagreements(kept) == []
     kept["casts"][0]["runs"][1][1] ^= 1
     assert te_golden.disagreements(kept) != []
+
+
+def test_a_fused_step_is_profiled(tmp_path: Path) -> None:
+    setup = profiles.SETUPS["te fused"]
+    found = profiles.profiled(task(tmp_path), "te fused", training.TOY, setup)
+    assert found["rung"] == "transformer_engine:fp8"
+    assert found["fused"] == 2 * 3
+    assert sum(row["ms"] for row in found["kinds"].values()) == pytest.approx(found["profiled_ms"])

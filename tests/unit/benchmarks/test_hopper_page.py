@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.proof.registry import ROWS
 from harness.capability.cards import CARDS
 from harness.core.files import read_json
 from harness.models.gpt import build
@@ -63,6 +64,17 @@ def test_torchaos_eager_step_is_the_records_where_a_recipe_is_chosen() -> None:
     ratio = figures("proof_h100_torch213", "torchao")["contenders"]["fp8"]["ratio"]["median"]
     for place in ("guide/recipes.md", "reference/runbook.md"):
         assert f"{ratio:.1f} times bf16's" in page(place)
+
+
+def test_the_page_names_the_rows_that_no_record_has() -> None:
+    ran: set[str] = set()
+    for path in RESULTS.glob("proof_h100*.json"):
+        ran |= {row["name"] for row in read_json(path)["rows"] if row["status"] != "not run"}
+    missing = [f"`{row.name}`" for row in ROWS if row.name not in ran]
+    text = page("studies/hopper.md")
+    named = f"{', '.join(missing[:-1])} and {missing[-1]}"
+    assert f"On the H100 these have not run: {named}." in text
+    assert f"`make proof` asks {len(ROWS)} questions" in text
 
 
 def test_a_step_of_the_readme_names_its_vocabulary() -> None:

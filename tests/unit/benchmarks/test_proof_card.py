@@ -176,10 +176,38 @@ def test_the_size_goes_by_the_memory_that_is_free(
     assert training.sizes(task, 2.4)[0].args["dim"] == largest
 
 
+@pytest.mark.parametrize(("free", "width"), [(78, 4096), (44, 2048), (14, 1024)])
+def test_longer_steps_and_a_larger_vocabulary_fit_an_h100(
+    free: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30, 80 * 2**30))
+    task = Task(rehearsal=False, deadline=0, folder=tmp_path, keep=tmp_path)
+    size = training.sizes(task, 2.4, training.LONG)[0]
+    assert (size.args["dim"], size.samples, size.micro_batch) == (width, 4, 4)
+    size = training.sizes(task, 2.2, training.VOCABULARY)[0]
+    assert (size.args["dim"], size.args["vocab"]) == (width, 128_256)
+
+
+@pytest.mark.slow
+def test_longer_steps_and_a_larger_vocabulary_are_rehearsed(tmp_path: Path) -> None:
+    for name, row in (("long", training.long_step), ("vocabulary", training.vocabulary)):
+        folder = tmp_path / name
+        folder.mkdir()
+        deadline = time.monotonic() + 600
+        answer = row(Task(rehearsal=True, deadline=deadline, folder=folder, keep=folder))
+        assert not answer.failed
+        figures = answer.figures
+        assert figures["samples"] == (4 if name == "long" else 1)
+        assert ("loss_chunk" in figures["model"]) == (name == "vocabulary")
+        for contender in figures["contenders"].values():
+            assert contender["ratio"]["median"] > 0
+        assert figures["contenders"]["16 bit"]["rung"] == "autocast:bf16"
+
+
 def test_sizes_count_the_parameters_of_the_model() -> None:
     from harness.models.gpt import build
 
     with torch.device("meta"):
-        for size in (*training.SIZES, training.TOY, training.SMALL):
+        for size in (*training.SIZES, training.TOY, training.SMALL, training.VOCABULARY[2]):
             model = build(**size.args)  # pyright: ignore[reportArgumentType]
             assert sum(parameter.numel() for parameter in model.parameters()) == size.parameters

@@ -142,6 +142,10 @@ def test_a_whole_rehearsal(tmp_path: Path) -> None:
     assert list(status) == [row.name for row in ROWS]
     run = {
         "machine",
+        "profiles",
+        "as_shipped",
+        "long_step",
+        "vocabulary",
         "gemm",
         "bandwidth",
         "attention",
@@ -164,6 +168,9 @@ def test_a_whole_rehearsal(tmp_path: Path) -> None:
         "autocast:bf16",
     )
     assert 0 < contenders["fp8"]["ratio"]["min"] <= contenders["fp8"]["ratio"]["median"]
+    profiled = rows["profiles"]["figures"]
+    assert {"bf16", "bf16 compiled", "native", "native compiled"} <= profiled["contenders"].keys()
+    assert "transformer_engine" in profiled["reasons"]["te"]
     for name in ("watching", "snapshots"):
         assert rows[name]["figures"]["snapshots"], "what is timed as shipped takes snapshots"
 
@@ -267,6 +274,18 @@ def test_steps_on_paper(card: str, row: str, width: int, tmp_path: Path) -> None
         }
         state = 16 * SIZES[0 if width == 4096 else 1].parameters / 2**30
         assert all(state < peak < 1.6 * state for peak in peaks.values()), peaks
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", ["long_step", "vocabulary"])
+def test_two_contenders_of_a_larger_step_fit_an_h100_on_paper(row: str, tmp_path: Path) -> None:
+    """At the largest size, while the other one keeps its weights and moments."""
+    figures = on_paper("H100", row, tmp_path)["figures"]
+    assert figures["size"].startswith("8 layers of width 4096")
+    assert figures["too_large"] == []
+    at_rest = 12 * figures["model"]["parameters"]
+    for contender in figures["contenders"].values():
+        assert contender["peak"] + at_rest < 72 * 2**30
 
 
 @pytest.mark.nightly
