@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from harness.core.config import DataConfig, RunConfig
 from harness.core.errors import ConfigError, DataError, Problem, some
@@ -146,9 +147,20 @@ def _divided(samples: Samples, held: int) -> tuple[Split, Split]:
 
 
 def _splits(given: Any) -> tuple[Any, Any]:
-    """(training, validation or None) of what a target returned."""
+    """(training, validation or None) of what a target returned.
+
+    A pair, a list of two data sets as of `random_split`, or a mapping as of `load_dataset`.
+    """
     if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
         return cast("tuple[Any, Any]", given)
+    if isinstance(given, list) and len(cast("list[Any]", given)) == 2:
+        first, second = cast("list[Any]", given)
+        if isinstance(first, Dataset) and isinstance(second, Dataset):
+            return first, second
+    if isinstance(given, Mapping) and "train" in given:
+        named = cast("Mapping[str, Any]", given)
+        held_out = [named[name] for name in ("validation", "valid", "val") if name in named]
+        return named["train"], held_out[0] if held_out else None
     return given, getattr(given, "validation", None)
 
 

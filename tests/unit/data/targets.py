@@ -100,6 +100,17 @@ def both() -> tuple[Made, Made]:
     return pairs(), pairs(6)
 
 
+def mapping() -> dict[str, Made]:
+    """As load_dataset returns it."""
+    return {"test": pairs(3), "train": pairs(), "validation": pairs(6)}
+
+
+def random_split() -> Any:
+    """A list of two data sets."""
+    data: Any = pairs(SIZE + 6)
+    return torch.utils.data.random_split(data, [SIZE, 6])
+
+
 def stream() -> Any:
     """What has no length and no places."""
     return iter([1, 2, 3])

@@ -62,12 +62,20 @@ def test_a_share_is_held_out_by_number_whatever_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"), [("both", range(6)), ("with_validation", range(1000, 1006))]
+    ("target", "expected"),
+    [("both", range(6)), ("mapping", range(6)), ("with_validation", range(1000, 1006))],
 )
 def test_a_validation_of_its_own(target: str, expected: range) -> None:
     data = source(target)
     assert data.n_samples == targets.SIZE
     assert sorted(numbers(data.validation(0, 1))) == list(expected)
+
+
+def test_a_random_split_is_two_data_sets() -> None:
+    data = source("random_split", global_batch=targets.SIZE, micro_batch=targets.SIZE)
+    train = numbers(data.micro_batches(data.window(0), 0, 1))
+    assert len(train) == targets.SIZE
+    assert sorted(train + numbers(data.validation(0, 1))) == list(range(targets.SIZE + 6))
 
 
 def test_pairs_become_inputs_and_targets_in_dtypes_of_models() -> None:
