@@ -15,6 +15,7 @@ import io
 import logging
 import shutil
 import tempfile
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ _TABLE_ROWS = 256
 _LAST = 1 << 62  # the end of a file whose rows are not counted
 _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
-_PANDAS_INDEX = "__index_level_0__"
+_PANDAS_CUTS = "Length of header or names does not match"  # how its warning begins
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
@@ -263,22 +264,36 @@ class Csv(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
-        # A text of digits, or one that says NA, is a text.
+        # A text of digits, or one that says NA, is a text. No column is an index: pandas would take the first field of
+        # rows that are longer than the header for one, and the second for the first.
         return {
             "features": _features(key),
             "sep": separator,
             "keep_default_na": False,
             "chunksize": _TABLE_ROWS,
+            "index_col": False,
         }
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
-        for texts, names in super()._tables(path, key):
-            if _PANDAS_INDEX in names:
-                what = "has more fields in a row than names"
-                why = "the library would take the first field for an index, and the second for the first"
-                fix = "put texts with commas into quotes, or name every column in the first line"
-                raise DataError(Problem(what, f"data.path: {path}", why, fix))
-            yield texts, names
+        tables = super()._tables(path, key)
+        try:
+            while True:
+                # Without an index, pandas cuts the fields off for which there is no name, and only warns. The filter
+                # is set anew for each table: it must not outlast this call of the generator.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", _PANDAS_CUTS)
+                    table = next(tables, None)
+                if table is None:
+                    return
+                yield table
+        except Warning as warning:
+            what = "has more fields in a row than names"
+            why = "which of them is the text cannot be known"
+            fix = (
+                "put texts with commas into quotes, name every column in the first line, and leave no separator at "
+                "the end of a row"
+            )
+            raise DataError(Problem(what, f"data.path: {path}", why, fix)) from warning
 
 
 class Parquet(Rows):

@@ -179,11 +179,21 @@ def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
         prepare(config(path), tmp_path / "run")
 
 
-def test_a_table_with_more_fields_than_names_is_refused(tmp_path: Path) -> None:
-    """By itself the library reads the next column in place of the one that was named."""
-    path = written(
-        tmp_path / "table.csv", "text,n\n" + "".join(f"some, words {n},{n}\n" for n in range(50))
-    )
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ("text,n", "some, words {n},{n}"),
+        ("n,text", "{n},Question {n}, the short answer"),
+        ("n,text", "7,Question {n}, the short answer"),
+        ("n,text", "{n},words,"),
+    ],
+)
+def test_a_table_with_more_fields_than_names_is_refused(
+    tmp_path: Path, names: str, row: str
+) -> None:
+    """By itself pandas reads the next column in place of the one that was named."""
+    rows = [row.format(n=n) for n in range(300)]
+    path = written(tmp_path / "table.csv", "\n".join([names, *rows]))
     with pytest.raises(DataError, match=r"table\.csv: has more fields in a row than names"):
         prepare(config(path), tmp_path / "run")
 
