@@ -176,17 +176,19 @@ class Rows:
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
         names: list[str] = []
+        own = self._options(path, key)
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
             names[:] = table.column_names
-            return _texts(table, key, path, json_field_paths)
+            # Under the name that the library expects: Parquet names the whole column, not a field of it.
+            return _texts(table, key, path, json_field_paths).rename_columns([*own["features"]])
 
         # A data set's own description knows better how its files are to be read.
-        options = {**self._options(path, key), **self._given}
+        options = {**own, **self._given}
         with _reader(self.reader, path, **options) as reader:
             # The library would cast every table to the columns of the first rows, which not all rows need have.
             reader._cast_table = only_texts
-            reader.info.features = _features(key)
+            reader.info.features = own["features"]
             for table in _batches(reader):
                 yield table.column(0), names
 

@@ -20,6 +20,7 @@ import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import ipc, parquet
 
 from harness.core.errors import DataError, ExitCode
 from harness.data.corpus import Tokens
@@ -101,6 +102,23 @@ def test_a_key_may_lie_within_another(tmp_path: Path) -> None:
     assert texts(path, tmp_path / "two", text_key="a.b") == EXPECTED
     with pytest.raises(DataError, match=r'"text" is missing\n    why: the row has meta, a.b'):
         prepare(config(path), tmp_path / "three")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_key_may_lie_within_another_in_columns(tmp_path: Path, suffix: str) -> None:
+    rows = [{"meta": {"inner": {"text": line}, "n": 1}, "a.b": line, "n": 2} for line in LINES]
+    table = pyarrow.Table.from_pylist([*rows, {"meta": None}])
+    path = tmp_path / f"nested.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path, row_group_size=20)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as file, ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=20)
+    nested = {"text_key": "meta.inner.text", "bad": "skip"}
+    assert texts(path, tmp_path / "one", **nested) == EXPECTED
+    assert texts(path, tmp_path / "two", text_key="a.b", bad="skip") == EXPECTED
+    with pytest.raises(DataError, match=r'"meta.text" is missing'):
+        prepare(config(path, text_key="meta.text"), tmp_path / "three")
 
 
 def test_separators_of_unicode_do_not_end_a_row(tmp_path: Path) -> None:
