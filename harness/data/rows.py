@@ -10,6 +10,7 @@ To add a format: a class here with the library's reader (`Rows`), its line in `R
 from __future__ import annotations
 
 import codecs
+import functools
 import importlib
 import io
 import logging
@@ -46,6 +47,7 @@ _TABLE_ROWS = 256
 _LAST = 1 << 62  # the end of a file whose rows are not counted
 _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
+_WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
 _PANDAS_CUTS = "Length of header or names does not match"  # how its warning begins
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
@@ -216,7 +218,12 @@ class JsonLines(Rows):
         return found if found[0] else files_below(path, (JSON,))
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
-        return {"features": _features(key), "parse_agent_traces": False}
+        _drop_blank_lines()
+        return {
+            "features": _features(key),
+            "parse_agent_traces": False,
+            "encoding": _WITHOUT_BLANK_LINES,
+        }
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
@@ -439,6 +446,29 @@ def _zstd_by_arrow() -> None:
         return io.BufferedReader(unpacked, 1 << 20)
 
     compression.register_compression("zstd", opened, "zst", force=True)
+
+
+@functools.cache
+def _drop_blank_lines() -> None:
+    """Define an encoding: UTF-8 without its blank lines.
+
+    The library skips blank lines by itself, but not if a key has values of several types: then it loads line by line,
+    and a blank one is no JSON. It decodes a block of whole lines at once, so that no line is seen in two halves.
+    """
+    utf8 = codecs.lookup("utf-8")
+
+    def decode(raw: Any, errors: str = "strict") -> tuple[str, int]:
+        lines = [line for line in io.BytesIO(raw) if not line.isspace()]
+        return b"".join(lines).decode("utf-8", errors), len(raw)
+
+    def find(name: str) -> codecs.CodecInfo | None:
+        if name != _WITHOUT_BLANK_LINES:
+            return None
+        return codecs.CodecInfo(
+            utf8.encode, decode, incrementaldecoder=utf8.incrementaldecoder, name=name
+        )
+
+    codecs.register(find)
 
 
 def _features(name: str) -> Any:

@@ -60,11 +60,14 @@ def left_out(data: TokenData) -> dict[str, str]:
     return {skip["name"]: skip["reason"] for skip in data.info["skipped"]}
 
 
+MIXED = [json.dumps({"text": line, "n": n if n < 30 else str(n)}) for n, line in enumerate(LINES)]
 EXPECTED = sorted(line.strip() for line in LINES)
 JSON = {
     "mark.jsonl": b"\xef\xbb\xbf" + "\n".join(ROWS).encode(),
     "windows.jsonl": "\r\n".join(ROWS).encode(),
     "blank.jsonl": ("\n\n".join(ROWS) + "\n \n\n").encode(),
+    "blank_and_mixed.jsonl": ("\n \n".join(MIXED) + "\n\n").encode(),
+    "mixed_windows.jsonl": ("\r\n\r\n".join(MIXED) + "\r\n\r\n").encode(),
     "array.json": json.dumps([json.loads(row) for row in ROWS]).encode(),
     "indented.json": json.dumps([json.loads(row) for row in ROWS], indent=2).encode(),
     "lines.json": "\n".join(ROWS).encode(),
