@@ -14,9 +14,12 @@ import functools
 import importlib
 import io
 import logging
+import lzma
 import shutil
+import tarfile
 import tempfile
 import warnings
+import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -363,12 +366,56 @@ class WebDataset(Rows):
     suffixes = (".tar",)
     reader = "webdataset.webdataset.WebDataset"
 
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        _check_tar(file)
+        return super()._divide(file, size)
+
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         with _reader(self.reader, path, **self._given) as reader:
             reader.as_streaming_dataset(split="train")  # looks at the first samples for their keys
             names = [name for name in reader.info.features if not name.startswith("__")]
             for table in _batches(reader, _column(key, names, path)):
                 yield _texts(table, key, path).column(0), names
+
+
+def _check_tar(file: Path) -> None:
+    """Raises DataError unless the archive ends as tar ends one: with a block of zeros, and nothing but zeros after it.
+
+    tarfile takes everything else that is no header for the end, as if the samples behind it had never been.
+    """
+    what = "cannot be read as webdataset"
+    where = f"data.path: {file}"
+    last = ""
+    try:
+        with tarfile.open(file, "r:*") as archive:
+            for member in archive:
+                last = member.name
+                archive.members.clear()  # or all headers of a large archive would be kept
+            # Where the member after the last one would begin.
+            stream: Any = archive.fileobj
+            stream.seek(archive.offset)
+            end = stream.read(tarfile.BLOCKSIZE)
+            found = bool(end)
+            at_end = end == tarfile.NUL * tarfile.BLOCKSIZE
+            rest_is_zero = True
+            while at_end and rest_is_zero and (block := stream.read(io.DEFAULT_BUFFER_SIZE)):
+                rest_is_zero = not block.strip(tarfile.NUL)
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        why = f"{error}, after {last}" if last else str(error)
+        raise DataError(Problem(what, where, why[:_LETTERS], _FIX_COPY)) from error
+
+    if at_end and rest_is_zero:
+        return
+    if at_end:
+        why = f"there is more behind the end of the archive, after {last}: samples there would be lost"
+        fix = "archives that were joined with cat: name a folder with the single ones, or unpack all with tar -xif FILE"
+    elif found:
+        why = f"it is cut short or damaged after {last}: no header of a file follows, and no end"
+        fix = _FIX_COPY
+    else:
+        why = f"the block of zeros that ends an archive is missing after {last}: it was cut short, or never closed"
+        fix = f"{_FIX_COPY}; if nothing is missing: truncate -s +1024 FILE appends the end"
+    raise DataError(Problem(what, where, why, fix))
 
 
 def choose_splits(

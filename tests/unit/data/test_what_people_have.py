@@ -27,6 +27,7 @@ from harness.core.errors import DataError, ExitCode
 from harness.data.corpus import Tokens
 from harness.data.detect import look
 from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.rows import WebDataset
 from harness.data.snapshot import TokenFile
 from harness.data.tokens import TokenData, prepare
 from tests.support.runs import ROOT, harness, train
@@ -251,6 +252,48 @@ def test_samples_of_webdataset_are_read_by_their_ending(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20_000])
     with pytest.raises(DataError, match="cannot be read as webdataset"):
         prepare(config(path, text_key="txt"), tmp_path / "four")
+
+
+def test_an_archive_that_does_not_end_as_one_is_refused(tmp_path: Path) -> None:
+    """tarfile ends without an error wherever it finds no header."""
+    whole = webdataset(tmp_path / "a.tar", [{"txt": line.encode()} for line in LINES]).read_bytes()
+    middle = 30 * 1024  # a header and a block for each sample
+    damaged = bytearray(whole)
+    damaged[middle + 200] ^= 1
+    broken = {
+        "cut within a header": (whole[: middle + 100], "cut short or damaged after 0029.txt"),
+        "cut within a text": (whole[: middle + 600], "unexpected end of data"),
+        "cut after a text": (whole[:middle], r"zeros .* missing after 0029.txt(.|\n)*truncate"),
+        "damaged": (bytes(damaged), "cut short or damaged after 0029.txt"),
+        "joined": (whole + whole, "more behind the end"),
+        "packed": (gzip.compress(whole[: middle + 100]), "cut short or damaged after 0029.txt"),
+    }
+    for name, (content, message) in broken.items():
+        path = written(tmp_path / f"{name}.tar", content)
+        with pytest.raises(DataError, match=rf"{name}\.tar: cannot(.|\n)*{message}"):
+            WebDataset().parts(path, "txt", "auto")
+
+    path = written(tmp_path / "cut after a text.tar", whole[:middle])
+    subprocess.run(["truncate", "-s", "+1024", path], check=True)
+    assert texts(path, tmp_path / "run", text_key="txt") == sorted(
+        each.strip() for each in LINES[:30]
+    )
+
+
+def test_archives_of_tar_are_whole(tmp_path: Path) -> None:
+    for number, line in enumerate(LINES):
+        written(tmp_path / "in" / f"{'long' * 40}{number:04}.txt", line.strip())
+    names = sorted(os.listdir(tmp_path / "in"))
+    for options in ([], ["--format=pax"], ["-b", "1"], ["-b", "100"], ["-z"]):
+        path = tmp_path / f"{''.join(options)}.tar"
+        tar = ["tar", *options, "-C", str(tmp_path / "in")]
+        if options == ["-z"]:
+            subprocess.run([*tar, "-cf", path, *names], check=True)
+        else:
+            subprocess.run([*tar, "-cf", path, *names[:30]], check=True)
+            subprocess.run([*tar, "--append", "-f", path, *names[30:]], check=True)
+        (part,) = WebDataset().parts(path, "txt", "auto").parts
+        assert len(list(WebDataset().read(part, "txt"))) == len(LINES)
 
 
 def test_a_pickle_in_a_tar_stays_asleep(tmp_path: Path) -> None:
