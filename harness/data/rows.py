@@ -10,6 +10,7 @@ To add a format: a class here with the library's reader (`Rows`), its line in `R
 from __future__ import annotations
 
 import codecs
+import csv
 import functools
 import importlib
 import io
@@ -51,10 +52,24 @@ _LAST = 1 << 62  # the end of a file whose rows are not counted
 _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
 _WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
+_LONGEST_FIELD = 1 << 30  # characters
+_QUOTING = (
+    "quoting",
+    "quotechar",
+    "doublequote",
+    "escapechar",
+    "encoding",
+    "dialect",
+)  # options of pandas
 _PANDAS_CUTS = "Length of header or names does not match"  # how its warning begins
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
+_FIX_QUOTES = (
+    'write it with quotes, then data.path=NEW.csv: python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='\\t', quoting=csv.QUOTE_NONE))\" "
+    "< FILE > NEW.csv"
+)
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
 _FIX_JSON = (
@@ -286,6 +301,10 @@ class Csv(Rows):
             "index_col": False,
         }
 
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        _check_quotes(file, {**self._options(str(file), ""), **self._given})
+        return super()._divide(file, size)
+
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         tables = super()._tables(path, key)
         try:
@@ -306,6 +325,52 @@ class Csv(Rows):
                 "the end of a row"
             )
             raise DataError(Problem(what, f"data.path: {path}", why, fix)) from warning
+
+
+def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
+    """Raises DataError for a table with tabs whose quotes are not meant as such.
+
+    Databases write tabs without quoting: a text that begins with a quote would reach to the next quote, many rows on.
+    options: of the reader.
+    """
+    # A description that says how its files are quoted knows better.
+    if options["sep"] != "\t" or not options.keys().isdisjoint(_QUOTING):
+        return
+    arrow = importlib.import_module("pyarrow")
+    widths: set[int] = set()  # tabs in a line
+
+    def lines(text: io.TextIOWrapper) -> Iterator[str]:
+        for line in text:
+            if line.strip():
+                widths.add(line.count("\t"))
+            yield line
+
+    why = ""
+    spans_lines = False
+    limit = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with (
+            arrow.input_stream(str(file), compression="detect") as stream,
+            io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text,
+        ):
+            rows = csv.reader(lines(text), delimiter="\t", strict=True)
+            # What begins with a quote must end with one, before a tab or the end of a line.
+            try:
+                for row in rows:
+                    spans_lines = spans_lines or any("\n" in field for field in row)
+            except csv.Error as error:
+                why = f"line {rows.line_num}: {error}"
+    except (OSError, ValueError):
+        return  # the library reads it too, and says what is wrong
+    finally:
+        csv.field_size_limit(limit)
+
+    # Every line is a row by itself, and yet quotes would join some.
+    if not why and spans_lines and len(widths) == 1 and widths != {0}:
+        why = "quotes would join lines, and yet every line has as many tabs as the first"
+    if why:
+        what = "has quotes that quote nothing: rows between two of them would become one text"
+        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES))
 
 
 class Parquet(Rows):
@@ -387,7 +452,8 @@ def _check_tar(file: Path) -> None:
     where = f"data.path: {file}"
     last = ""
     try:
-        with tarfile.open(file, "r:*") as archive:
+        with tarfile.open(file, "r:*") as opened:
+            archive: Any = opened
             for member in archive:
                 last = member.name
                 archive.members.clear()  # or all headers of a large archive would be kept

@@ -226,6 +226,38 @@ def test_a_table_with_more_fields_than_names_is_refused(
     gc.collect()
 
 
+@pytest.mark.parametrize(
+    ("first", "last"), [('"Hello" he said', '"Bye" she said'), ('"unpaired', 'a nail of 6"')]
+)
+@pytest.mark.parametrize("suffix", ["tsv", "tsv.gz"])
+def test_tabs_without_quoting_are_refused_with_a_way_in(
+    tmp_path: Path, first: str, last: str, suffix: str
+) -> None:
+    """pandas makes one text of all rows from one quote to the next."""
+    lines = [line.strip() for line in LINES]
+    lines[10], lines[50] = first, last
+    content = "n\ttext\n" + "".join(f"{n}\t{line}\n" for n, line in enumerate(lines))
+    raw = gzip.compress(content.encode()) if suffix == "tsv.gz" else content.encode()
+    path = written(tmp_path / f"table.{suffix}", raw)
+    with pytest.raises(DataError, match=r"table\.tsv.*: has quotes that quote nothing") as caught:
+        prepare(config(path), tmp_path / "run")
+    command = re.search(r"python (-c .*)", caught.value.problems[0].fix)
+    assert command is not None
+    if suffix == "tsv" and first == '"unpaired':
+        words = command[1].replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
+        subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
+        assert texts(tmp_path / "NEW.csv", tmp_path / "two") == sorted(lines)
+
+
+def test_tabs_and_lines_within_quotes_are_text(tmp_path: Path) -> None:
+    rows = [f'{n}\t"{n} one\n\ttwo\tthree ""four"""\n' for n in range(40)]
+    path = written(tmp_path / "table.tsv", "n\ttext\n" + "".join(rows))
+    assert len(texts(path, tmp_path / "one")) == 80
+    rows = [f'"{n} one\ntwo"\n' for n in range(40)]
+    path = written(tmp_path / "column.tsv", "text\n" + "".join(rows))
+    assert len(texts(path, tmp_path / "two")) == 80
+
+
 def webdataset(path: Path, samples: list[dict[str, bytes]]) -> Path:
     with tarfile.open(path, "w") as archive:
         for number, sample in enumerate(samples):
