@@ -14,6 +14,7 @@ import csv
 import functools
 import importlib
 import io
+import itertools
 import logging
 import lzma
 import shutil
@@ -52,6 +53,7 @@ _LAST = 1 << 62  # the end of a file whose rows are not counted
 _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
 _WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
+_LOOKED_AT = 5  # samples of webdataset, for the endings they have
 _LONGEST_FIELD = 1 << 30  # characters
 _QUOTING = (
     "quoting",
@@ -179,7 +181,7 @@ class Rows:
         try:
             for texts, names in self._tables(path, key):
                 for text in texts.to_pylist():
-                    yield _piece(text, key, f"{path}, row {row}", names)
+                    yield _piece(text, key, self._where(path, row), names)
                     row += 1
         except DataError:
             raise
@@ -192,6 +194,10 @@ class Rows:
                 where += f", row {row} or later"
             why = f"{error or type(error).__name__}"[:_LETTERS]
             raise DataError(Problem(what, where, why, self.fix)) from error
+
+    def _where(self, path: str, row: int) -> str:
+        """The place of the row that is read, for a message."""
+        return f"{path}, row {row}"
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
@@ -430,17 +436,40 @@ class WebDataset(Rows):
     kind = "webdataset"
     suffixes = (".tar",)
     reader = "webdataset.webdataset.WebDataset"
+    _sample = ""  # the key of the one that is read
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         _check_tar(file)
         return super()._divide(file, size)
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        arrow = importlib.import_module("pyarrow")
+        manager = importlib.import_module("datasets").StreamingDownloadManager()
+        first: dict[str, None] = {}  # endings in the first samples
+        looked: list[dict[str, Any]] = []
         with _reader(self.reader, path, **self._given) as reader:
-            reader.as_streaming_dataset(split="train")  # looks at the first samples for their keys
-            names = [name for name in reader.info.features if not name.startswith("__")]
-            for table in _batches(reader, _column(key, names, path)):
-                yield _texts(table, key, path).column(0), names
+            # Sample by sample: the library's tables have the types of the first samples, and not every sample need
+            # have every ending.
+            samples = reader._get_pipeline_from_tar(path, manager.iter_archive(path))
+            for sample in samples:
+                looked.append(sample)
+                first.update(dict.fromkeys(name for name in sample if not name.startswith("__")))
+                if len(looked) == _LOOKED_AT:
+                    break
+            if looked:
+                _column(key, list(first), path)
+            for sample in itertools.chain(looked, samples):
+                self._sample = sample["__key__"]
+                names = [name for name in sample if not name.startswith("__")]
+                steps = [key] if key in sample else key.split(".")
+                value: Any = sample
+                for step in steps:
+                    value = value.get(step) if isinstance(value, dict) else None
+                texts = arrow.table({key: arrow.array([value])})
+                yield _texts(texts, key, path).column(0), names
+
+    def _where(self, path: str, row: int) -> str:
+        return f"{path}, row {row}, sample {self._sample}"
 
 
 def _check_tar(file: Path) -> None:
@@ -541,11 +570,9 @@ def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
-    """Its tables, of _TABLE_ROWS rows each. column: the only one that is wanted; None: all."""
+def _batches(reader: Any) -> Iterator[Any]:
+    """Its tables, of _TABLE_ROWS rows each."""
     rows = reader.as_streaming_dataset(split="train")
-    if column:
-        rows = rows.select_columns([column])
     return rows.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 

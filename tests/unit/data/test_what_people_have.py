@@ -286,6 +286,18 @@ def test_samples_of_webdataset_are_read_by_their_ending(tmp_path: Path) -> None:
         prepare(config(path, text_key="txt"), tmp_path / "four")
 
 
+@pytest.mark.parametrize("lacking", [2, 44])
+def test_a_sample_without_the_text_is_named_or_skipped(tmp_path: Path, lacking: int) -> None:
+    samples = [{"txt": line.strip().encode(), "json": b"{}"} for line in LINES]
+    del samples[lacking]["txt"]
+    path = webdataset(tmp_path / "a.tar", samples)
+    where = f'a.tar, row {lacking}, sample {lacking:04}: "txt" is missing'
+    with pytest.raises(DataError, match=where):
+        prepare(config(path, text_key="txt"), tmp_path / "one")
+    left = sorted(line.strip() for n, line in enumerate(LINES) if n != lacking)
+    assert texts(path, tmp_path / "two", text_key="txt", bad="skip") == left
+
+
 def test_an_archive_that_does_not_end_as_one_is_refused(tmp_path: Path) -> None:
     """tarfile ends without an error wherever it finds no header."""
     whole = webdataset(tmp_path / "a.tar", [{"txt": line.encode()} for line in LINES]).read_bytes()
