@@ -67,6 +67,7 @@ _PANDAS_CUTS = "Length of header or names does not match"  # how its warning beg
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
+_FIX_ENCODING = "rows must be UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); else copy the file again"
 _FIX_QUOTES = (
     'write it with quotes, then data.path=NEW.csv: python -c "import csv, sys; csv.field_size_limit(1 << 30); '
     "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='\\t', quoting=csv.QUOTE_NONE))\" "
@@ -193,7 +194,8 @@ class Rows:
             if row:
                 where += f", row {row} or later"
             why = f"{error or type(error).__name__}"[:_LETTERS]
-            raise DataError(Problem(what, where, why, self.fix)) from error
+            fix = _FIX_ENCODING if isinstance(error, UnicodeError) else self.fix
+            raise DataError(Problem(what, where, why, fix)) from error
 
     def _where(self, path: str, row: int) -> str:
         """The place of the row that is read, for a message."""

@@ -206,6 +206,20 @@ def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
 
 
 @pandas_leaves_open
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_rows_in_another_encoding_name_the_command(
+    tmp_path: Path, suffix: str, encoding: str
+) -> None:
+    rows = ["text", *LINES] if suffix == "csv" else ROWS
+    content = "\n".join(rows).replace("fox", "f\u00f6x").encode(encoding)
+    path = written(tmp_path / f"rows.{suffix}", content)
+    with pytest.raises(DataError, match=r"can't decode(.|\n)*iconv -f utf-16 -t utf-8.*-f latin1"):
+        prepare(config(path), tmp_path / "run")
+    gc.collect()
+
+
+@pandas_leaves_open
 @pytest.mark.parametrize(
     ("names", "row"),
     [
