@@ -10,11 +10,18 @@ To add a format: a class here with the library's reader (`Rows`), its line in `R
 from __future__ import annotations
 
 import codecs
+import csv
+import functools
 import importlib
 import io
+import itertools
 import logging
+import lzma
 import shutil
+import tarfile
 import tempfile
+import warnings
+import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -45,10 +52,27 @@ _TABLE_ROWS = 256
 _LAST = 1 << 62  # the end of a file whose rows are not counted
 _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
-_PANDAS_INDEX = "__index_level_0__"
+_WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
+_LOOKED_AT = 5  # samples of webdataset, for the endings they have
+_LONGEST_FIELD = 1 << 30  # characters
+_QUOTING = (
+    "quoting",
+    "quotechar",
+    "doublequote",
+    "escapechar",
+    "encoding",
+    "dialect",
+)  # options of pandas
+_PANDAS_CUTS = "Length of header or names does not match"  # how its warning begins
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
+_FIX_ENCODING = "rows must be UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); else copy the file again"
+_FIX_QUOTES = (
+    'write it with quotes, then data.path=NEW.csv: python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='\\t', quoting=csv.QUOTE_NONE))\" "
+    "< FILE > NEW.csv"
+)
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
 _FIX_JSON = (
@@ -158,7 +182,7 @@ class Rows:
         try:
             for texts, names in self._tables(path, key):
                 for text in texts.to_pylist():
-                    yield _piece(text, key, f"{path}, row {row}", names)
+                    yield _piece(text, key, self._where(path, row), names)
                     row += 1
         except DataError:
             raise
@@ -170,22 +194,29 @@ class Rows:
             if row:
                 where += f", row {row} or later"
             why = f"{error or type(error).__name__}"[:_LETTERS]
-            raise DataError(Problem(what, where, why, self.fix)) from error
+            fix = _FIX_ENCODING if isinstance(error, UnicodeError) else self.fix
+            raise DataError(Problem(what, where, why, fix)) from error
+
+    def _where(self, path: str, row: int) -> str:
+        """The place of the row that is read, for a message."""
+        return f"{path}, row {row}"
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
         """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
         names: list[str] = []
+        own = self._options(path, key)
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
             names[:] = table.column_names
-            return _texts(table, key, path, json_field_paths)
+            # Under the name that the library expects: Parquet names the whole column, not a field of it.
+            return _texts(table, key, path, json_field_paths).rename_columns([*own["features"]])
 
         # A data set's own description knows better how its files are to be read.
-        options = {**self._options(path, key), **self._given}
+        options = {**own, **self._given}
         with _reader(self.reader, path, **options) as reader:
             # The library would cast every table to the columns of the first rows, which not all rows need have.
             reader._cast_table = only_texts
-            reader.info.features = _features(key)
+            reader.info.features = own["features"]
             for table in _batches(reader):
                 yield table.column(0), names
 
@@ -213,7 +244,12 @@ class JsonLines(Rows):
         return found if found[0] else files_below(path, (JSON,))
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
-        return {"features": _features(key), "parse_agent_traces": False}
+        _drop_blank_lines()
+        return {
+            "features": _features(key),
+            "parse_agent_traces": False,
+            "encoding": _WITHOUT_BLANK_LINES,
+        }
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
         """The rows whose lines begin in each range of bytes. What is packed, or called .json, is one part."""
@@ -263,22 +299,86 @@ class Csv(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
-        # A text of digits, or one that says NA, is a text.
+        # A text of digits, or one that says NA, is a text. No column is an index: pandas would take the first field of
+        # rows that are longer than the header for one, and the second for the first.
         return {
             "features": _features(key),
             "sep": separator,
             "keep_default_na": False,
             "chunksize": _TABLE_ROWS,
+            "index_col": False,
         }
 
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        _check_quotes(file, {**self._options(str(file), ""), **self._given})
+        return super()._divide(file, size)
+
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
-        for texts, names in super()._tables(path, key):
-            if _PANDAS_INDEX in names:
-                what = "has more fields in a row than names"
-                why = "the library would take the first field for an index, and the second for the first"
-                fix = "put texts with commas into quotes, or name every column in the first line"
-                raise DataError(Problem(what, f"data.path: {path}", why, fix))
-            yield texts, names
+        tables = super()._tables(path, key)
+        try:
+            while True:
+                # Without an index, pandas cuts the fields off for which there is no name, and only warns. The filter
+                # is set anew for each table: it must not outlast this call of the generator.
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", _PANDAS_CUTS)
+                    table = next(tables, None)
+                if table is None:
+                    return
+                yield table
+        except Warning as warning:
+            what = "has more fields in a row than names"
+            why = "which of them is the text cannot be known"
+            fix = (
+                "put texts with commas into quotes, name every column in the first line, and leave no separator at "
+                "the end of a row"
+            )
+            raise DataError(Problem(what, f"data.path: {path}", why, fix)) from warning
+
+
+def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
+    """Raises DataError for a table with tabs whose quotes are not meant as such.
+
+    Databases write tabs without quoting: a text that begins with a quote would reach to the next quote, many rows on.
+    options: of the reader.
+    """
+    # A description that says how its files are quoted knows better.
+    if options["sep"] != "\t" or not options.keys().isdisjoint(_QUOTING):
+        return
+    arrow = importlib.import_module("pyarrow")
+    widths: set[int] = set()  # tabs in a line
+
+    def lines(text: io.TextIOWrapper) -> Iterator[str]:
+        for line in text:
+            if line.strip():
+                widths.add(line.count("\t"))
+            yield line
+
+    why = ""
+    spans_lines = False
+    limit = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with (
+            arrow.input_stream(str(file), compression="detect") as stream,
+            io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text,
+        ):
+            rows = csv.reader(lines(text), delimiter="\t", strict=True)
+            # What begins with a quote must end with one, before a tab or the end of a line.
+            try:
+                for row in rows:
+                    spans_lines = spans_lines or any("\n" in field for field in row)
+            except csv.Error as error:
+                why = f"line {rows.line_num}: {error}"
+    except (OSError, ValueError):
+        return  # the library reads it too, and says what is wrong
+    finally:
+        csv.field_size_limit(limit)
+
+    # Every line is a row by itself, and yet quotes would join some.
+    if not why and spans_lines and len(widths) == 1 and widths != {0}:
+        why = "quotes would join lines, and yet every line has as many tabs as the first"
+    if why:
+        what = "has quotes that quote nothing: rows between two of them would become one text"
+        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES))
 
 
 class Parquet(Rows):
@@ -338,13 +438,81 @@ class WebDataset(Rows):
     kind = "webdataset"
     suffixes = (".tar",)
     reader = "webdataset.webdataset.WebDataset"
+    _sample = ""  # the key of the one that is read
+
+    def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
+        _check_tar(file)
+        return super()._divide(file, size)
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+        arrow = importlib.import_module("pyarrow")
+        manager = importlib.import_module("datasets").StreamingDownloadManager()
+        first: dict[str, None] = {}  # endings in the first samples
+        looked: list[dict[str, Any]] = []
         with _reader(self.reader, path, **self._given) as reader:
-            reader.as_streaming_dataset(split="train")  # looks at the first samples for their keys
-            names = [name for name in reader.info.features if not name.startswith("__")]
-            for table in _batches(reader, _column(key, names, path)):
-                yield _texts(table, key, path).column(0), names
+            # Sample by sample: the library's tables have the types of the first samples, and not every sample need
+            # have every ending.
+            samples = reader._get_pipeline_from_tar(path, manager.iter_archive(path))
+            for sample in samples:
+                looked.append(sample)
+                first.update(dict.fromkeys(name for name in sample if not name.startswith("__")))
+                if len(looked) == _LOOKED_AT:
+                    break
+            if looked:
+                _column(key, list(first), path)
+            for sample in itertools.chain(looked, samples):
+                self._sample = sample["__key__"]
+                names = [name for name in sample if not name.startswith("__")]
+                steps = [key] if key in sample else key.split(".")
+                value: Any = sample
+                for step in steps:
+                    value = value.get(step) if isinstance(value, dict) else None
+                texts = arrow.table({key: arrow.array([value])})
+                yield _texts(texts, key, path).column(0), names
+
+    def _where(self, path: str, row: int) -> str:
+        return f"{path}, row {row}, sample {self._sample}"
+
+
+def _check_tar(file: Path) -> None:
+    """Raises DataError unless the archive ends as tar ends one: with a block of zeros, and nothing but zeros after it.
+
+    tarfile takes everything else that is no header for the end, as if the samples behind it had never been.
+    """
+    what = "cannot be read as webdataset"
+    where = f"data.path: {file}"
+    last = ""
+    try:
+        with tarfile.open(file, "r:*") as opened:
+            archive: Any = opened
+            for member in archive:
+                last = member.name
+                archive.members.clear()  # or all headers of a large archive would be kept
+            # Where the member after the last one would begin.
+            stream: Any = archive.fileobj
+            stream.seek(archive.offset)
+            end = stream.read(tarfile.BLOCKSIZE)
+            found = bool(end)
+            at_end = end == tarfile.NUL * tarfile.BLOCKSIZE
+            rest_is_zero = True
+            while at_end and rest_is_zero and (block := stream.read(io.DEFAULT_BUFFER_SIZE)):
+                rest_is_zero = not block.strip(tarfile.NUL)
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        why = f"{error}, after {last}" if last else str(error)
+        raise DataError(Problem(what, where, why[:_LETTERS], _FIX_COPY)) from error
+
+    if at_end and rest_is_zero:
+        return
+    if at_end:
+        why = f"there is more behind the end of the archive, after {last}: samples there would be lost"
+        fix = "archives that were joined with cat: name a folder with the single ones, or unpack all with tar -xif FILE"
+    elif found:
+        why = f"it is cut short or damaged after {last}: no header of a file follows, and no end"
+        fix = _FIX_COPY
+    else:
+        why = f"the block of zeros that ends an archive is missing after {last}: it was cut short, or never closed"
+        fix = f"{_FIX_COPY}; if nothing is missing: truncate -s +1024 FILE appends the end"
+    raise DataError(Problem(what, where, why, fix))
 
 
 def choose_splits(
@@ -404,11 +572,9 @@ def _reader(reader: str, path: str, **options: Any) -> Iterator[Any]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _batches(reader: Any, column: str | None = None) -> Iterator[Any]:
-    """Its tables, of _TABLE_ROWS rows each. column: the only one that is wanted; None: all."""
+def _batches(reader: Any) -> Iterator[Any]:
+    """Its tables, of _TABLE_ROWS rows each."""
     rows = reader.as_streaming_dataset(split="train")
-    if column:
-        rows = rows.select_columns([column])
     return rows.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
@@ -422,6 +588,29 @@ def _zstd_by_arrow() -> None:
         return io.BufferedReader(unpacked, 1 << 20)
 
     compression.register_compression("zstd", opened, "zst", force=True)
+
+
+@functools.cache
+def _drop_blank_lines() -> None:
+    """Define an encoding: UTF-8 without its blank lines.
+
+    The library skips blank lines by itself, but not if a key has values of several types: then it loads line by line,
+    and a blank one is no JSON. It decodes a block of whole lines at once, so that no line is seen in two halves.
+    """
+    utf8 = codecs.lookup("utf-8")
+
+    def decode(raw: Any, errors: str = "strict") -> tuple[str, int]:
+        lines = [line for line in io.BytesIO(raw) if not line.isspace()]
+        return b"".join(lines).decode("utf-8", errors), len(raw)
+
+    def find(name: str) -> codecs.CodecInfo | None:
+        if name != _WITHOUT_BLANK_LINES:
+            return None
+        return codecs.CodecInfo(
+            utf8.encode, decode, incrementaldecoder=utf8.incrementaldecoder, name=name
+        )
+
+    codecs.register(find)
 
 
 def _features(name: str) -> Any:

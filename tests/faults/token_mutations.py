@@ -217,6 +217,7 @@ TOKENS: tuple[Mutation, ...] = (
             '            "sep": separator,\n'
             '            "keep_default_na": False,\n'
             '            "chunksize": _TABLE_ROWS,\n'
+            '            "index_col": False,\n'
             "        }"
         ),
         'return {"features": _features(key), "sep": separator, "chunksize": _TABLE_ROWS}',
@@ -274,8 +275,8 @@ TOKENS: tuple[Mutation, ...] = (
     Mutation(
         23,
         "columns of a table are not taken for others",
-        "if _PANDAS_INDEX in names:",
-        "if False:",
+        'warnings.filterwarnings("error", _PANDAS_CUTS)',
+        'warnings.filterwarnings("ignore", _PANDAS_CUTS)',
         "tests/unit/data/test_what_people_have.py -k more_fields",
     ),
 )
