@@ -149,7 +149,7 @@ def _divided(samples: Samples, held: int) -> tuple[Split, Split]:
 def _splits(given: Any) -> tuple[Any, Any]:
     """(training, validation or None) of what a target returned.
 
-    A pair, a list of two data sets as of `random_split`, or a mapping as of `load_dataset`.
+    A pair, two data sets in a list (as torch splits one), or a mapping with the names of splits (as Hugging Face's).
     """
     if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
         return cast("tuple[Any, Any]", given)

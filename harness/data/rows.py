@@ -240,8 +240,13 @@ class JsonLines(Rows):
 
     def _files(self, path: Path) -> Files:
         # A .json is data only if there is nothing else, see JSON.
-        found = super()._files(path)
-        return found if found[0] else files_below(path, (JSON,))
+        files, left_out = super()._files(path)
+        others = files_below(path, (JSON,)) if path.is_dir() else ([], [])
+        if not files:
+            return others
+        why = "a .json beside JSONL: data only where there is nothing else"
+        beside = [(file.relative_to(path).as_posix(), why) for file, _ in others[0]]
+        return files, [*left_out, *beside]
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         _drop_blank_lines()

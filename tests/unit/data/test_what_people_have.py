@@ -610,6 +610,14 @@ def test_a_json_of_data_is_not_read_as_text(tmp_path: Path, beside: str) -> None
     assert texts(folder, tmp_path / "run", format="JSONL") == EXPECTED
 
 
+def test_a_json_beside_json_lines_is_named_as_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    written(folder / "part1.jsonl", "\n".join(ROWS))
+    written(folder / "part2.json", "\n".join(ROWS))
+    data = prepare(config(folder), tmp_path / "run")
+    assert "data only where there is nothing else" in left_out(data)["part2.json"]
+
+
 def test_a_vocabulary_beside_token_ids_is_not_the_data(tmp_path: Path) -> None:
     folder = tmp_path / "ids"
     folder.mkdir()
