@@ -164,14 +164,18 @@ def _packed_ending(file: Path) -> str:
 def _refuse_mixed(path: Path, files: Sequence[Path], beside: Sequence[Path]) -> None:
     """Raises DataError if a folder of text has token ids in it, or more than a few rows. A .json counts as rows."""
     # Either may be meant, and the wrong one would train without an error.
-    tokens = [file for file in files if file.parent == path and kind_of(file) == "tokens"]
-    size_of_tokens = sum(map(_size, tokens))
-    size_of_texts = sum(map(_size, files)) - size_of_tokens
-    if path / "train.bin" in tokens or (tokens and size_of_tokens >= size_of_texts):
-        texts = [file.name for file in files if file not in tokens]
-        named = some([file.name for file in tokens], _NAMED)
-        why = f"{named} beside {some(texts, _NAMED)}: either may be meant"
-        fix = f"data.path={tokens[0]}, data.format=text, or a folder for each kind"
+    tokens: list[Path] = []
+    texts: list[Path] = []
+    for file in files:
+        is_shard = file.parent == path and kind_of(file) == "tokens"
+        (tokens if is_shard else texts).append(file)
+    train = path / "train.bin"
+    mostly_tokens = bool(tokens) and sum(map(_size, tokens)) >= sum(map(_size, texts))
+    if train.is_file() or mostly_tokens:
+        likeliest = train if train.is_file() else tokens[0]
+        names = some([file.name for file in texts], _NAMED)
+        why = f"{likeliest.name} beside {names}: either may be meant"
+        fix = f"data.path={likeliest}, data.format=text, or a folder for each kind"
         raise DataError(Problem("has both token ids and text", f"data.path: {path}", why, fix))
 
     # A few rows among much text may be some program's tests; more of them are data, too.

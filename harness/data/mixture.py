@@ -28,7 +28,7 @@ from harness.data.arrays import Ints
 from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
 from harness.data.detect import kind_of
 from harness.data.order import keyed_places, ordered_samples
-from harness.data.splits import with_validation
+from harness.data.splits import Split, with_validation
 from harness.data.tokens import TokenData, prepare_in
 
 CYCLE = 1024
@@ -228,21 +228,27 @@ def _overlapping(paths: Sequence[str]) -> list[Problem]:
 
     Each is split by itself, so one's validation would be the other's training.
     """
-    what = "lies within another source of the mixture"
-    fix = "leave it out, or move it out of that folder"
+    within = "lies within another source of the mixture"
+    out_of_folder = "leave it out, or move it out of that folder"
+    held_out = "is what another source of the mixture validates on"
+    elsewhere = "leave it out, or move it to another folder to train on it"
     resolved = {path: Path(path).expanduser().resolve() for path in paths}
     problems: list[Problem] = []
     for path, inner in resolved.items():
+        where = f"data.mixture: {path}"
         for other, outer in resolved.items():
             if outer in inner.parents:
-                problems.append(Problem(what, f"data.mixture: {path}", f"of {other}", fix))
-            elif outer.is_file() and (inner, "val") in with_validation(
-                outer, is_text=kind_of(outer) == "text"
-            ):
-                what_too = "is what another source of the mixture validates on"
-                fix_too = "leave it out, or move it to another folder to train on it"
-                problems.append(Problem(what_too, f"data.mixture: {path}", f"of {other}", fix_too))
+                problems.append(Problem(within, where, f"of {other}", out_of_folder))
+            elif (inner, "val") in _files_of(outer):
+                problems.append(Problem(held_out, where, f"of {other}", elsewhere))
     return problems
+
+
+def _files_of(source: Path) -> list[tuple[Path, Split]]:
+    """The file that a source is, and the one beside it that it validates on; of a folder nothing."""
+    if not source.is_file():
+        return []
+    return with_validation(source, is_text=kind_of(source) == "text")
 
 
 def prepare_mixture(

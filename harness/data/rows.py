@@ -468,9 +468,8 @@ class WebDataset(Rows):
             for sample in itertools.chain(looked, samples):
                 self._sample = sample["__key__"]
                 names = [name for name in sample if not name.startswith("__")]
-                steps = [key] if key in sample else key.split(".")
                 value: Any = sample
-                for step in steps:
+                for step in _steps(key, names):
                     value = value.get(step) if isinstance(value, dict) else None
                 texts = arrow.table({key: arrow.array([value])})
                 yield _texts(texts, key, path).column(0), names
@@ -627,9 +626,14 @@ def _parquet(path: str) -> Any:
     return importlib.import_module("pyarrow.parquet").read_metadata(path)
 
 
+def _steps(key: str, names: Sequence[str]) -> list[str]:
+    """`key` if that is one of the columns `names`; else its parts: a column, and the fields within it."""
+    return [key] if key in names else key.split(".")
+
+
 def _column(key: str, names: Sequence[str], path: str) -> str:
     """The column that `key` is, or lies in. Raises DataError if there is none."""
-    column = key if key in names else key.split(".")[0]
+    column = _steps(key, names)[0]
     if column not in names:
         why = f"it has {some(names, _COLUMNS_NAMED)}"
         raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, _FIX_KEY))
@@ -650,7 +654,7 @@ def _texts(
     Raises DataError if what is there is no text.
     """
     arrow = importlib.import_module("pyarrow")
-    steps = [key] if key in table.column_names else key.split(".")
+    steps = _steps(key, table.column_names)
     if any(steps[: len(field)] == [*field] for field in encoded):
         what = f'"{key}" is text in some rows, and not in others'
         fix = f"write it again with text in every row: jq -c 'select(.{key} | type == \"string\")' FILE > NEW"

@@ -57,8 +57,9 @@ def without_second_links(files: Sequence[Path]) -> tuple[list[Path], list[Path]]
     taken: dict[Path, Path] = {}
     for file in sorted(files, key=lambda file: (file.is_symlink(), file.as_posix())):
         taken.setdefault(file.resolve(), file)
-    kept = [file for file in files if taken[file.resolve()] == file]
-    links = [file for file in files if taken[file.resolve()] != file]
+    first = set(taken.values())
+    kept = [file for file in files if file in first]
+    links = [file for file in files if file not in first]
     return kept, links
 
 

@@ -147,8 +147,7 @@ def device_seconds(ops: Iterable[Op], rates: Rates) -> float:
 
 def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
     """Predicted seconds of a step: the device's time with gaps, or the host's for all launches if that is longer."""
-    on_device = device_seconds(ops, rates) + gap_seconds(ops, rates)
-    return max(on_device, rates.launch_seconds * _launches(ops))
+    return max(_on_device(ops, rates), _on_host(ops, rates))
 
 
 def gap_seconds(ops: Iterable[Op], rates: Rates) -> float:
@@ -158,7 +157,15 @@ def gap_seconds(ops: Iterable[Op], rates: Rates) -> float:
 
 def is_host_bound(ops: Sequence[Op], rates: Rates) -> bool:
     """Whether the host launches the kernels of a step more slowly than the card runs them."""
-    return step_seconds(ops, rates) > device_seconds(ops, rates) + gap_seconds(ops, rates)
+    return _on_host(ops, rates) > _on_device(ops, rates)
+
+
+def _on_device(ops: Sequence[Op], rates: Rates) -> float:
+    return device_seconds(ops, rates) + gap_seconds(ops, rates)
+
+
+def _on_host(ops: Sequence[Op], rates: Rates) -> float:
+    return rates.launch_seconds * _launches(ops)
 
 
 def _launches(ops: Iterable[Op]) -> int:

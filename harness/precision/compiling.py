@@ -78,10 +78,14 @@ def choose_compiling(
         cannot = bool(max_over_ranks(mine).item())
     if not cannot:
         return Compiling(True, "blocks are compiled (engine.compile=auto)")
-    why = "; ".join(f"{each.what}: {each.why}" if each.why else each.what for each in problems)
-    if not why:
+    reasons: list[str] = []
+    for each in problems:
+        reason = f"{each.what}: {each.why}" if each.why else each.what
+        reasons.append(reason)
+    if not reasons:
         failed = failed or "it failed on another rank, whose log says why"
-        why = f"torch.compile does not work here: {failed}"
+        reasons = [f"torch.compile does not work here: {failed}"]
+    why = "; ".join(reasons)
     return Compiling(False, f"{eager}: {why}", why)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.runs import ROOT, program
+
 DRIVER = Path(__file__).with_name("compiled_driver.py")
 OPERATORS = "torch.ops.hopper_harness."
 TOKENS, DIM, FFN = 2048, 1024, 2816
@@ -24,15 +22,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def compiled(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(DRIVER), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = program(DRIVER, ROOT, *arguments, options=("-W", "ignore"))
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import estimated
 from benchmarks.estimated import RESULTS, TESTED_ON, table
+from tests.support.runs import ROOT, program
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide" / "estimate.md"
 RATES = "rates_h100_torch213"
 
@@ -44,15 +42,7 @@ pytestmark = pytest.mark.nightly
 @cache
 def found() -> list[dict[str, Any]]:
     """Every step, from a process in which torch is not loaded yet."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.estimated", "--json"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = program(Path(estimated.__file__), ROOT, "--json", options=("-W", "ignore"))
     return json.loads(done.stdout)
 
 

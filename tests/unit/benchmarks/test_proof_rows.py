@@ -227,6 +227,23 @@ def unsaved(outcomes: object, complete: bool) -> None:
     """Instead of files."""
 
 
+def limits_of(monkeypatch: pytest.MonkeyPatch, machine: float | None = None) -> dict[str, float]:
+    """How long each row was allowed to run. Each takes all of it, by a clock of this test.
+
+    machine: seconds that the row of that name takes instead.
+    """
+    clock, limits = [0.0], dict[str, float]()
+
+    def instead(row: Row, seconds: float, work: Path, **_: Any) -> dict[str, Any]:
+        limits[row.name] = seconds
+        clock[0] += machine if machine is not None and row.name == "machine" else seconds
+        return command.skipped(row, "") | {"status": "passed", "figures": H100}
+
+    monkeypatch.setattr(command, "run_row", instead)
+    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
+    return limits
+
+
 def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,15 +253,7 @@ def test_a_row_may_use_what_others_left_and_nothing_that_others_are_owed(
         Row(name, "?", (), budget, "x:y")
         for name, budget in (("machine", 60), ("hangs", 80), ("last", 60))
     ]
-    clock, limits = [0.0], {}
-
-    def instead(row: Row, seconds: float, work: Path, **_: Any) -> dict[str, Any]:
-        limits[row.name] = seconds
-        clock[0] += 1.0 if row.name == "machine" else seconds
-        return command.skipped(row, "") | {"status": "passed", "figures": H100}
-
-    monkeypatch.setattr(command, "run_row", instead)
-    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
+    limits = limits_of(monkeypatch, machine=1.0)
     outcomes, complete = command.ask(rows, {}, {}, True, 200.0, tmp_path, unsaved)
     assert complete
     assert [row["status"] for row in outcomes] == ["passed"] * 3
@@ -259,16 +268,8 @@ def test_with_little_time_the_first_rows_have_theirs(
         Row(name, "?", (), budget, "x:y")
         for name, budget in (("machine", 20), ("first", 80), ("last", 100))
     ]
-    clock, limits = [0.0], {}
-
-    def instead(row: Row, seconds: float, work: Path, **_: Any) -> dict[str, Any]:
-        limits[row.name] = seconds
-        clock[0] += seconds
-        return command.skipped(row, "") | {"status": "passed", "figures": H100}
-
-    monkeypatch.setattr(command, "run_row", instead)
     monkeypatch.setattr(command, "FIRST", 0.0)
-    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
+    limits = limits_of(monkeypatch)
     outcomes, _ = command.ask(rows, {}, {}, True, 100.0, tmp_path, unsaved)
     assert limits == {"machine": 20.0, "first": 80.0}
     assert "no time left" in outcomes[2]["reason"]
