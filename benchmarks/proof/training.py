@@ -188,7 +188,8 @@ def start(
         raise NotHere(
             "; ".join(f"{each.what}: {each.why or each.fix}" for each in error.problems)
         ) from error
-    return Contender(run, plan.resolved, len(plan.fused_norms()) + len(plan.fused_mlps()))
+    fused = len(plan.fused_norms()) + len(plan.fused_mlps())
+    return Contender(run, plan.resolved, fused, plan.notes)
 
 
 def at_the_largest(
@@ -295,6 +296,7 @@ def race(task: Task, fp8: Recipe, compile: str, candidates: Sequence[Size] | Non
             "backend": contenders["fp8"].rung.partition(":")[0],
             "compiled": contenders["16 bit"].run.watch is not None,
             "fused": contenders["fp8"].fused,
+            "plan_notes": list(contenders["fp8"].notes),
             "size": size.name,
             "model": {**size.args, "context": size.context, "parameters": size.parameters},
             "samples": size.samples,

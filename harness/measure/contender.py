@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ class Contender:
 
     rung: its precision, `backend:precision`.
     fused: number of fused blocks: a norm with its Linear, or a whole MLP.
+    notes: of its plan, such as why `fp8.backend: auto` took this precision.
     pending: steps that the guard has not judged yet.
     last: the facts of the newest step that was judged.
     demoted: layers that left FP8.
@@ -31,6 +32,7 @@ class Contender:
     run: Run
     rung: str
     fused: int = 0
+    notes: Sequence[str] = ()
     pending: deque[InFlight] = field(default_factory=deque)
     last: StepFacts | None = None
     demoted: set[str] = field(default_factory=set)
