@@ -41,9 +41,9 @@ def start_run(
     start of `harness train`.
     """
     worker = join_worker(config, launcher)
-    with torch.device(device):
-        plan, model = build_plan(config, recipe, worker)
     data = build_data(config, folder, worker)
+    with torch.device(device):
+        plan, model = build_plan(config, recipe, worker, data=data)
     screen, store = Console(config.train.steps, stream=io.StringIO()), open_store(folder, worker)
     telemetry = stack.enter_context(open_telemetry(config, folder, worker, screen))
     run = build_run(
