@@ -120,7 +120,7 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     groups = by_device_and_dtype(tensor for tensor in tensors if tensor.numel())
     sums = [squares_of_each(group).sum() for group in groups]
     if not sums:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     device = sums[0].device
     return torch.stack([each.to(device) for each in sums]).sum()
 

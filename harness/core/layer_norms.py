@@ -92,6 +92,6 @@ class LayerNorms:
         # Each weight has a cell of its own, so no two kernels add to the same one.
         table = torch.zeros(len(self.layers) * self._width, dtype=torch.float64, device=device)
         for group in by_device_and_dtype(gradients):
-            cells = torch.tensor([places[id(gradient)] for gradient in group])
+            cells = torch.tensor([places[id(gradient)] for gradient in group], device="cpu")
             table[to_device(cells, device)] = squares_of_each(group).to(device)
         return table.reshape(len(self.layers), self._width).sum(dim=1)

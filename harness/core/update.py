@@ -419,7 +419,7 @@ def _pack_local(own: Mapping[str, float | Tensor], device: torch.device) -> Tens
             on_host[place] = value
 
     # One copy for all numbers of the host; tensors that are on the device already follow there.
-    local = to_device(torch.tensor(on_host, dtype=torch.float32), device)
+    local = to_device(torch.tensor(on_host, dtype=torch.float32, device="cpu"), device)
     for place, value in on_device.items():
         local[place] = value
     return local

@@ -109,7 +109,7 @@ class Schedule:
         bits as the tensor version has on the CPU. Computed in fp64, rounded once.
         """
         if not isinstance(applied, Tensor):
-            return float(self(torch.tensor(applied)))
+            return float(self(torch.tensor(applied, device="cpu")))
         n = applied.double()
 
         # How far the decay is, from 0 to 1.

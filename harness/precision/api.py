@@ -104,7 +104,7 @@ class Precision:
 
         # The current window: its clock (None before its first forward) and the sum of its losses.
         self._clock: StepClock | None = None
-        self._loss = torch.zeros(())
+        self._loss = torch.zeros((), device="cpu")
 
     @classmethod
     def from_recipe(cls, name_or_path: str, seed: int = 0) -> Precision:

@@ -747,7 +747,7 @@ def _restored(
     names = meta["figures"]
     found = dict(zip(names, packed.tolist(), strict=False))
     values = [found.get(name, math.nan) for name in SCALARS]
-    scalars = torch.tensor(values)
+    scalars = torch.tensor(values, device="cpu")
     others = packed[len(names) :].detach().cpu()
     return InFlight(
         meta["step"],

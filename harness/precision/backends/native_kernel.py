@@ -146,8 +146,9 @@ def _agrees(kernel: Kernel) -> bool:
 
     Tried with every bfloat16 value, float32 values between them, both formats and several scales.
     """
-    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    amax = torch.zeros(1)
+    bits = torch.arange(65536, dtype=torch.int32, device="cpu")
+    values = bits.to(torch.int16).view(torch.bfloat16)
+    amax = torch.zeros(1, device="cpu")
     for fmt in _FORMAT_CODES:
         for scale in (1.0, 0.37, 2.0**20, 2.0**-20):
             for x in (values, values.float() * 1.1):

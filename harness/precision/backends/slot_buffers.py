@@ -159,7 +159,7 @@ class SlotBuffers(ScalingState):
         else:
             self.kernel, self.kernel_note = None, "PyTorch casts"
         # The kernel always writes an amax. One that is not recorded goes here.
-        self._scratch = torch.zeros(1)
+        self._scratch = torch.zeros(1, device="cpu")
         self._scales_changed()
 
     def activation(

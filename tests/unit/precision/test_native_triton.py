@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.precision import scaling
 from harness.precision.backends import native_triton
 from tests.support.matrix import rest_slow
 
@@ -182,6 +183,14 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
     assert "triton is not installed" in reason()
 
 
+def test_the_reference_is_on_the_cpu_whatever_the_default_device() -> None:
+    """`torch.set_default_device("cuda")` once made every check fail, and casts slow."""
+    with torch.device("meta"):
+        reason = native_triton._unusable(CPU, lambda: [torch.tensor(1.0).device.type])
+    triton_here = native_triton.triton is not None
+    assert reason == ("the fused kernel differs: cpu" if triton_here else "triton is not installed")
+
+
 def cast_source(dtype: str, fmt: str) -> Any:
     """The kernel that casts, as the launcher specialises it."""
     from triton.compiler import ASTSource
@@ -207,6 +216,32 @@ def turn_source() -> Any:
     signature = dict(zip(native_triton._turn_kernel.arg_names, kinds, strict=False))
     signature |= dict.fromkeys(constants, "constexpr")
     return ASTSource(native_triton._turn_kernel, signature, constants, multiples(0, 1, 2, 3, 4))
+
+
+def stats_source(kernel: str, dtype: str) -> Any:
+    """A kernel behind the statistics of a sampled step, as the launcher specialises it."""
+    from triton.compiler import ASTSource
+
+    made = getattr(native_triton, kernel)
+    constants: dict[str, float]
+    if kernel == "_stats_kernel":
+        # columns, step, scale_step
+        integers = ["i32"] * 3
+        constants = {"SUMS": scaling.ROW_SUMS, "STRETCH": native_triton.STRETCH}
+    else:
+        # rows, count, gap, columns, step, scale_step
+        integers = ["i32"] * 6
+        constants = {
+            "IN_BF16": scaling.IN_BF16,
+            "TOGETHER": scaling.ROWS_TOGETHER,
+            "CHANNELS": native_triton.CHANNELS,
+            "DEPTH": native_triton.DEPTH,
+        }
+    # x, scale, sums; LIMIT, SMALLEST, MAGIC
+    kinds = ["*" + dtype, "*fp32", "*fp64", *integers, *["fp32"] * 3]
+    signature = dict(zip(made.arg_names, kinds, strict=False))
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(made, signature, constants, multiples(0, 1, 2))
 
 
 def multiples(*places: int) -> dict[tuple[int], Any]:
@@ -268,6 +303,20 @@ def test_the_transpose_compiles_ahead_without_spills(
     assert spilled == 0
     assert re.search(r"ld\.global\S*\.v[24]", ptx), "several elements a load"
     assert re.search(r"st\.global\S*\.v[24]", ptx), "several elements a store"
+
+
+@needs_triton
+@pytest.mark.skipif(sys.platform != "linux", reason="triton's assembler is for Linux")
+@pytest.mark.parametrize("arch", rest_slow([89, 90, 100], 90))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel", ["_stats_kernel", "_channel_kernel"])
+def test_the_statistics_compile_ahead(
+    kernel: str, dtype: str, arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter runs what the compiler refuses, such as a variable whose shape changes in a loop."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ptx, _, _ = compiled(stats_source(kernel, dtype), arch, tmp_path)
+    assert ".f64" in ptx, "sums in float64"
 
 
 @pytest.mark.slow
