@@ -4,8 +4,8 @@
 copy within the card is tens of times faster than one over its bus. So here a copy takes two steps:
 
 1. The compute stream copies the tensors into a buffer on the card. Training may change them from then on.
-2. A second stream copies the buffer to pinned host memory, slice by slice, while training goes on. The step's own
-   copies get their turn between two slices. The event after the last slice says that the copy is complete.
+2. A second stream copies the buffer to pinned host memory, slice by slice, while training goes on. Each step queues a
+   part of the slices (`OnItsWay`). The event after the last slice says that the copy is complete.
 
 Where the card has no room for a whole copy, two buffers of one slice each take turns. The compute stream then waits for
 each slice until a buffer is free again. So training waits for nearly the whole copy, as it does with `Staging`. The
@@ -14,6 +14,7 @@ copies never make the host wait. Of several ranks it waits once, when they agree
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +28,9 @@ from harness.core.collectives import any_rank
 from harness.core.memory import size_text
 from harness.core.protocols import Tensors
 
-# About a millisecond over PCIe: as long as another copy may have to wait.
 _SLICE_BYTES = 32 << 20
+# Steps over which a whole copy is spread. Snapshots are at least as far apart, unless a user wants more of them.
+_PARTS = 16
 # Buffers that take turns where there is no room for more: one is filled while the other is emptied.
 _TURNS = 2
 # Of the card's memory, what stays free beside a whole copy: later steps may need more than those so far (validation,
@@ -86,6 +88,46 @@ class _Batch:
         return self.begin - self.begin % ALIGNMENT
 
 
+class OnItsWay:
+    """A copy to the host that is queued part by part, one at every step.
+
+    A card copies to the host in the order in which copies were queued, whatever their streams. The host waits for the
+    figures of every step. Behind a whole copy of 10 GiB they arrived 206 ms late (H100); behind a part that was queued
+    as the step began, they do not.
+
+    parts: slices of each part.
+    after: the copies come after this event, which is also the last one if there are no parts.
+    """
+
+    def __init__(self, stream: CopyStream, parts: Iterable[Sequence[Slice]], after: Event) -> None:
+        self._stream = stream
+        self._left = deque(parts)
+        self._after = self._last = after
+        self._error: RuntimeError | None = None
+
+    def go_on(self) -> None:
+        """Queue the next part, if there is one. What the device raises is kept for who waits for the copy."""
+        if not self._left:
+            return
+        try:
+            self._last = self._stream.copy(self._left.popleft(), self._after)
+        except RuntimeError as error:
+            self._error = error
+            self._left.clear()
+
+    def queued(self) -> Event:
+        """Queue what is left. Returns the event after the last slice. Raises RuntimeError, as CUDA does."""
+        while self._left:
+            self.go_on()
+        if self._error is not None:
+            raise self._error
+        return self._last
+
+    def synchronize(self) -> None:
+        """The host waits until the copy is complete. Raises as `queued`, and if the copy failed."""
+        self.queued().synchronize()
+
+
 class Copier:
     """Copies tensors from a device to host memory. All copies share its buffer on the device.
 
@@ -103,7 +145,7 @@ class Copier:
         self._most = slice_bytes
         self._whole: bool | None = None
         self._buffer: Tensor | None = None
-        self._emptied: Event | None = None
+        self._way: OnItsWay | None = None
         # Views into the buffer, by those into a block: making thousands of views takes the host milliseconds.
         self._mirrored = WeakIdKeyDictionary()
 
@@ -122,23 +164,29 @@ class Copier:
             text = f"no room on the card for a copy of the state ({size_text(size)}): training waits for snapshots"
         self.event(step, "snapshot.buffer", text=text)
 
-    def copy_to(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
-        """Copy `sources`, which are on the device; returns the event after which the copies are complete.
+    def copy_to(
+        self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> OnItsWay:
+        """Copy `sources`, which are on the device; returns the way of the copies, of which one part is queued.
 
         block: uint8, host memory.
         copies: contiguous views into `block`, in the order of their places.
         Raises RuntimeError, as CUDA does.
         """
         # The copy before this one may still be read from the buffer.
-        if self._emptied is not None:
-            self.stream.hold(self._emptied)
+        if self._way is not None:
+            self.stream.hold(self._way.queued())
         if self._whole:
-            self._emptied = self._at_once(block, copies, sources)
+            self._way = self._at_once(block, copies, sources)
         else:
-            self._emptied = self._in_turns(block, copies, sources)
-        return self._emptied
+            last = self._in_turns(block, copies, sources)
+            self._way = OnItsWay(self.stream, (), last)
+        self._way.go_on()
+        return self._way
 
-    def _at_once(self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
+    def _at_once(
+        self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> OnItsWay:
         """The buffer takes a whole copy, with the layout of the block.
 
         The host queues as few operations as it can: it has the next step to queue.
@@ -162,7 +210,9 @@ class Copier:
             for first in range(begin, end, self._most):
                 last = min(first + self._most, end)
                 slices.append((block[first:last], buffer[first:last]))
-        return self.stream.copy(slices, self.stream.computed())
+        count = -(-len(slices) // _PARTS)
+        parts = [slices[first : first + count] for first in range(0, len(slices), count or 1)]
+        return OnItsWay(self.stream, parts, self.stream.computed())
 
     def _in_turns(
         self, block: Tensor, copies: Sequence[Tensor], sources: Sequence[Tensor]
@@ -186,8 +236,8 @@ class Copier:
         """The buffer, which grows if it is smaller than `size` bytes."""
         if self._buffer is None or self._buffer.numel() < size:
             # Its memory goes to other tensors once it is free: nothing may still read from it.
-            if self._emptied is not None:
-                self._emptied.synchronize()
+            if self._way is not None:
+                self._way.synchronize()
             self._buffer = None
             self._mirrored.clear()
             self._buffer = self.stream.buffer(size)
@@ -200,6 +250,7 @@ class OverlappedStaging(Staging):
     def __init__(self, copier: Copier) -> None:
         super().__init__(pinned=True)
         self._copier = copier
+        self._way: OnItsWay | None = None
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> Tensors:
@@ -208,7 +259,7 @@ class OverlappedStaging(Staging):
         Raises CopyError if the device refuses; what was copied before is lost, too.
         """
         # What failed here before was asked for by `wait`.
-        self._arrived = None
+        self._arrived = self._way = None
         copies, sources = self._matched(tensors)
         # Copies and their sources: near ones are in host memory, far ones on the device.
         near: tuple[list[Tensor], list[Tensor]] = [], []
@@ -221,10 +272,15 @@ class OverlappedStaging(Staging):
         if near[0]:
             torch._foreach_copy_(*near)
         try:
-            self._arrived = self._copier.copy_to(self._block, *far)
+            self._arrived = self._way = self._copier.copy_to(self._block, *far)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
         return self._named_views()
+
+    def go_on(self) -> None:
+        """As `Staging.go_on`."""
+        if self._way is not None:
+            self._way.go_on()
 
     def wait(self) -> None:
         """As `Staging.wait`. Raises CopyError if the copy failed on its way."""

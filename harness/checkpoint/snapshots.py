@@ -98,7 +98,12 @@ class Snapshots:
         self._agree(error)
 
     def observe(self, step: int, healthy: bool) -> None:
-        """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused."""
+        """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused.
+
+        Copies that training does not wait for go on by a part.
+        """
+        for each in (self._good, self._next):
+            each.memory.go_on()
         waiting = self._next
         if waiting.step and waiting.step <= step:
             waiting.healthy = waiting.healthy + 1 if healthy else 0

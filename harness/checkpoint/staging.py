@@ -76,6 +76,9 @@ class Staging:
             self._arrived = torch.cuda.current_stream().record_event()
         return self._named_views()
 
+    def go_on(self) -> None:
+        """Queue the next part of copies that are queued part by part: here there are none."""
+
     def wait(self) -> None:
         """Wait until the copies have arrived. Any thread may call it."""
         if self._arrived is not None:

@@ -174,6 +174,9 @@ def scene_snapshots(_: str) -> dict[str, Any]:
             synchronize.reset_mock()
             before = recorder.live
             snapshots.take(1, tensors, meta)
+            # Each step queues a part of the copies.
+            for step in range(2, 18):
+                snapshots.observe(step, True)
             found[name] = {
                 **seen(made),
                 "kept": recorder.live - before,

@@ -238,6 +238,13 @@ GUARD = (
     ),
     Mutation(
         13,
+        "the figures of a step do not come behind a whole snapshot",
+        "count = -(-len(slices) // _PARTS)",
+        "count = len(slices)",
+        "tests/unit/checkpoint/test_overlapped.py -k queues_a_part",
+    ),
+    Mutation(
+        13,
         "a rollback waits until its snapshot is complete, and refuses one that failed",
         "                each.memory.wait()\n",
         "                pass\n",

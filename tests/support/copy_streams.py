@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.checkpoint.copy_stream import Slice
 
 _CPU = torch.device("cpu")
+_BROKEN = "CUDA error: an illegal memory access was encountered"
 
 
 class LaterEvent:
@@ -25,7 +26,7 @@ class LaterEvent:
         self._streams.host_waits += not self.done
         self._streams.run_to(self)
         if self._streams.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(_BROKEN)
 
 
 class Events:
@@ -46,6 +47,7 @@ class LaterStreams:
     most: bytes of a buffer, beyond which there is no memory for it.
     on_host: tensors that count as the host's; every other one is the device's.
     fails_at: number of the queued copy that fails, from 0; -1: none.
+    refuses: whether copies cannot be queued any more.
     sizes: of the buffers that were asked for.
     queued: places that copies wrote to: (address, bytes).
     host_waits, held: how often the host, and the compute stream, had to wait for copies.
@@ -56,6 +58,7 @@ class LaterStreams:
     most: int = 1 << 40
     on_host: list[Tensor] = field(default_factory=list)
     fails_at: int = -1
+    refuses: bool = False
     device: torch.device = _CPU
     sizes: list[int] = field(default_factory=list)
     queued: list[tuple[int, int]] = field(default_factory=list)
@@ -85,6 +88,8 @@ class LaterStreams:
 
     def copy(self, slices: Sequence[Slice], after: Any) -> LaterEvent:
         assert after.done
+        if self.refuses:
+            raise RuntimeError(_BROKEN)
         first = len(self.queued)
         self.queued += [(there.data_ptr(), there.nbytes) for there, _ in slices]
 

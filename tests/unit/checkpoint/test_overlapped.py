@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from typing import Any
@@ -114,12 +115,44 @@ def test_without_room_the_compute_stream_waits_and_the_host_does_not() -> None:
     assert "no room on the card" in events.seen[0][2]
 
 
+def test_every_step_queues_a_part_so_that_its_figures_come_through() -> None:
+    """A card serves copies to the host in order: behind a whole copy a step's figures came 206 ms late (H100)."""
+    streams = LaterStreams()
+    snapshots, _ = made(streams, healthy=100)
+    whole = slices_of(odd_state(1))
+    most = math.ceil(whole / 16)
+    snapshots.take(20, odd_state(1), {})
+    counts = [len(streams.queued)]
+    for step in range(21, 36):
+        snapshots.observe(step, True)
+        counts.append(len(streams.queued))
+    assert whole > 16, "there is something to spread"
+    assert counts[0] == most
+    assert all(0 <= after - before <= most for before, after in pairwise(counts))
+    assert counts[-1] == whole, "all of it within 16 steps"
+    assert streams.host_waits == 0
+
+
+def test_a_part_that_the_device_refuses_ends_no_step_and_is_never_restored() -> None:
+    streams = LaterStreams()
+    snapshots, _ = made(streams)
+    snapshots.take(20, odd_state(1), {})
+    streams.refuses = True
+    snapshots.observe(21, True)
+    with pytest.raises(CopyError, match="illegal memory access"):
+        snapshots.newest_good()
+    streams.refuses = False
+    with pytest.raises(CopyError, match="illegal memory access"):
+        snapshots.load()
+
+
 @pytest.mark.parametrize("free", ROOM)
 def test_slices_are_bounded_and_cover_every_byte_once(free: int) -> None:
     streams = LaterStreams(free=free)
     staging = OverlappedStaging(Copier(streams, Events().event, SLICE))
     staging._copier.decide(0, odd_state(1))
     copies = staging.copy(odd_state(1))
+    staging.wait()
     places = sorted(streams.queued)
     assert all(0 < size <= SLICE for _, size in places)
     assert all(begin + size <= following for (begin, size), (following, _) in pairwise(places))
@@ -215,7 +248,10 @@ def test_a_state_that_grows_and_shrinks_is_copied_exactly(free: int) -> None:
 
 def slices_of(state: Tensors) -> int:
     streams = LaterStreams()
-    made(streams)[0].take(1, state, {})
+    snapshots, _ = made(streams)
+    snapshots.take(1, state, {})
+    snapshots.observe(1, True)
+    snapshots.newest_good()
     return len(streams.queued)
 
 
