@@ -2,6 +2,7 @@
 
     python -m benchmarks.estimated [--json]
     python -m benchmarks.estimated --fit RECORD > rates.json
+    python -m benchmarks.estimated --memory RECORD
 
 The first takes about a minute on a CPU. The records are of one kind of card with two versions of torch. The rates of
 each version predict every step that was timed with the other, so no step is predicted from its own record.
@@ -10,6 +11,8 @@ each version predict every step that was timed with the other, so no step is pre
 eager step adds to its roofline. It is the median over the record's eager bf16 steps of
 
     (measured seconds - roofline seconds) / kernel launches
+
+`--memory` puts the bytes at the peak of each step of a record beside what is predicted; no rates are needed.
 
 Only bf16 is fitted: every proof has such steps, and those in FP8 stay a test. This choice was made with both records in
 sight: least squares over all eager steps, torchao's too, made bf16 of the other record worse than it is without a gap.
@@ -53,6 +56,7 @@ class Step:
     record: the record's name.
     rung: what ran.
     how: eager or compiled, whether blocks were fused, and the model where it is not the 8 layers of width 4096.
+    size: name of the model and of its tokens.
     config, recipe: what is estimated.
     seconds: the measured median.
     peak: measured bytes; None where the row has none.
@@ -61,6 +65,7 @@ class Step:
     record: str
     rung: str
     how: str
+    size: str
     config: RunConfig
     recipe: Recipe
     seconds: float
@@ -136,16 +141,20 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
     size = Size(figures["size"], model["context"], args, samples, micro_batch)
     fused = bool(figures.get("fused"))
     for name, timed in figures["contenders"].items():
-        how = "compiled" if figures["compiled"] else EAGER
+        compiled = figures["compiled"]
         if name == "16 bit":
             recipe = recipe_of(name)
+            how = "compiled" if compiled else EAGER
         else:
+            # A default that is a race of two recipes may compile one and not the other.
+            eager = any("blocks run eager" in note for note in figures.get("plan_notes", ()))
+            how = "compiled" if compiled and not eager else EAGER
             recipe = recipe_of(figures["backend"], fuse=fused)
             how += ", fused" if fused else ""
         # No file is read: an estimate makes up its tokens.
         config = config_of(size, recipe, Path("text.txt"))
         seconds = timed["seconds"]["median"]
-        yield Step(record, timed["rung"], how, config, recipe, seconds, timed["peak"])
+        yield Step(record, timed["rung"], how, size.name, config, recipe, seconds, timed["peak"])
 
 
 def _small(
@@ -156,7 +165,7 @@ def _small(
 
     how = f"{EAGER}, {size.args['layers']} layers of width {size.args['dim']}"
     config = config_of(size, recipe, Path("text.txt"), over)
-    return Step(record, "native:fp8", how, config, recipe, seconds)
+    return Step(record, "native:fp8", how, size.name, config, recipe, seconds)
 
 
 def _named(name: str) -> Size:
@@ -227,6 +236,16 @@ def tested() -> list[Tested]:
     return found
 
 
+def peaks(path: Path) -> Iterator[tuple[Step, int]]:
+    """The steps of a record whose peak was measured, each with the predicted bytes. Call `device.load` first."""
+    from harness.estimate.prediction import Traces
+
+    card, traces = card_of(path), Traces()
+    for step in steps_of(path):
+        if step.peak is not None:
+            yield step, traced(step, card, traces).peak
+
+
 def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of Markdown: errors of each step, without and with gaps, by the record that the rates are of.
 
@@ -255,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="how far harness estimate is off on records")
     parser.add_argument("--json", action="store_true", help="every step, as JSON")
     parser.add_argument("--fit", type=Path, metavar="RECORD", help="print this record's rates")
+    parser.add_argument("--memory", type=Path, metavar="RECORD", help="peaks of a record's steps")
     arguments = parser.parse_args()
 
     from harness.estimate import device
@@ -267,6 +287,14 @@ def main() -> None:
         section["gap_seconds"] = fitted(arguments.fit, Traces()).gap_seconds or None
         command = f"python -m benchmarks.estimated --fit {arguments.fit}"
         print(json.dumps({"command": command, "roofline": section}, indent=1))
+        return
+
+    if arguments.memory:
+        for step, predicted in peaks(arguments.memory):
+            assert step.peak is not None
+            measured, error = step.peak / 2**30, predicted / step.peak - 1
+            told = f"{measured:5.2f} GiB, predicted {predicted / 2**30:5.2f} ({error:+.1%})"
+            print(f"{step.name:36} {step.size}: {told}")
         return
 
     found = [each.as_dict() for each in tested()]

@@ -154,6 +154,13 @@ ROWS: tuple[Row, ...] = (
         "benchmarks.proof.training:as_shipped",
     ),
     Row(
+        "chosen",
+        "The same with fp8.backend=auto: which backend is chosen by time, and is it the faster one?",
+        ("fp8", "transformer_engine", "trainer"),
+        70,
+        "benchmarks.proof.training:chosen",
+    ),
+    Row(
         "long_step",
         "Step time at 16,384 tokens a step, fp8_hybrid over bf16, each as it is",
         ("fp8", "trainer"),
@@ -173,6 +180,13 @@ ROWS: tuple[Row, ...] = (
         ("trainer",),
         70,
         "benchmarks.proof.training:snapshots",
+    ),
+    Row(
+        "copies",
+        "How long do a step's figures wait behind a snapshot that is on its way to the host?",
+        ("card",),
+        20,
+        "benchmarks.proof.saves:copies",
     ),
     Row(
         "watching",

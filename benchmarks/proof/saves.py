@@ -9,8 +9,12 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.proof.registry import Answer, NotHere, Task
-from benchmarks.proof.training import NEVER, TOY, Size, best, llama, recipe_of, start, warm
+from benchmarks.proof.training import GIB, NEVER, TOY, Size, best, llama, recipe_of, start, warm
+from harness.checkpoint.copy_stream import CudaCopyStream
+from harness.checkpoint.overlapped import Copier
 from harness.core.memory import free_memory
 from harness.core.timing import spread, wait
 from harness.run import Run
@@ -71,6 +75,52 @@ def saves(task: Task) -> Answer:
         f"{begin['median']:.3f} s; the first save {stalls[0]:.3f} s"
     )
     return Answer(summary, figures)
+
+
+def copies(task: Task) -> Answer:
+    """Seconds that the host waits for a few numbers of the card while a snapshot is on its way to the host.
+
+    The numbers stand for the figures of a step. They are asked for alone, behind the part of the snapshot that one step
+    queues (`OnItsWay`), and behind all of it.
+    """
+    device, wide = task.device, torch.uint8
+    # The state, its copy on the card, and as much again that stays free.
+    size = min(8 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
+    state = torch.zeros(size, dtype=wide, device=device)
+    block = torch.empty(size, dtype=wide, pin_memory=True)
+    numbers = torch.ones(64, device=device)
+    arrived = torch.empty(64, pin_memory=True)
+    copier = Copier(CudaCopyStream(device), lambda *_, **__: None)
+    copier.decide(0, {"state": {"state": state}})
+
+    def asked() -> float:
+        began = time.perf_counter()
+        arrived.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream(device).record_event().synchronize()
+        return time.perf_counter() - began
+
+    waits: dict[str, list[float]] = {"alone": [], "a part": [], "all": []}
+    rates: list[float] = []
+    for _ in range(5):
+        waits["alone"].append(asked())
+        way = copier.copy_to(block, [block], [state])
+        waits["a part"].append(asked())
+        way.synchronize()
+
+        way = copier.copy_to(block, [block], [state])
+        wait(device)
+        began = time.perf_counter()
+        way.queued()
+        waits["all"].append(asked())
+        way.synchronize()
+        rates.append(size / (time.perf_counter() - began))
+    seconds = {name: spread(found) for name, found in waits.items()}
+    told = ", ".join(f"{name} {1e3 * each['median']:.3g}" for name, each in seconds.items())
+    rate = spread(rates)
+    summary = (
+        f"ms until numbers arrive: {told}; {size / GIB:.1f} GiB, {rate['median'] / 1e9:.3g} GB/s"
+    )
+    return Answer(summary, {"bytes": size, "seconds": seconds, "rate": rate})
 
 
 def recovery(task: Task) -> Answer:

@@ -141,13 +141,14 @@ _KERNELS = (
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|hgmma|cublas|gemv|splitk")
 _CAST = re.compile(r"cast|quantize|(bfloat16|float16|float8|half)\w*_copy|convert_|_to_copy")
 # Parts of a GEMM kernel's name that say its precision; the first match decides. "bf16" is before "f16", which is in it.
+# cuBLAS names its kernels by the types of both operands, such as nvjet_sm90_qrtst: q is e4m3, r e5m2, t bf16, h fp16.
 _TEXTS = (
-    (re.compile(r"e4m3|e5m2|fp8|float8|nvjet_q"), "fp8"),
-    (re.compile(r"bf16|bfloat16|nvjet_t"), "bf16"),
+    (re.compile(r"e4m3|e5m2|fp8|float8|nvjet_(sm\d+_)?[qr]"), "fp8"),
+    (re.compile(r"bf16|bfloat16|nvjet_(sm\d+_)?t"), "bf16"),
     (re.compile(r"tf32|s1688"), "tf32"),
-    (re.compile(r"fp16|f16|half|hgemm|h1688|h884|h16816|nvjet_h"), "fp16"),
+    (re.compile(r"fp16|f16|half|hgemm|h1688|h884|h16816|nvjet_(sm\d+_)?h"), "fp16"),
     (re.compile(r"f64|dgemm|double"), "fp64"),
-    (re.compile(r"sgemm|fp32|f32|float|simt|nvjet_s"), "fp32"),
+    (re.compile(r"sgemm|fp32|f32|float|simt|nvjet_(sm\d+_)?s"), "fp32"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ def test_the_guide_has_these_errors() -> None:
     lines = GUIDE.read_text(encoding="utf-8").splitlines()
     for line in table(found()):
         assert line in lines
+
+
+def test_the_guide_has_the_peaks_of_long_steps_and_of_a_large_vocabulary() -> None:
+    record = str(RESULTS / "proof_h100_shipped.json")
+    done = program(Path(estimated.__file__), ROOT, "--memory", record, options=("-W", "ignore"))
+    guide = GUIDE.read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^(\S+), (\w+) +.*: +(\S+) GiB, predicted +(\S+) \((\S+)%\)", done.stdout, re.M
+    )
+    assert len(rows) == 6
+    for rung, how, measured, predicted, error in rows:
+        assert f"| {measured} GiB | {predicted} GiB | {error}% |" in guide
+        least, most = (-1.5, 1.5) if rung.endswith("fp8") else (0, 11)
+        assert least <= float(error) <= most, (rung, how)
 
 
 def test_the_rates_that_are_shipped_are_the_records_with_its_gap() -> None:

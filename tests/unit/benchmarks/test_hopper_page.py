@@ -66,6 +66,27 @@ def test_torchaos_eager_step_is_the_records_where_a_recipe_is_chosen() -> None:
         assert f"{ratio:.1f} times bf16's" in page(place)
 
 
+def test_where_a_step_goes_is_the_records() -> None:
+    """Milliseconds of a step by kind, for each contender that was profiled."""
+    profiled = figures("proof_h100_profiles", "profiles")["contenders"]
+    text = page("studies/hopper.md")
+    for name, found in profiled.items():
+        kinds = {kind: each["ms"] for kind, each in found["kinds"].items()}
+        gemms = sum(ms for kind, ms in kinds.items() if kind.startswith("GEMMs"))
+        named = ("attention", "norms", "casts", "optimizer", "other operations")
+        cells = [found["step_ms"], gemms, *(kinds[kind] for kind in named)]
+        numbers = " | ".join(f"{each:.1f}" for each in cells)
+        over = found["step_ms"] / profiled["bf16 compiled"]["step_ms"]
+        assert f"| {name} | {numbers} | {found['kernels']:.0f} | {over:.2f} |" in text
+
+
+@pytest.mark.parametrize("row", ["as_shipped", "long_step", "vocabulary"])
+def test_the_default_over_compiled_bf16_is_the_records(row: str) -> None:
+    ratio = figures("proof_h100_shipped", row)["contenders"]["fp8"]["ratio"]
+    told = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+    assert told in page("studies/hopper.md")
+
+
 def test_the_page_names_the_rows_that_no_record_has() -> None:
     ran: set[str] = set()
     for path in RESULTS.glob("proof_h100*.json"):

@@ -252,7 +252,7 @@ def test_attention_on_paper(card: str, kernel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("row", ["bandwidth", "launch"])
+@pytest.mark.parametrize("row", ["bandwidth", "launch", "copies"])
 def test_the_rest_of_the_card_on_paper(row: str, tmp_path: Path) -> None:
     assert on_paper("H100", row, tmp_path)["summary"]
 

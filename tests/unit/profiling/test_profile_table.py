@@ -153,6 +153,9 @@ def test_on_a_gpu_kernels_count_as_the_operations_that_launched_them() -> None:
     ("kernel", "kind"),
     [
         ("nvjet_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT", "GEMMs fp8"),
+        # Seen on an H100; the operations of Transformer Engine that launch the first say nothing of a GEMM.
+        ("nvjet_sm90_qrtst_128x128_128x6_1x2_h_bz_coopA_algo2_TNT", "GEMMs fp8"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMMs bf16"),
         ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN", "GEMMs fp16"),
         ("ampere_sgemm_128x64_tn", "GEMMs fp32"),
         ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "GEMMs bf16"),
