@@ -326,12 +326,17 @@ def not_as_named(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """In what contenders trained otherwise than they are called. facts: what each one told, by name."""
     fell: list[str] = []
     left: list[str] = []
+    in_pytorch: list[str] = []
     for name, row in facts.items():
+        # A CPU has no such kernels.
+        if "in PyTorch: " in row["note"] and not row["note"].endswith(": no GPU"):
+            in_pytorch.append(f"{name}: {row['note']}")
         if row["fell_back_to_eager"]:
             fell.append(f"{name}: {row['fell_back_to_eager']}")
         left += row["left_fp8"]
     wrong = [f"compiled code was given up for eager ({'; '.join(fell)})"] if fell else []
     wrong += [f"layers left FP8 while they were timed: {', '.join(left)}"] if left else []
+    wrong += [f"kernels that do not work here ({'; '.join(in_pytorch)})"] if in_pytorch else []
     return wrong
 
 

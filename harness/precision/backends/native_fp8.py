@@ -502,9 +502,11 @@ class Fp8SlotBuffers(SlotBuffers):
         self, names: Sequence[str], formats: Sequence[str], config: Fp8Config, device: torch.device
     ) -> None:
         super().__init__(names, formats, config, device)
-        self.sampled = SampledStats(formats, device, measure=native_triton.load_stats(device))
+        measure, in_pytorch = native_triton.load_stats(device)
+        self.sampled = SampledStats(formats, device, measure=measure)
         self.sums = self.sampled.sums
         self.cast, self.kernel_note = native_triton.load(device)
+        self.kernel_note += in_pytorch
         self.own_casts = self.cast is not native_triton.quantize_pair
         self.turn = native_triton.turned
         # Backwards of this window so far, how many are expected, and whether this one is the last.

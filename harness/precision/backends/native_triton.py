@@ -458,18 +458,19 @@ def load(device: torch.device) -> tuple[Cast, str]:
     return quantize_pair, f"FP8 casts in PyTorch: {reason}"
 
 
-def load_stats(device: torch.device) -> Stats:
+def load_stats(device: torch.device) -> tuple[Stats, str]:
     """The function that measures casts on `device`: the kernels if they work, else `scaling.cast_stats`.
 
-    On a GPU the reason is logged as `load` does.
+    On a GPU the reason is logged as `load` does, and is the second result, to end a backend's note with. Else that is
+    empty.
     """
     if device.type != "cuda":
-        return scaling.cast_stats
+        return scaling.cast_stats, ""
     reason = _unusable(device, lambda: check_stats(device))
     if not reason:
-        return _ops.fp8_cast_stats
+        return _ops.fp8_cast_stats, ""
     _log.warning("FP8 statistics run in PyTorch, slower: %s", reason)
-    return scaling.cast_stats
+    return scaling.cast_stats, f"; FP8 statistics in PyTorch: {reason}"
 
 
 def load_turn(device: torch.device) -> Turn:

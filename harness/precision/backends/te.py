@@ -103,7 +103,9 @@ class TransformerEngineBackend:
         # What all layers share.
         sampled = None
         if fp8.scaling != "block":
-            sampled = SampledStats(self.formats, device, measure=load_stats(device))
+            measure, in_pytorch = load_stats(device)
+            self.note += in_pytorch
+            sampled = SampledStats(self.formats, device, measure=measure)
         self._recomputations = Recomputations(library.manager)
         self._watch = Watch(
             len(self.slot_names),

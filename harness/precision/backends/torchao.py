@@ -452,7 +452,8 @@ class TorchaoBackend:
         formats = ["e4m3", "e4m3", gradient] * len(self.layers)
         largest = [scaling.FORMATS[fmt].max for fmt in formats]
         self._fp8_max = torch.tensor(largest, device=device)
-        measure = load_stats(device)
+        measure, in_pytorch = load_stats(device)
+        self.note += in_pytorch
         sampled = SampledStats(formats, device, by_row=not tensorwise, measure=measure)
         self._watch = Watch(sampled, device)
         for module in self.modules.values():

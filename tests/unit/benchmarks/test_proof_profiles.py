@@ -13,6 +13,7 @@ import pytest
 from benchmarks.proof import page, profiles
 from benchmarks.proof.profiles import Setup
 from benchmarks.proof.registry import Task
+from benchmarks.proof.training import not_as_named
 from harness.profiling.kinds import KINDS
 from harness.profiling.report import Profile
 from harness.tracking.journal import JOURNAL, Journal
@@ -23,6 +24,22 @@ MACHINE: dict[str, Any] = {
     "no_compiling": "",
     "packages": [],
 }
+
+
+@pytest.mark.parametrize(
+    ("note", "wrong"),
+    [
+        ("fused FP8 casts by triton 3.7.1", False),
+        ("FP8 casts in PyTorch: no GPU", False),
+        ("fused FP8 casts by triton 3.7.1; FP8 statistics in PyTorch: it does not compile", True),
+        ("FP8 casts in PyTorch: the fused kernel differs: bytes of something", True),
+    ],
+)
+def test_a_kernel_that_fell_back_fails_the_row_that_timed_it(note: str, wrong: bool) -> None:
+    facts = {"fp8": {"note": note, "left_fp8": [], "fell_back_to_eager": ""}}
+    assert not_as_named(facts) == (
+        [f"kernels that do not work here (fp8: {note})"] if wrong else []
+    )
 
 
 def task(folder: Path, seconds: float = 600.0, **more: Any) -> Task:

@@ -183,6 +183,22 @@ def test_where_the_kernel_cannot_run_torch_casts_and_says_why(
     assert "triton is not installed" in reason()
 
 
+def test_statistics_that_fall_back_are_in_the_backends_note(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For days every card measured in PyTorch, at three times a step's time, and only a log line said so."""
+    monkeypatch.setattr(
+        native_triton,
+        "_unusable",
+        lambda device, check: "it does not compile" if device.type == "cuda" else "",
+    )
+    assert native_triton.load_stats(CPU) == (scaling.cast_stats, "")
+    measure, note = native_triton.load_stats(torch.device("cuda", 0))
+    assert measure is scaling.cast_stats
+    assert note == "; FP8 statistics in PyTorch: it does not compile"
+    assert "it does not compile" in caplog.text
+
+
 def test_the_reference_is_on_the_cpu_whatever_the_default_device() -> None:
     """`torch.set_default_device("cuda")` once made every check fail, and casts slow."""
     with torch.device("meta"):
