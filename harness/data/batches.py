@@ -230,6 +230,9 @@ class TokenBatches:
             "sha256": info["sha256"],
             "skipped": skipped,
         }
+        # Bytes end with a line end, and token ids of somebody else's say nothing of a tokenizer.
+        if info.get("tokenizer") and info["separator"] is None:
+            facts["joined"] = True
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])
         if self.masked and self._separator is None:

@@ -8,6 +8,7 @@ The other sources are rows of tables: `rows`.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,8 @@ class PlainText:
                 after = min(_cut(stream, place + PIECE, size), end)
                 stream.seek(place)
                 text = stream.read(after - place)
+                if place == 0:
+                    text = text.removeprefix(codecs.BOM_UTF8)
                 yield Piece(text, f"{part.path}, byte {place}", after >= size, no_text(text))
                 place = after
 
@@ -183,7 +186,7 @@ def _look_at(file: Path, root: Path) -> tuple[int, str]:
         return 0, fault
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(_HEAD_BYTES)
+        head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     # The head of a longer file may end within a character.
     return size, no_text(head, whole=size <= _HEAD_BYTES)
 

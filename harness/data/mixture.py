@@ -166,6 +166,8 @@ class Mixture:
         facts["vocab"] = self.vocab
         facts["sha256"] = _identity(hashes, self._counts)
         facts["skipped"] = skipped
+        if any(each.get("joined") for each in parts):
+            facts["joined"] = True
         facts["mixture"] = mixture
         return facts
 

@@ -1,8 +1,8 @@
 """Which split a file belongs to, as its name says: `val.bin` beside `train.bin`, `x_val_000.bin`, `test.jsonl`.
 
-A name says train, val or test if that word stands alone in it: `my-validation.bin` is validation, `values.bin` says
-nothing. A name that says train is training, whatever else it says (`train_val.bin`). Test files are never used, unless
-they are all there is.
+A name says train, val or test if such a word stands alone in it: `my-validation.bin` and `dev.jsonl` are validation,
+`values.bin` says nothing. A name that says train is training, whatever else it says (`train_val.bin`). Test files are
+never used, unless they are all there is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ SECOND_LINK = "a link to another file of the folder"
 """Why such a link is left out."""
 
 _TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
-_VALIDATION = re.compile(r"(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
-_TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
+_VALIDATION_WORDS = ("val", "valid", "validation", "dev", "eval", "evaluation")
+_VALIDATION = re.compile(rf"(?<![a-z])({'|'.join(_VALIDATION_WORDS)})(?![a-z])", re.IGNORECASE)
+_TEST = re.compile(r"(?<![a-z])(test|testing|holdout|heldout)(?![a-z])", re.IGNORECASE)
 _OTHER = re.compile(
     r"(^|/)(README|LICENSE|COPYING)[^/]*$|\.(md|rst|json|ya?ml|sha256)$", re.IGNORECASE
 )
@@ -104,12 +105,12 @@ def splits_of_text(names: Sequence[str]) -> tuple[dict[str, Split], LeftOut]:
 def validation_beside(path: Path) -> Path | None:
     """The validation file of a single file, None if there is none.
 
-    It has the same name with "val", "valid" or "validation" for "train", or else is `val.<suffix>` in the same folder.
+    It has the same name with one of _VALIDATION_WORDS for "train", or else is `val.<suffix>` in the same folder.
     """
     # x_train_0.bin -> x_val_0.bin, and so on; the likeliest first.
     names: list[str] = []
     if _TRAINING.search(path.name):
-        for word in ("val", "valid", "validation"):
+        for word in _VALIDATION_WORDS:
             name = _TRAINING.sub(word, path.name)
             names.append(name)
     names.append(f"val{path.suffix}")

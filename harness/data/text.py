@@ -203,6 +203,8 @@ def _read_file(path: Path, root: Path) -> bytes | str:
         content = path.read_bytes()
     except (OSError, RuntimeError) as error:
         raise DataError(_unreadable(path, error)) from error
+    # Editors on Windows put a byte order mark before UTF-8. It is no text.
+    content = content.removeprefix(codecs.BOM_UTF8)
     return no_text(content) or content
 
 

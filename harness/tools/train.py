@@ -379,6 +379,12 @@ def doubts(request: Request, start: StartingPoint, job: Job, worker: Worker) -> 
     if worker.is_lead:
         changed = source_changes(config.data, start.folder / "data")
     found += [Doubt("data.source", text) for text in worker.group.broadcast(changed)]
+    if job.data.facts().get("joined"):
+        text = (
+            "the tokenizer names no token that ends a document, so the model never sees where one ends: save its "
+            "eos_token in tokenizer_config.json beside tokenizer.json, and prepare the data again"
+        )
+        found.append(Doubt("data.joined", text))
     if job.unit_warning:
         found.append(Doubt("loss.unit", job.unit_warning))
     return found

@@ -207,6 +207,32 @@ def test_prepared_with_another_tokenizer_is_refused(tmp_path: Path, tokenizer: P
         prepare(config(tmp_path / "made", tokenizer=str(tokenizer)), tmp_path / "run")
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_documents_that_are_joined_without_an_end_are_told(
+    named: bool, tmp_path: Path, tokenizer: Path
+) -> None:
+    """A byte order mark, which editors put before UTF-8, is no part of a document either."""
+    (tmp_path / "tokenizer").mkdir()
+    ours = tmp_path / "tokenizer" / "tokenizer.json"
+    ours.write_text((tokenizer / "tokenizer.json").read_text().replace(END, "<end of it>"))
+    if named:
+        with_end = {"eos_token": "<end of it>"}
+        ours.with_name("tokenizer_config.json").write_text(json.dumps(with_end))
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (tmp_path / "text" / f"{number:03}.txt").write_text(text, encoding="utf-8-sig")
+    given = ("data.path=text", "data.tokenizer=tokenizer", "data.context=32", "train.steps=2")
+    done = train(tmp_path, "--name", "r", "--recipe", "bf16", *given, "data.val_samples=2")
+    assert done.returncode == 0, done.stdout
+    assert (
+        "data.joined: the tokenizer names no token that ends a document" in done.stdout
+    ) != named
+    made = prepare(config(tmp_path / "text", tokenizer=str(ours)), tmp_path / "again")
+    library = Tokenizer.from_file(str(ours))
+    first = documents(made, "train")[0]
+    assert library.decode(first, skip_special_tokens=False).startswith("Document"), "no mark"
+
+
 def test_the_command_and_a_run_on_what_it_made(tmp_path: Path, tokenizer: Path) -> None:
     jsonl(tmp_path)
     done = harness(

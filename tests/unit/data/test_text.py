@@ -22,6 +22,16 @@ def test_a_file_is_read_byte_for_byte(tmp_path: Path) -> None:
     ]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Notepad writes one. It was three bytes of the first document."""
+    path = tmp_path / "note.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello\n")
+    assert [each.content for each in read_text(path).documents] == [b"hello\n"]
+    path.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(DataError, match="empty"):
+        read_text(path)
+
+
 def test_a_named_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "link").symlink_to(tmp_path / "a.txt")

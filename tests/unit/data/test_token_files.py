@@ -17,7 +17,7 @@ from harness.core.errors import DataError
 from harness.data.batches import TokenBatches
 from harness.data.corpus import Tokens, padded_vocabulary
 from harness.data.shards import read_shard, write_index
-from harness.data.splits import is_validation, validation_beside
+from harness.data.splits import is_validation, validation_beside, without_tests
 from harness.data.tokens import TokenData, prepare
 from tests.support.matrix import rest_slow
 from tests.unit.data.token_files import Ids, config, headed, headerless, megatron, some_ids
@@ -102,8 +102,24 @@ def test_names_that_mean_validation() -> None:
     assert all(
         map(is_validation, ["val.bin", "fineweb_val_000000.bin", "my-validation.bin", "VALID.bin"])
     )
+    assert all(map(is_validation, ["dev.jsonl", "eval-00000.parquet", "x_evaluation.jsonl"]))
+    assert not any(map(is_validation, ["devices.jsonl", "medieval.txt", "holdout.jsonl"]))
     assert not any(map(is_validation, ["train.bin", "values.bin", "interval.bin", "train_val.bin"]))
     assert validation_beside(Path("/nowhere/train.bin")) is None
+
+
+@pytest.mark.parametrize("name", ["dev", "eval", "validation"])
+def test_a_file_beside_the_training_file_validates_by_any_of_these_names(
+    name: str, tmp_path: Path
+) -> None:
+    """Once `dev.jsonl` beside `train.jsonl` was not noticed, and in a folder it was trained on."""
+    training = tmp_path / "train.jsonl"
+    for each in (training, tmp_path / f"{name}.jsonl", tmp_path / "holdout.jsonl"):
+        each.write_text("{}")
+    assert validation_beside(training) == tmp_path / f"{name}.jsonl"
+    kept, left_out = without_tests(["dev.jsonl", "train.jsonl", "holdout.jsonl"])
+    assert kept == ["dev.jsonl", "train.jsonl"]
+    assert [each for each, _ in left_out] == ["holdout.jsonl"]
 
 
 def test_a_folder_with_text_and_ids_is_refused_as_ambiguous(tmp_path: Path) -> None:
