@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harness.core.facts import ROLES
 from harness.precision import scaling
 from harness.precision.backends import native_triton
 from harness.precision.backends.native_gemm import (
@@ -218,14 +219,8 @@ def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
         one to memory for this call, although it is fused with what uses it.
     """
     layer = layer_of(handle)
-    buffers, slot = cast("Fp8SlotBuffers", layer.slot_buffers), layer.slot
-    return torch.cat(
-        [
-            buffers.scale[slot : slot + 3],
-            buffers.scale.new_ones(1),
-            buffers.apart[slot : slot + 3].flatten(),
-        ]
-    )
+    # A copy: an operator's output may not share memory with what is kept.
+    return cast("Fp8SlotBuffers", layer.slot_buffers).by_layer[layer.slot // len(ROLES)].clone()
 
 
 def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
@@ -489,6 +484,7 @@ class Fp8SlotBuffers(SlotBuffers):
     cast: the function that casts, our kernel or `quantize_pair`.
     turn: the function that transposes FP8 bytes, our kernel or `native_triton.turned`.
     apart: inverse scales, float32 [slots, _APART]: each padded to 16 bytes, as cuBLASLt takes their addresses.
+    by_layer: float32 [layers, 16], a row as `_fp8_scales` gives it.
 
     A quantised weight serves all micro-batches of a window. In the last micro-batch backward drops it layer by layer,
     as autograd does with autocast's bfloat16 weights: kept until the update, it would add to the peak of memory. If
@@ -597,3 +593,8 @@ class Fp8SlotBuffers(SlotBuffers):
     def _read_scales(self) -> None:
         """Lay the inverses out for cuBLASLt. The host reads no scale."""
         self.apart = F.pad(self.inverse[:, None], (0, _APART - 1))
+        # One row for each layer, made once for all: compiled code asks twice for each layer in every micro-batch.
+        layers = len(self.names) // len(ROLES)
+        scales = F.pad(self.scale.reshape(layers, len(ROLES)), (0, 1), value=1.0)
+        inverses = self.apart.reshape(layers, len(ROLES) * _APART)
+        self.by_layer = torch.cat([scales, inverses], dim=1)

@@ -6,12 +6,14 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from native_support import APPLY, SKIP, backend_for, same
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.precision import scaling
@@ -372,3 +374,35 @@ def test_the_compilers_cast_lays_rows_out_for_the_gemm() -> None:
     expected, _ = native_triton.quantize_pair(x.contiguous(), scale, None, "e4m3", True, False)
     assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
     assert amax == x.abs().max().bfloat16()
+
+
+def test_compiled_code_reads_a_layers_scales_in_one_operation() -> None:
+    """A step asks twice for each layer in every micro-batch: a fill, slices and a concatenation each, before."""
+    model = model_of()
+    backend = backend_for(model, fp8_units=True)
+    buffers = backend.slot_buffers
+    assert isinstance(buffers, Fp8SlotBuffers)
+    for _ in range(2):
+        train(backend, model, [100 * torch.randn(16, 64)])
+    assert (buffers.scale != 1).all()
+    for layer in backend.modules.values():
+        with Operations() as ran:
+            read = native_fp8._fp8_scales(layer.handle, layer.weight)
+        scales, inverses = read[:4], read[4:].view(3, 4)
+        slots = slice(layer.slot, layer.slot + 3)
+        assert torch.equal(scales[:3], buffers.scale[slots])
+        assert torch.equal(inverses[:, 0], buffers.inverse[slots])
+        # The handle is on the CPU. Only the clone is a launch.
+        assert ran.names == ["aten::_local_scalar_dense", "aten::select.int", "aten::clone"]
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
