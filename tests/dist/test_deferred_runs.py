@@ -129,6 +129,19 @@ def ran(folder: Path, ranks: int, engine: str) -> Any:
 
 
 @pytest.mark.slow
+def test_a_rank_that_cannot_hold_the_state_alone_is_refused_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ROOM < STATE
+    monkeypatch.setenv("ROOM", str(ROOM))
+    alone = ran(tmp_path / "alone", 1, "fsdp")
+    assert alone.returncode == 4, alone.stdout
+    assert "needs at least 1.0 GiB to be trained, and this process may take" in alone.stdout
+    assert "start more ranks, which share it" in alone.stdout
+    assert not (tmp_path / "alone" / "runs" / "r" / "config.yaml").exists()
+
+
+@pytest.mark.nightly
 def test_a_state_that_no_rank_could_hold_is_trained_as_under_ddp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,15 +149,6 @@ def test_a_state_that_no_rank_could_hold_is_trained_as_under_ddp(
     assert ddp.returncode == 0, ddp.stdout
     assert ROOM < STATE
     monkeypatch.setenv("ROOM", str(ROOM))
-
-    # One rank alone is refused before its first step, and writes no run.
-    alone = ran(tmp_path / "alone", 1, "fsdp")
-    assert alone.returncode == 4, alone.stdout
-    assert "needs at least 1.0 GiB to be trained, and this process may take" in alone.stdout
-    assert "start more ranks, which share it" in alone.stdout
-    assert not (tmp_path / "alone" / "runs" / "r" / "config.yaml").exists()
-
-    # Two have room.
     fsdp = ran(tmp_path / "fsdp", 2, "fsdp")
     assert fsdp.returncode == 0, fsdp.stdout
     losses: list[list[float]] = []

@@ -201,7 +201,10 @@ def rank_main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, id="1rank", marks=pytest.mark.nightly), pytest.param(2, id="2ranks")],
+)
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Mapping[str, Any]]:

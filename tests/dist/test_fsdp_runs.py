@@ -68,13 +68,8 @@ def test_one_rank_has_the_bits_of_a_run_that_is_not_sharded(
     assert_bits_of(other, tmp_path, rung, 1, anew=anew)
 
 
-@pytest.mark.parametrize(
-    "rung",
-    [
-        pytest.param("native:fp8", marks=pytest.mark.slow),
-        pytest.param("autocast:bf16", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("rung", ["native:fp8", "autocast:bf16"])
 def test_ranks_that_share_a_device_have_the_bits_of_ddp(tmp_path: Path, rung: str) -> None:
     """tests/gpu/test_fsdp_gpu.py on a CPU: the process group is made before the harness joins it."""
     assert_bits_of("ddp", tmp_path, rung, 2, program=SHARED_DEVICE)

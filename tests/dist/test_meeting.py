@@ -117,7 +117,6 @@ MARKS: dict[tuple[str, str, int], tuple[pytest.MarkDecorator, ...]] = {
     ("build_plan", "SIGKILL", 1): (),
     ("group", "SIGSTOP", 0): (pytest.mark.slow,),
     ("build_run", "SIGKILL", 1): (pytest.mark.slow,),
-    ("build_run", "SIGSTOP", 0): (pytest.mark.slow,),
 }
 
 

@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 ROWS = 16
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def policy(name: str) -> Recipe:

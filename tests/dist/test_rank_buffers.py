@@ -83,7 +83,12 @@ def rank_main(folder: Path) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=["ddp", *(pytest.param(f"zero{stage}", marks=pytest.mark.slow) for stage in range(3))],
+    params=[
+        "ddp",
+        pytest.param("zero0", marks=pytest.mark.slow),
+        pytest.param("zero1", marks=pytest.mark.nightly),
+        pytest.param("zero2", marks=pytest.mark.slow),
+    ],
 )
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

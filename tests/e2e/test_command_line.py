@@ -85,7 +85,6 @@ def test_no_flag_can_be_taken_for_a_launchers_own() -> None:
     ("recipe", "steps"),
     rest_slow(
         [("fp8_hybrid", 6), ("bf16", 6), ("fp32", 6), ("auto", 6), ("fp16_scaler", 3)],
-        ("auto", 6),
         ("fp16_scaler", 3),
     ),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from harness.checkpoint.policy import load_ledger, save_ledger
 from harness.checkpoint.store import Store
-from tests.support.matrix import rest_slow
+from tests.support.matrix import rest_nightly, rest_slow
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train, train_ranks
 
@@ -58,7 +58,7 @@ def test_the_proof_costs_the_run_no_bit(tmp_path: Path, case: tuple[str, ...]) -
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", rest_nightly(["ddp", "fsdp"], "fsdp"))
 def test_on_ranks_it_costs_no_bit(tmp_path: Path, engine: str) -> None:
     proven = ran(tmp_path / "proven", engine, "r", ON, steps=STEPS)
     assert_same_run(proven, ran(tmp_path / "plain", engine, "r", steps=STEPS))

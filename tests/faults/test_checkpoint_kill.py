@@ -220,7 +220,11 @@ def test_a_repair_killed_at_any_call_overwrites_nothing(
 
 @pytest.mark.faults(1, 2)
 @pytest.mark.parametrize(
-    "kills", [25, pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack))]
+    "kills",
+    [
+        pytest.param(25, marks=pytest.mark.nightly),
+        pytest.param(KILLS, marks=(pytest.mark.slow, pytest.mark.attack)),
+    ],
 )
 def test_random_kills_of_a_process_that_saves_and_prunes(
     tmp_path: Path, figure: Callable[..., None], kills: int

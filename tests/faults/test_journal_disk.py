@@ -178,7 +178,7 @@ def run(
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults(19)
 def test_training_goes_on_while_the_journals_disk_is_full(tmp_path: Path, figure: Tell) -> None:
     undisturbed, shortly, to_the_end = (

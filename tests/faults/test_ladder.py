@@ -72,7 +72,7 @@ def test_a_spike_is_told_and_skipped_and_leaves_no_trace(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_the_guard_the_spike_is_applied(tmp_path: Path) -> None:
     where, done = run(
         tmp_path,

@@ -203,7 +203,7 @@ def sweep(model: nn.Module, loss: Loss) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     "case",
-    rest_nightly(CASES, "gpt-fp8", "gpt-checkpoint", "convnet"),
+    rest_nightly(CASES, "gpt-fp8", "convnet"),
 )
 @pytest.mark.slow
 def test_the_module_named_is_the_one_that_was_spoiled(case: str) -> None:

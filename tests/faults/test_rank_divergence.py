@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.support.runs import ROOT, events, metrics, train_ranks
 
-pytestmark = [pytest.mark.faults(21, 22), pytest.mark.dist]
+pytestmark = [pytest.mark.faults(21, 22), pytest.mark.dist, pytest.mark.slow]
 
 GUILTY = "gpt.blocks.0.mlp.down.weight"
 # launch/train.py where one bit of one weight turns over on rank 1 after one update; each rank tells its final bits.
@@ -132,7 +132,6 @@ def test_ranks_cannot_disagree_on_a_skip(broken: tuple[Path, str]) -> None:
     )
 
 
-@pytest.mark.slow
 def test_unwatched_ranks_stay_apart(tmp_path: Path) -> None:
     script = FLIPPER.format(root=str(ROOT), at=3, guilty=GUILTY.removeprefix("gpt."))
     done = two_ranks(tmp_path, script, "train.steps=6", "guard.compare_ranks_every=0")
@@ -142,7 +141,6 @@ def test_unwatched_ranks_stay_apart(tmp_path: Path) -> None:
     assert one != other, "the fault fired, and nothing but the comparison undoes it"
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_slow_in_its_forward_passes_is_told_once(tmp_path: Path) -> None:
     # Many times as slow as it is by itself, however fast the machine, and whoever else uses it.
     timed = "        began = time.perf_counter()\n        loss = self.gpt(inputs, targets)\n"

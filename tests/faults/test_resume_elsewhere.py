@@ -36,7 +36,14 @@ MOVES = [
     for b in RECIPES
     if a != b and not (a.startswith("fp8") and b.startswith("fp8"))
 ]
-QUICK = [("bf16", "fp8_hybrid"), ("fp16_scaler", "bf16")]
+# Each recipe once on either side.
+IN_CI = [
+    ("bf16", "fp8_hybrid"),
+    ("fp16_scaler", "bf16"),
+    ("fp8_hybrid", "fp32"),
+    ("fp8_dynamic", "fp16_scaler"),
+    ("fp32", "fp8_dynamic"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +110,7 @@ def assert_goes_on(run: Path, source: Path, first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.faults(25)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(*move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES],
-)
+@pytest.mark.parametrize(("before", "after"), rest_nightly(MOVES, *IN_CI))
 def test_a_new_run_in_another_precision_starts_from_a_checkpoint(
     driver: Driver,
     text: Path,

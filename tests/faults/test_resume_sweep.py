@@ -112,6 +112,7 @@ def sweep(
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.faults(1)
 def test_a_killed_fp8_run_resumes_to_the_same_bits(
     driver: Driver, tmp_path: Path, text: Path

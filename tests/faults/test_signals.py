@@ -247,7 +247,7 @@ def test_the_third_ctrl_c_ends_at_once_and_the_run_resumes(tmp_path: Path) -> No
     finishes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_during_the_report_changes_nothing(tmp_path: Path) -> None:
     job = scripted(
         tmp_path, WITHIN, "train.steps=12", "tracking.report=true", WHERE="write SIGTERM 2"
@@ -337,7 +337,6 @@ def test_signals_to_the_launcher_or_one_rank_stop_all(
         ],
         ("torchrun", "SIGTERM"),
         ("torchrun", "launcher killed"),
-        ("deepspeed", "starting"),
     ),
 )
 def test_the_launch_scripts_end_with_75(tmp_path: Path, kind: str, fault: str) -> None:
@@ -393,7 +392,7 @@ def test_max_minutes_stops_two_ranks_at_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", rest_nightly(["SIGTERM", "SIGINT"], "SIGINT"))
 def test_more_signals_until_the_process_is_gone_leave_75(tmp_path: Path, name: str) -> None:
     """The last moments of a process are the interpreter's, where its own handlers are gone."""
     job = at_step(tmp_path, 5)
@@ -429,7 +428,7 @@ def test_a_signal_before_anything_is_imported_is_a_clear_end(tmp_path: Path, nam
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("kind", rest_nightly(["torchrun", "deepspeed"], "torchrun"))
 def test_ranks_that_start_miss_their_launcher(tmp_path: Path, kind: str) -> None:
     """Out of reach of signals: one waits for the other in the rendezvous, whose host is gone."""
     (tmp_path / "start.py").write_text(LATE.format(root=str(ROOT)))

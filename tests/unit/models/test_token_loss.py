@@ -264,6 +264,7 @@ def test_a_compiled_model_has_its_loss(chunk: int) -> None:
     torch.testing.assert_close(loss, plain(*tokens()), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", rest_nightly([nn.Linear, Doubled], nn.Linear))
 def test_no_float32_tensor_holds_a_chunk(head: type[nn.Linear]) -> None:
     """Of 256 tokens at a time, 64 are in float32."""

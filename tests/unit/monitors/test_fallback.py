@@ -70,6 +70,7 @@ def test_a_persistently_clipped_slot_demotes_its_layer_alone(
     assert start <= switches[0][0] <= max(start, policy.warmup_steps) + policy.window + policy.hits
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_first_demotion_is_the_scores_to_the_step(data: st.DataObject) -> None:

@@ -203,6 +203,7 @@ def test_a_machine_that_cannot_compile_is_found_by_trying() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @WITHOUT_COMPILER
 # What is tested sets it for the whole process; this brings it back.
 @torch._dynamo.config.patch(suppress_errors=False)

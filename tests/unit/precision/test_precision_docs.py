@@ -103,6 +103,7 @@ def test_the_loop_of_two_networks_runs() -> None:
     assert [names[name].prepared.state.step for name in ("generate", "judge")] == [3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_the_guarded_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
