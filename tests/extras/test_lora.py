@@ -20,6 +20,7 @@ from harness.engines.parts import ModelPart
 from harness.models import Task
 from harness.precision.api import Precision
 from tests.extras.tiny_models import batch, load, save
+from tests.support.matrix import rest_nightly
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import harness, metrics, train
 
@@ -86,7 +87,9 @@ def test_either_order_of_wrapping_trains_alike(kind: str, recipe: str, tmp_path:
         assert len(found[0][1]) == {"llama": 10, "gpt2": 8}[kind]
 
 
-@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_dynamic", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", rest_nightly(["fp8_hybrid", "fp8_dynamic", "bf16"], "fp8_hybrid", "bf16")
+)
 def test_compiled_blocks_train_as_eager_ones(recipe: str, tmp_path: Path) -> None:
     """torch's own kernels run the graphs, so the bits are the same."""
     save(tmp_path, "llama")
