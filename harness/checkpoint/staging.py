@@ -43,7 +43,7 @@ class Staging:
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self.pageable = ""
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: _Layout = []
         self._views: Tensors = {}
         self._reserving: threading.Thread | None = None
@@ -133,7 +133,7 @@ class Staging:
         """Replace the block by a new one of at least `size` bytes, and touch all of its pages."""
         if self._pinned:
             try:
-                self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self._block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 self.pageable = ""
                 return
             except RuntimeError as error:
