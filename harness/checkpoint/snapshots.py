@@ -7,6 +7,7 @@ it. Until then the earlier good copy stays: two buffers take turns.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,7 @@ class Snapshots:
     pinned: as in `Staging`.
     copier: makes copies that training does not wait for; None: training waits for each.
     device: of what ranks exchange.
+    event: `Tracker.event`: at the first copy it is logged that memory could not be pinned; None: nobody asks.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Snapshots:
         pinned: bool = False,
         copier: Copier | None = None,
         device: torch.device = _CPU,
+        event: Callable[..., None] | None = None,
     ) -> None:
+        self._event = event
         self._healthy_steps = healthy_steps
         self._copier = copier
         self._device = device
@@ -71,11 +75,6 @@ class Snapshots:
                 memory.reserve(size)
             memories.append(memory)
         self._good, self._next = map(_Snapshot, memories)
-
-    @property
-    def pageable(self) -> str:
-        """Why memory of this rank could not be pinned; empty if it is, or need not be."""
-        return self._good.memory.pageable or self._next.memory.pageable
 
     def take(self, step: int, tensors: Tensors, meta: Meta) -> None:
         """Copy the state of `step`. Does nothing while the previous copy is gathering healthy steps. Collective.
@@ -96,6 +95,20 @@ class Snapshots:
         except (CopyError, MemoryError, OSError) as failed:
             error = str(failed) or type(failed).__name__
         self._agree(error)
+        self._log_pageable(step)
+
+    def _log_pageable(self, step: int) -> None:
+        """At the first copy, log that some rank's memory could not be pinned: it was still being allocated before."""
+        if self._event is None:
+            return
+        event, self._event = self._event, None
+        why = self._good.memory.pageable or self._next.memory.pageable
+        if any_rank(bool(why), self._device):
+            where = why or "on another rank"
+            text = (
+                f"no pinned memory for snapshots ({where}): the host waits for each of their copies"
+            )
+            event(step, "snapshot.pageable", text=text)
 
     def observe(self, step: int, healthy: bool) -> None:
         """Count a judged step. A snapshot with enough healthy steps becomes the good one, and the old one is reused.
@@ -170,9 +183,11 @@ def room_for_snapshots(
     copier = None
     if overlapped and on_gpu:
         copier = Copier(CudaCopyStream(device), tracker.event)
-    snapshots = Snapshots(healthy_steps, size, pinned=on_gpu, copier=copier, device=device)
-    why = snapshots.pageable
-    if any_rank(bool(why), device):
-        text = f"no pinned memory for snapshots ({why or 'on another rank'}): the host waits for each of their copies"
-        tracker.event(0, "snapshot.pageable", text=text)
-    return snapshots
+    return Snapshots(
+        healthy_steps,
+        size,
+        pinned=on_gpu,
+        copier=copier,
+        device=device,
+        event=tracker.event if on_gpu else None,
+    )

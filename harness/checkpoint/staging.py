@@ -42,12 +42,18 @@ class Staging:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
-        self.pageable = ""
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._pageable = ""
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: _Layout = []
         self._views: Tensors = {}
         self._reserving: threading.Thread | None = None
         self._arrived: Event | None = None
+
+    @property
+    def pageable(self) -> str:
+        """See the class. Waits for the end of an allocation that is under way."""
+        self._reserved()
+        return self._pageable
 
     def reserve(self, size: int) -> None:
         """Begin to allocate `size` bytes on a thread; returns at once."""
@@ -86,9 +92,7 @@ class Staging:
 
     def _matched(self, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """Views into the block and the tensors that they are copies of, in the order of the block."""
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
+        self._reserved()
 
         # Tensors get new places in the block only when some were added or changed: an optimizer's state grows. Part
         # names are compared as well, since a part without tensors is in no layout.
@@ -105,6 +109,12 @@ class Staging:
         for named in self._views.values():
             copies += named.values()
         return copies, sources
+
+    def _reserved(self) -> None:
+        """Wait for the thread of `reserve`."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
 
     def _named_views(self) -> Tensors:
         return {part: dict(named) for part, named in self._views.items()}
@@ -133,12 +143,12 @@ class Staging:
         """Replace the block by a new one of at least `size` bytes, and touch all of its pages."""
         if self._pinned:
             try:
-                self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                self.pageable = ""
+                self._block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._pageable = ""
                 return
             except RuntimeError as error:
                 # No more memory can be locked: ordinary memory will do.
-                self.pageable = one_line(error)
+                self._pageable = one_line(error)
 
         # Large pages: fewer page faults now, and faster copies later.
         memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))

@@ -154,7 +154,7 @@ def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. From pinned memory, so that the host need not wait until the copy is made."""
-    if device.type == "cuda":
+    if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -326,8 +326,9 @@ class TorchGradients:
         if lr is None:
             lr = math.nan
         # A copy: the schedule writes into the tensor before the host has read this step's figures.
-        lr = lr.clone() if isinstance(lr, Tensor) else torch.full_like(like, lr)
-        return lr.to(self.device)
+        if isinstance(lr, Tensor):
+            return to_device(lr.clone(), self.device)
+        return torch.full_like(like, lr).to(self.device)
 
 
 @torch.no_grad()
@@ -386,7 +387,7 @@ def _not_reduced(own: Mapping[str, float | Tensor], device: torch.device) -> dic
         if name in reduced:
             continue
         if not isinstance(value, Tensor):
-            value = to_device(torch.tensor(value, dtype=torch.float32), device)
+            value = to_device(torch.tensor(value, dtype=torch.float32, device="cpu"), device)
         figures[name] = value
     return figures
 

@@ -81,6 +81,16 @@ class FsdpEngine(OwnUpdate):
     any_optimizer: ClassVar = False
 
     @classmethod
+    def lacking(cls, device: str) -> list[Problem]:
+        """As `OwnUpdate.lacking`: FSDP2 must exchange zeros for parameters that some rank does not use."""
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            return []
+        what = f"torch {torch.__version__} lacks what engine fsdp needs of fully_shard"
+        why = "it has no FSDPModule.set_reduce_scatter_unused_params"
+        fix = "take torch 2.13 or later, or start with torchrun alone (engine ddp)"
+        return [Problem(what, _WHERE, why, fix)]
+
+    @classmethod
     def build(
         cls,
         config: RunConfig,

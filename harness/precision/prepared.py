@@ -673,7 +673,7 @@ def _fp8_problems(model: nn.Module) -> list[Problem]:
 
 
 def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> list[Problem]:
-    """All parameters have to be on one device, the GPU if there is one."""
+    """All parameters have to be on one device, the current GPU if there is one."""
     kinds = {device.type for device in devices}
     if len(devices) > 1 or not kinds <= {"cpu", "cuda"}:
         names = ", ".join(map(str, devices))
@@ -684,6 +684,12 @@ def _device_problems(devices: Sequence[torch.device], facts: MachineFacts) -> li
         what = f"the model is on the CPU, but this machine has a GPU ({facts.devices[0].name})"
         fix = 'move the model first; to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
         return [Problem(what, "prepare()", fix=fix)]
+    if devices and devices[0].type == "cuda" and devices[0].index != torch.cuda.current_device():
+        current = torch.cuda.current_device()
+        what = f"the model is on {devices[0]}, and this process's current GPU is cuda:{current}"
+        why = "events, Triton's and Transformer Engine's kernels go to the current GPU, whatever their tensors are on"
+        fix = f"call torch.cuda.set_device({devices[0].index}) before, in every process for its own GPU"
+        return [Problem(what, "prepare()", why, fix)]
     return []
 
 

@@ -176,10 +176,14 @@ def _fake_quantize(
 def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """`scaling.cast_stats` by kernels, which add up in another order.
 
-    x: [r, c] of a dtype in DTYPES, its rows contiguous.
+    x: [r, c] of a dtype in DTYPES, in any layout.
     """
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
+    # The kernels step from one element of a row to the next. A Conv1D's weight is a transposed view, and the gradient
+    # of a sum is one number, expanded: those are copied.
+    if x.stride(1) != 1:
+        x = x.contiguous()
     sums = x.new_zeros(rows, scaling.ROW_SUMS, dtype=torch.float64)
     if x.numel():
         by_row = 1 if scale.numel() == rows and scale.dim() else 0

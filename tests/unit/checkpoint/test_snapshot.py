@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -39,7 +40,16 @@ def test_a_snapshot_is_a_copy_of_tensors_and_meta() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes its time to refuse gigabytes, and the run is built meanwhile."""
     pin_nothing(monkeypatch)
+    refusing = torch.empty
+
+    def slowly(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            time.sleep(0.2)
+        return refusing(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", slowly)
     events: Any = Events()
     snapshots = room_for_snapshots(64, 1, torch.device("cuda"), events, overlapped=False)
     assert snapshots is not None
@@ -48,7 +58,7 @@ def test_memory_that_cannot_be_pinned_is_logged_once(monkeypatch: pytest.MonkeyP
         snapshots.observe(step, True)
     assert snapshots.load()[0]["model"]["weight"].tolist() == [15.0] * 8, "ordinary memory serves"
     ((step, code, text),) = events.seen
-    assert (step, code) == (0, "snapshot.pageable")
+    assert (step, code) == (5, "snapshot.pageable")
     assert "RuntimeError: CUDA error: out of memory" in text
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 
 from harness.checkpoint.staging import Staging
@@ -86,3 +88,19 @@ def test_free_memory_is_that_of_the_machine_or_less() -> None:
     with open("/proc/meminfo") as file:
         total = int(file.readline().split()[1]) * 1024
     assert mmap.PAGESIZE < free_memory() <= total
+
+
+def test_the_block_is_in_host_memory_whatever_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under `torch.set_default_device("cuda")` torch refuses to pin: "only dense CPU tensors can be pinned"."""
+    real, devices = torch.empty, list[Any]()
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        devices.append(options.get("device"))
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    staging, live = Staging(pinned=True), odd_state(1)
+    assert same(staging.copy(live), live)
+    assert devices == ["cpu", "cpu"], "the first block is empty, and the second takes the state"

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.core.facts import StepFacts
-from harness.core.health import grad_norm
+from harness.core.health import grad_norm, to_device
 from harness.core.metrics import REDUCED
 from harness.core.update import (
     InFlight,
     StepClock,
     TorchGradients,
+    _not_reduced,
     clip_divisor,
     gated_step,
     init_optimizer_state,
@@ -240,3 +242,47 @@ def test_numbers_of_the_host_give_the_same_facts_as_tensors(loss: float) -> None
     assert repr(numbers) == repr(tensors)
     assert (numbers.applied_steps, numbers.peak_memory) == (3, 2.5)
     assert numbers.applied == math.isfinite(loss)
+
+
+def test_a_number_of_the_host_reaches_the_device_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        figures = _not_reduced({"loss": 1.5}, torch.device("cpu"))
+    assert figures["loss"].item() == 1.5
+
+
+@pytest.mark.parametrize("rate", ["tensor", "number"])
+def test_a_learning_rate_goes_to_a_gpu_from_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, rate: str
+) -> None:
+    """A tensor on the host is a usual learning rate of fused optimizers. From pageable memory the host would wait."""
+    sent: list[Tensor] = []
+
+    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+        sent.append(tensor)
+        return tensor.to(device)
+
+    monkeypatch.setattr("harness.core.update.to_device", to_device)
+    lr = torch.tensor(0.25) if rate == "tensor" else 0.25
+    params, optimizer = make(lambda ps: torch.optim.AdamW(ps, lr=lr, fused=True))
+    gradients = TorchGradients([optimizer], params, math.inf, None, torch.device("cpu"))
+    found = gradients._learning_rate(SKIP)
+    assert found.item() == 0.25
+    if rate == "tensor":
+        (given,) = sent
+        assert given is not lr, "the schedule writes into it before the copy is made"
+
+
+def test_what_is_on_a_gpu_already_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to pin a tensor of a GPU."""
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+        def pin_memory(self) -> Tensor:
+            raise RuntimeError("only dense CPU tensors can be pinned")
+
+        def to(self, device: torch.device, **_: object) -> str:
+            return f"on {device}"
+
+    there: Any = OnGpu()
+    assert to_device(there, torch.device("cuda", 1)) == "on cuda:1"

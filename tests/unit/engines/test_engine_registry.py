@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from harness.build import ENGINES, choose_engine
 from harness.core.config import EngineConfig
@@ -57,3 +59,13 @@ def test_engines_declare_what_they_own_and_refuse() -> None:
     refused = EngineConfig(zero_stage=3)
     assert ENGINES["single"].refusals(refused, "fp8", "cpu") == []
     assert "ZeRO-3" in ENGINES["deepspeed"].refusals(refused, "fp8", "cpu")[0].what
+
+
+def test_an_older_torch_is_told_what_fsdp_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 and 2.12 have no zeros for unused parameters: the run ended in an AttributeError."""
+    engine = ENGINES["fsdp"]
+    assert engine.lacking("cuda") == []
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    [problem] = engine.lacking("cuda")
+    assert problem.what == f"torch {torch.__version__} lacks what engine fsdp needs of fully_shard"
+    assert "torch 2.13" in problem.fix

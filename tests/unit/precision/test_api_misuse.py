@@ -14,8 +14,10 @@ from torch import nn
 
 import harness
 from harness import Precision
+from harness.capability.probe import probe
 from harness.core.errors import ConfigError, MachineError, MisuseError
 from harness.precision.backends.native import NativeLinear
+from harness.precision.prepared import _device_problems
 from harness.precision.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
@@ -478,3 +480,15 @@ def test_the_fallback_acts_one_step_late_and_says_so(
     optimizer = adamw(model)
     assert [train_step(off, model, optimizer, step).switch for step in range(4)] == [None] * 4
     assert off.demoted == ()
+
+
+def test_a_model_on_another_gpu_than_the_current_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events and kernels go to the current GPU: a step's figures would be read before they are there."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = probe()
+    assert _device_problems([torch.device("cuda", 0)], facts) == []
+    [problem] = _device_problems([torch.device("cuda", 1)], facts)
+    assert problem.what == "the model is on cuda:1, and this process's current GPU is cuda:0"
+    assert "torch.cuda.set_device(1)" in problem.fix

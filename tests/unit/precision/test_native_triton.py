@@ -65,6 +65,31 @@ def test_the_interpreted_statistics_are_those_of_torch() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
+def test_the_statistics_are_right_of_tensors_in_any_layout() -> None:
+    """A Conv1D's weight is a transposed view, and the gradient of a sum is one number, expanded.
+
+    The kernels once read both as if they were rows: other numbers, or memory of somebody else.
+    """
+    assert interpreted(OTHER_LAYOUTS).split() == ["True"] * 8
+
+
+OTHER_LAYOUTS = """
+import torch
+from harness.precision import scaling
+from harness.precision.backends import native_triton as native
+
+x = torch.randn(48, 40, generator=torch.manual_seed(0))
+by_row = torch.linspace(10, 100, 40)[:, None]
+for values in (x.t(), x[:1, :1].expand(40, 48), x[:40, ::2], x.bfloat16().t()):
+    for scale in (torch.tensor(100.0), by_row):
+        rows, channels = torch.ops.hopper_harness.fp8_cast_stats(values, scale, "e4m3")
+        expected, of_channels = scaling.cast_stats(values, scale, "e4m3")
+        print(torch.allclose(rows, expected, rtol=1e-9) and torch.allclose(channels.sum(0), of_channels[0], rtol=1e-9))
+"""
+
+
+@needs_triton
 @pytest.mark.nightly
 def test_the_check_finds_statistics_that_are_wrong() -> None:
     """With each number of the kernel's replaced: the largest value, the smallest exponent, the rounding, the scale."""
