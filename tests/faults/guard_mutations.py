@@ -260,8 +260,8 @@ GUARD = (
     Mutation(
         13,
         "snapshots in memory that could not be pinned are reported",
-        "    if any_rank(bool(why), device):\n",
-        "    if False:\n",
+        "        if any_rank(bool(why), self._device):\n",
+        "        if False:\n",
         "tests/unit/checkpoint/test_snapshot.py -k cannot_be_pinned",
     ),
     Mutation(
