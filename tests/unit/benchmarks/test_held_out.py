@@ -60,6 +60,7 @@ def bench() -> Bench:
     return linears(PLACES[1], 1)
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_with_its_harm_and_leaves_nothing_behind(bench: Bench) -> None:
     before = bench.run(HEALTHY, 0, DUTIES["every step"], 12)
     found = bench.run(FAMILIES["input, a wandering row"], 24, DUTIES["every step"], 12)

@@ -81,6 +81,7 @@ def test_loops_train_the_same_tokens_and_losses(tmp_path: Path) -> None:
     assert len(cells(BARE, found[BARE])) == len(HEAD)
 
 
+@pytest.mark.slow
 def test_a_loop_that_trains_on_other_samples_is_refused(tmp_path: Path) -> None:
     plain = turn(tmp_path / "plain", PLAIN)
     other = turn(tmp_path / "other", on_other_samples)

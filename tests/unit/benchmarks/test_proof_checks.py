@@ -75,6 +75,7 @@ def test_tests_that_all_pass_pass(gpu_tests: Path, tmp_path: Path) -> None:
     assert answer.figures["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["import pytest\n", "import no_such_module\n"])
 def test_no_tests_and_tests_that_cannot_be_collected(
     gpu_tests: Path, tmp_path: Path, text: str

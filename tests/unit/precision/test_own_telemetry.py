@@ -191,6 +191,7 @@ def test_without_pyarrow_the_run_ends_as_well_as_with_it(
     assert len(pandas.read_parquet(folder / "fp8_telemetry.parquet")) == 4 * 6
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_the_figures_is_told_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     (folder / "fp8_telemetry.bin").mkdir(parents=True)
