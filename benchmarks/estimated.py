@@ -141,14 +141,13 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
     size = Size(figures["size"], model["context"], args, samples, micro_batch)
     fused = bool(figures.get("fused"))
     for name, timed in figures["contenders"].items():
-        compiled = figures["compiled"]
+        how = "compiled" if figures["compiled"] else EAGER
         if name == "16 bit":
             recipe = recipe_of(name)
-            how = "compiled" if compiled else EAGER
         else:
-            # A default that is a race of two recipes may compile one and not the other.
-            eager = any("blocks run eager" in note for note in figures.get("plan_notes", ()))
-            how = "compiled" if compiled and not eager else EAGER
+            # "compiled" is of bf16. The FP8 recipe's plan says if its own blocks are not.
+            if any("blocks run eager" in note for note in figures.get("plan_notes", ())):
+                how = EAGER
             recipe = recipe_of(figures["backend"], fuse=fused)
             how += ", fused" if fused else ""
         # No file is read: an estimate makes up its tokens.

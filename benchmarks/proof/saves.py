@@ -83,11 +83,11 @@ def copies(task: Task) -> Answer:
     The numbers stand for the figures of a step. They are asked for alone, behind the part of the snapshot that one step
     queues (`OnItsWay`), and behind all of it.
     """
-    device, wide = task.device, torch.uint8
+    device = task.device
     # The state, its copy on the card, and as much again that stays free.
     size = min(8 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
-    state = torch.zeros(size, dtype=wide, device=device)
-    block = torch.empty(size, dtype=wide, pin_memory=True)
+    state = torch.zeros(size, dtype=torch.uint8, device=device)
+    block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     numbers = torch.ones(64, device=device)
     arrived = torch.empty(64, pin_memory=True)
     copier = Copier(CudaCopyStream(device), lambda *_, **__: None)
