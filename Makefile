@@ -42,11 +42,12 @@ test-te: $(TEST_READY) ## Transformer Engine's own Python on the CPU, in the new
 	$(RUN) OMP_NUM_THREADS=1 TE_VERSION=2.20.2 python -m pytest -q --timeout 1200 -n 2 --dist loadfile tests/te_cpu $(ARGS)
 
 test-paper: $(TEST_READY) ## the CUDA step on fake tensors of an H100, A100 and T4; no card is needed
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist loadfile -m "not nightly" tests/cuda_on_paper $(ARGS)
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal -m "not nightly" tests/cuda_on_paper $(ARGS)
 
 test-slow: $(TEST_READY) ## types of tests/, then the slow tests; the attacks among them are left to make test-faults
 	$(RUN) python -m pyright tests
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 2 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
+	@# These wait a third of their time, for servers, launchers and signals: three at a time keep two processors busy.
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest -q --timeout 1200 -n 3 --dist worksteal --ignore tests/cuda_on_paper --ignore tests/extras \
 	    -m "slow and not attack and not nightly and not gpu" $(ARGS)
 
 test-nightly: $(EXTRAS_READY) ## what CI has no time for: studies, rehearsals, the rarer half of a matrix, TE's older versions

@@ -6,9 +6,6 @@ So these tests may be collected together with any others, whether or not those h
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,29 +13,20 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import paper, runs
+
 DRIVER = Path(__file__).with_name("paper_driver.py")
-# A bound for a machine that is busy with other things, not a measure of speed.
-_BOUND_SECONDS = 540
 
 Scene = Callable[..., dict[str, Any]]
 
 
 @cache
 def _measured(name: str, argument: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", str(DRIVER), name, argument]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_BOUND_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+    if name == "memory":
+        # Its tensors are on the CPU: no card may be in the process.
+        done = runs.program(DRIVER, runs.ROOT, name, argument, options=("-W", "ignore"))
+        return json.loads(done.stdout.splitlines()[-1])
+    return paper.measured([str(DRIVER), name, argument])
 
 
 @pytest.fixture(scope="session")

@@ -115,40 +115,41 @@ def scene_ideal(_: str) -> dict[str, Any]:
     return found
 
 
-def scene_waits(_: str) -> dict[str, Any]:
-    """Steps of every rung that runs on one process: first, usual, sampled, measured; after demotion and promotion."""
-    cases = {
-        "native": ("H100", load_recipe("fp8_hybrid"), "native:fp8"),
-        "native, rolled in micro-batches": (
-            "H100",
-            changed("fp8_hybrid", roll="micro_batch"),
-            "native:fp8",
-        ),
-        "native, e4m3": ("L40S", changed("fp8_hybrid", format="e4m3"), "native:fp8"),
-        "torchao, tensorwise": ("H100", load_recipe("fp8_dynamic"), "torchao:fp8"),
-        "torchao, rowwise": ("H100", changed("fp8_dynamic", dynamic="rowwise"), "torchao:fp8"),
-        "bf16": ("A100", load_recipe("bf16"), "autocast:bf16"),
-        "fp16": ("T4", load_recipe("fp16_scaler"), "autocast:fp16"),
-        "fp32": ("A10", load_recipe("fp32"), "autocast:fp32"),
-    }
-    found: dict[str, Any] = {}
-    for optimizer in ("adamw", "sgd"):
-        for name, (card, recipe, rung) in cases.items():
-            if optimizer == "sgd" and name not in ("native", "fp16"):
-                continue
-            config = config_of(train={"optimizer": optimizer})
-            with on_card(config, recipe, find_card(card), rung_of(rung), 2) as made:
-                for number, step in ((1, "first"), (2, "usual"), (10, "sampled"), (11, "measured")):
-                    made.step(number, step)
-                if layers := made.run.precision.slot_names:
-                    first = layers[0].rpartition(".")[0]
-                    made.run.precision.switch([first], [])
-                    made.step(12, "demoted")
-                    made.step(20, "demoted and sampled")
-                    made.run.precision.switch([], [first])
-                    made.step(22, "promoted")
-                found[f"{name}, {optimizer}"] = seen(made)
-    return found
+# By name: card, recipe with what is changed of its `fp8` section, rung.
+STEPPED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "native": ("H100", "fp8_hybrid", {}, "native:fp8"),
+    "native, rolled in micro-batches": (
+        "H100",
+        "fp8_hybrid",
+        {"roll": "micro_batch"},
+        "native:fp8",
+    ),
+    "native, e4m3": ("L40S", "fp8_hybrid", {"format": "e4m3"}, "native:fp8"),
+    "torchao, tensorwise": ("H100", "fp8_dynamic", {}, "torchao:fp8"),
+    "torchao, rowwise": ("H100", "fp8_dynamic", {"dynamic": "rowwise"}, "torchao:fp8"),
+    "bf16": ("A100", "bf16", {}, "autocast:bf16"),
+    "fp16": ("T4", "fp16_scaler", {}, "autocast:fp16"),
+    "fp32": ("A10", "fp32", {}, "autocast:fp32"),
+}
+
+
+def scene_waits(case: str) -> dict[str, Any]:
+    """Steps of one rung, as "NAME, OPTIMIZER": first, usual, sampled, measured; after demotion and promotion."""
+    name, _, optimizer = case.rpartition(", ")
+    card, recipe, fp8, rung = STEPPED[name]
+    policy = changed(recipe, **fp8) if fp8 else load_recipe(recipe)
+    config = config_of(train={"optimizer": optimizer})
+    with on_card(config, policy, find_card(card), rung_of(rung), 2) as made:
+        for number, step in ((1, "first"), (2, "usual"), (10, "sampled"), (11, "measured")):
+            made.step(number, step)
+        if layers := made.run.precision.slot_names:
+            first = layers[0].rpartition(".")[0]
+            made.run.precision.switch([first], [])
+            made.step(12, "demoted")
+            made.step(20, "demoted and sampled")
+            made.run.precision.switch([], [first])
+            made.step(22, "promoted")
+        return seen(made)
 
 
 def scene_snapshots(_: str) -> dict[str, Any]:

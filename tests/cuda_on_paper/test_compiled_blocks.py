@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs import ROOT, program
+from tests.support import paper
 
 DRIVER = Path(__file__).with_name("compiled_driver.py")
 OPERATORS = "torch.ops.hopper_harness."
@@ -22,8 +21,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def compiled(*arguments: str) -> dict[str, Any]:
-    done = program(DRIVER, ROOT, *arguments, options=("-W", "ignore"))
-    return json.loads(done.stdout.splitlines()[-1])
+    return paper.measured([str(DRIVER), *arguments])
 
 
 def together(launches: list[str], *parts: str) -> int:

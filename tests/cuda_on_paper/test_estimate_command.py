@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
+from tests.support import paper
 from tests.support.matrix import rest_nightly
+from tests.support.runs import ROOT
 
 QUICK = ("--config", "tiny")
 LAUNCHED = {
@@ -27,17 +28,23 @@ LAUNCHED = {
 
 
 @cache
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "harness.cli", "estimate", *arguments]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-        **environment,
-    }
+def run(
+    *arguments: str, anew: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """anew: in a new interpreter, as a user's, which loads the card itself."""
+    program = ["-m", "harness.cli", "estimate", *arguments]
+    variables = {"COLUMNS": "200", **environment}
+    if not anew:
+        return paper.run(program, ROOT, **variables)
+    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=variables, timeout=540, check=False
+        [sys.executable, *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=everything,
+        timeout=540,
+        check=False,
     )
 
 
@@ -72,7 +79,7 @@ def test_the_llama_on_an_h100() -> None:
 
 
 def test_text_for_people() -> None:
-    done = run("--card", "A100", *QUICK)
+    done = run("--card", "A100", *QUICK, anew=True)
     assert done.returncode == 0, done.stderr
     assert "A prediction (uncalibrated)" in done.stdout
     assert "autocast:bf16" in done.stdout
@@ -103,7 +110,7 @@ def test_a_cards_own_software_is_assumed_there_whatever_is_installed_here(
     """Triton comes with torch's CUDA builds, not with the CPU's: without it FP8 was 1.11 of bf16 in place of 0.77."""
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(names={"triton", "transformer_engine"}))
     asked = ("--card", "H100", *QUICK, "--recipe", recipe)
-    bare = run(*asked, "--json", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    bare = run(*asked, "--json", anew=True, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert bare.returncode == 0, bare.stderr
     assert "run in PyTorch, slower" not in bare.stderr
     found = json.loads(bare.stdout)
@@ -250,14 +257,16 @@ def test_a_compiler_that_links_its_library_in_does_no_harm(tmp_path: Path) -> No
     compiler = tmp_path / "static"
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -static-libstdc++ -static-libgcc\n')
     compiler.chmod(0o755)
-    done = run("--card", "H100", *QUICK, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    fresh = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    done = run("--card", "H100", *QUICK, anew=True, **fresh)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("paper_device-*.so"))
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     """An empty cache and an empty PATH: no compiler can be found to build the fake device."""
-    done = run("--card", "H100", *QUICK, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    fresh = {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    done = run("--card", "H100", *QUICK, anew=True, **fresh)
     assert done.returncode == 4
     assert "there is no C++ compiler" in done.stderr
     assert "Traceback" not in done.stderr

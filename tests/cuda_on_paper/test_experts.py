@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from mixtures import PARAMETERS, active
 from test_estimate_command import QUICK, run
+
+from tests.support.runs import ROOT
 
 TOKENS = 4 * 64
 """Of a step of the config tiny."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import transformers
 
+from tests.support import paper
 from tests.support.matrix import rest_nightly
 
 pytestmark = pytest.mark.slow
@@ -58,7 +56,6 @@ def test_a_token_meets_its_own_experts(kind: str, tmp_path: Path) -> None:
     config, (router, expert, shared), (experts, chosen) = CONFIGS[kind]
     config.save_pretrained(tmp_path)
     command = [
-        sys.executable,
         "-m",
         "harness.cli",
         "estimate",
@@ -68,11 +65,7 @@ def test_a_token_meets_its_own_experts(kind: str, tmp_path: Path) -> None:
         "bf16",
         "--json",
     ]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, f"model.target=hf:{tmp_path}", "model.args={}"],
-        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=540, check=False,
-    )  # fmt: skip
+    done = paper.run([*command, f"model.target=hf:{tmp_path}", "model.args={}"])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     matrices = LAYERS * (ATTENTION + router + experts * expert + shared) + 2 * VOCAB * DIM

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from harness.core.config import ModelConfig
 from harness.models import build_model
-from tests.support.runs import BIN, ROOT
+from tests.support import paper
 
 VOCAB = 256
 _LLAMA = {
@@ -80,14 +79,8 @@ def estimated(folder: Path, card: str, context: int, args: str = "{}") -> dict[s
 
     args: model.args.
     """
-    command = [str(BIN / "harness"), "estimate", "--card", card, "--config", "tiny", "--json"]
+    command = ["-m", "harness.cli", "estimate", "--card", card, "--config", "tiny", "--json"]
     sizes = [f"data.context={context}", "train.micro_batch=1", "train.global_batch=1"]
-    done = subprocess.run(
-        [*command, f"model.target=hf:{folder}", f"model.args={args}", *sizes],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-    )
+    done = paper.run([*command, f"model.target=hf:{folder}", f"model.args={args}", *sizes])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

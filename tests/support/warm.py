@@ -237,7 +237,8 @@ def _execute(program: Sequence[str]) -> None:
 
 def _serve(link: socket.socket, modules: Sequence[str]) -> Sequence[str]:
     """Fork for every request until the tests have ended. Returns only in the child: the program to execute."""
-    for module in (*_WARM, *modules):
+    # A module may ask to come before torch (paper_device).
+    for module in (*modules, *_WARM):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()

@@ -18,6 +18,7 @@ from benchmarks.proof.children import ROOT
 from benchmarks.proof.registry import ROWS
 from benchmarks.proof.training import SIZES
 from harness.core.config import load_config
+from tests.support import paper
 
 HERE = Path(__file__).parent
 MINUTES = 600
@@ -205,14 +206,8 @@ def test_an_interrupt_ends_the_row_and_keeps_what_there_is(tmp_path: Path) -> No
 
 
 def on_paper(card: str, row: str, folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     target = next(each.target for each in ROWS if each.name == row)
-    command = [sys.executable, str(HERE / "proof_on_paper.py"), card, target, str(folder)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=MINUTES
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return paper.measured([str(HERE / "proof_on_paper.py"), card, target, str(folder)], folder)
 
 
 @pytest.mark.nightly
