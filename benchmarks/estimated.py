@@ -185,16 +185,18 @@ def card_of(path: Path) -> Card:
 
 
 def traced(step: Step, card: Card, traces: Traces) -> Trace:
-    """The step on fake tensors, as `harness estimate` traces it: compiled steps eager, too."""
+    """The step on fake tensors, as `harness estimate` traces it."""
     from harness.estimate.prediction import trace_rung
 
-    return trace_rung(step.config, step.recipe, card, step.recipe.ladder[0], 1, traces)[0]
+    made = trace_rung(step.config, step.recipe, card, step.recipe.ladder[0], 1, traces)[0]
+    # What a record's config says of compilation is older than the key's present meaning.
+    return replace(made, compiled=not step.how.startswith(EAGER))
 
 
 def timed(step: Step, made: Trace, rates: Rates) -> Timing:
     from harness.estimate.prediction import time_steps
 
-    return time_steps(made, rates, step.recipe.fp8.stats_every)
+    return time_steps(made.steps, rates, step.recipe.fp8.stats_every)
 
 
 def fitted(path: Path, traces: Traces) -> Rates:

@@ -243,7 +243,7 @@ class _Search:
         snapshots = snapshot_bytes(config, there, made.card, rates)
         if there.peak + snapshots > self._room:
             return None
-        timing = time_steps(there, rates, self._recipe.fp8.stats_every)
+        timing = time_steps(there.steps, rates, self._recipe.fp8.stats_every)
         needed = there.peak + snapshots + rates.context_bytes
         return Way(tuple(overrides), ranks, there, timing, needed, retrains)
 

@@ -6,14 +6,15 @@ run in bf16 too, as the baseline.
 Memory: the trace's peak of live storages, plus what a process's CUDA context takes. Fragmentation is not predicted.
 
 Time: each operation of the traced step takes as long as the roofline says (`roofline.py`), one after the other. If the
-host needs longer to launch the kernels, the host's time counts instead. A run samples FP8 statistics on one of
+host needs longer to launch the kernels, the host's time counts instead. Where the run would compile its blocks, their
+operations are fused first (`fusion.py`). A run samples FP8 statistics on one of
 `stats_every` steps, so the mean step is a weighted mean of a usual step and a sampled one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +83,8 @@ class Prediction:
 
     card, recipe: what was asked for.
     plan: what `harness train` plans on the card; its rung is the one that the card takes.
-    trace, timing: of that rung, or of the backend that stands in for it.
+    trace, timing: of that rung, or of the backend that stands in for it; compiled where the run would be.
+    eager: timing of the same without compilation.
     bf16, bf16_timing: the same run on the rung autocast:bf16; None on a card without bf16.
     tokens: tokens or samples of a step, over all ranks.
     counted: what `tokens` counts: "tokens", or "samples" of a data set.
@@ -98,6 +100,7 @@ class Prediction:
     plan: Plan
     trace: Trace
     timing: Timing
+    eager: Timing
     bf16: Trace | None
     bf16_timing: Timing | None
     tokens: int
@@ -175,9 +178,12 @@ class Prediction:
             "ratio_vs_bf16_usual_step": usual_ratio,
             "calibrated": self.calibration.calibrated,
             "step_ms": _ms(timing.mean),
+            "compiled": self.trace.compiled,
+            "eager_step_ms": _ms(self.eager.mean),
             "usual_step_ms": _ms(timing.usual),
             "sampled_step_ms": _ms(timing.sampled),
             "bf16_step_ms": bf16_ms,
+            "bf16_compiled": None if self.bf16 is None else self.bf16.compiled,
             f"{self.counted}_per_second": round(self.tokens / timing.mean),
             "ranks": self.ranks,
             "collectives": [
@@ -231,20 +237,27 @@ class Traces:
 def trace_rung(
     config: RunConfig, recipe: Recipe, card: Card, rung: Rung, ranks: int, traces: Traces
 ) -> tuple[Trace, list[str]]:
-    """The trace of `rung`, or of what stands in for it, and notes that say so.
+    """The trace of `rung`, or of what stands in for it, compiled where the run would be, and notes that say so.
 
     Raises ConfigError as training would, and for a model that cannot run on fake tensors.
     """
     if problems := refusals(engine_of(config), config, recipe, rung, "cuda"):
         raise ConfigError(problems)
     estimated, stand_in, notes = _stand_in(rung, recipe)
+    made = traces.get(config, stand_in, card, estimated, ranks, (recipe, rung))
+    return _as_run(made, config, recipe, rung), notes
+
+
+def _as_run(made: Trace, config: RunConfig, recipe: Recipe, rung: Rung) -> Trace:
+    """The trace with compiled blocks if the run on `rung` would compile them."""
     asked = config.engine.compile == "blocks" or not BACKENDS[rung.backend].not_by_default
-    if config.engine.may_compile(on_gpu=True) and asked and compiles(rung, recipe.layers.fuse):
-        notes = [
-            *notes,
-            f"this is the eager step: engine.compile={config.engine.compile} compiles blocks, which is faster",
-        ]
-    return traces.get(config, stand_in, card, estimated, ranks, (recipe, rung)), notes
+    compiled = (
+        config.engine.may_compile(on_gpu=True)
+        and asked
+        and compiles(rung, recipe.layers.fuse)
+        and any(op.block is not None for op in made.eager[USUAL])
+    )
+    return replace(made, compiled=compiled)
 
 
 def predict(
@@ -273,7 +286,8 @@ def predict(
 
     # The device is for what ranks exchange to agree on a rung. An estimate is one process, without a GPU.
     made, plan, replaced = take_rung(recipe, facts_of(card), torch.device("cpu"), trace_on)
-    timing = time_steps(made, calibration.rates, recipe.fp8.stats_every)
+    timing = time_steps(made.steps, calibration.rates, recipe.fp8.stats_every)
+    eager = time_steps(made.eager, calibration.rates, recipe.fp8.stats_every)
 
     # The baseline: the same run in bf16, unless it is in bf16 already.
     bf16: Trace | None = None
@@ -282,11 +296,12 @@ def predict(
         bf16 = made
     elif card.capability >= (8, 0):
         baseline = Rung(backend=PLAIN, precision="bf16", tiers=list(plan.rung.tiers))
-        bf16 = shared.get(config, recipe, card, baseline, ranks)
+        plain = shared.get(config, recipe, card, baseline, ranks)
+        bf16 = _as_run(plain, config, recipe, baseline)
     else:
         notes.append(f"a {card.name} has no bf16 to compare with")
     if bf16 is not None:
-        bf16_timing = time_steps(bf16, calibration.rates, recipe.fp8.stats_every)
+        bf16_timing = time_steps(bf16.steps, calibration.rates, recipe.fp8.stats_every)
 
     # A step of text has tokens. A data set of the user's own has samples.
     of_text = config.data.target is None
@@ -299,6 +314,7 @@ def predict(
         plan=plan,
         trace=made,
         timing=timing,
+        eager=eager,
         bf16=bf16,
         bf16_timing=bf16_timing,
         tokens=tokens,
@@ -445,9 +461,9 @@ def _trace(
         raise ConfigError(Problem(what, where, why, fix)) from error
 
 
-def time_steps(made: Trace, rates: Rates, stats_every: int) -> Timing:
-    """Times of the traced steps; one of `stats_every` steps is a sampled one."""
-    usual, sampled = made.steps[USUAL], made.steps[SAMPLED]
+def time_steps(steps: Mapping[str, Sequence[Op]], rates: Rates, stats_every: int) -> Timing:
+    """Times of traced steps, by their names; one of `stats_every` steps is a sampled one."""
+    usual, sampled = steps[USUAL], steps[SAMPLED]
     usual_seconds = step_seconds(usual, rates)
     sampled_seconds = step_seconds(sampled, rates)
     mean_seconds = (usual_seconds * (stats_every - 1) + sampled_seconds) / stats_every

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.core.sharded import local_of
-from harness.estimate.roofline import OPTIMIZER, Op, Unit
+from harness.estimate.roofline import OPTIMIZER, Op, Piece, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
 from harness.profiling.kinds import CONVOLUTIONS, PRODUCTS
@@ -358,9 +359,8 @@ class Recorder(TorchDispatchMode):
     device: "cuda" (fakes) or "cpu" (fakes or real tensors).
     tf32: whether the card has TF32.
     ops: the operations since `forget`.
-    micros: for each of them, the number of its micro-batch.
     waits, transfers, collectives: those since `forget`.
-    phase, step, micro: set by the driver of a step; they apply to the operations that follow.
+    phase, step, micro, block: set by the driver of a step; they apply to the operations that follow.
     live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
     kinds, kinds_at_peak: the same bytes by kind (see `label`).
     lasting: the most bytes of `LASTING` kinds when an update began.
@@ -378,7 +378,6 @@ class Recorder(TorchDispatchMode):
 
         # What was recorded since `forget`.
         self.ops: list[Op] = []
-        self.micros: list[int] = []
         self.waits: list[Wait] = []
         self.transfers: list[Transfer] = []
         self.collectives: list[Collective] = []
@@ -387,6 +386,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "build"
         self.step = ""
         self.micro = 0
+        self.block: int | None = None
 
         # Memory; `_storages` has (bytes, kind, weak reference) by the storage's id.
         self.live = self.peak = self.lasting = 0
@@ -394,6 +394,9 @@ class Recorder(TorchDispatchMode):
         self.kinds_at_peak: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
         self._weight_shapes: frozenset[tuple[int, ...]] = frozenset()
+        # A number for each storage that was ever seen: ids are used again.
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbered = count()
 
         # Facts about fakes that fakes themselves do not have.
         self._pinned: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -489,7 +492,6 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Drop what was recorded. The peak starts again from what is live now."""
         self.ops = []
-        self.micros = []
         self.waits = []
         self.transfers = []
         self.collectives = []
@@ -621,8 +623,8 @@ class Recorder(TorchDispatchMode):
         if len(devices) > 1 and name in _COPIES and outs:
             self._note_transfer(name, args, kwargs, ins, outs)
         # Views and the like launch nothing.
-        count = kernels(func, name, args, ins, outs)
-        if not count:
+        launches = kernels(func, name, args, ins, outs)
+        if not launches:
             return
         read = [tensor for tensor in ins if tensor is not kwargs.get("out")]
         reads, writes = traffic(name, args, read, outs)
@@ -639,13 +641,32 @@ class Recorder(TorchDispatchMode):
             flops=flops(name, args, outs),
             unit=kind,
             attention=name in ATTENTION,
-            kernels=count,
+            kernels=launches,
             shapes=tuple(tuple(tensor.shape) for tensor in (*ins[:4], *outs[:2])),
             where=_shown(frames),
             step=self.step,
+            micro=self.micro,
+            block=self.block,
+            inputs=self._pieces(read),
+            outputs=self._pieces(outs),
+            own=func.namespace == "hopper_harness",
         )
         self.ops.append(op)
-        self.micros.append(self.micro)
+
+    def _pieces(self, tensors: Iterable[Tensor]) -> tuple[Piece, ...]:
+        """What these tensors have of storages on the device; each once."""
+        found: dict[Piece, None] = {}
+        for tensor in tensors:
+            if tensor.device.type != self.device:
+                continue
+            storage = tensor.untyped_storage()
+            number = self._numbers.get(storage)
+            if number is None:
+                number = self._numbers[storage] = next(self._numbered)
+            size = tensor.element_size()
+            piece = Piece(number, int(tensor.storage_offset()), touched(tensor) // size, size)
+            found[piece] = None
+        return tuple(found)
 
     def _note_collective(self, name: str, args: Sequence[Any]) -> None:
         """Record an exchange with other ranks."""

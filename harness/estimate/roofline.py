@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from harness.capability.cards import CARDS, GIB, Card
 from harness.core.errors import ConfigError, Problem, near_match
@@ -86,6 +86,21 @@ class Rates:
         return rates[unit]
 
 
+class Piece(NamedTuple):
+    """A tensor's part of a storage.
+
+    storage: its number; no two storages of a trace have the same.
+    offset: of the tensor's first element.
+    elements: distinct ones.
+    itemsize: bytes of one.
+    """
+
+    storage: int
+    offset: int
+    elements: int
+    itemsize: int
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation on the device, as the recorder saw it.
@@ -101,6 +116,10 @@ class Op:
     shapes: shapes of the inputs, then of the outputs.
     where: `file:line function` of the calling code, innermost frame first.
     step: name of the step in the trace.
+    micro: number of the micro-batch, from 1; 0 outside of them.
+    block: which of the model's repeated blocks it belongs to, from 0; None outside of them.
+    inputs, outputs: the memory that it reads and writes.
+    own: whether it is one of this project's operators, which a compiler calls as they are.
     """
 
     name: str
@@ -115,6 +134,11 @@ class Op:
     shapes: tuple[tuple[int, ...], ...] = ()
     where: tuple[str, ...] = ()
     step: str = ""
+    micro: int = 0
+    block: int | None = None
+    inputs: tuple[Piece, ...] = ()
+    outputs: tuple[Piece, ...] = ()
+    own: bool = False
 
 
 def usual_rates(card: Card) -> Rates:

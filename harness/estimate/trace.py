@@ -27,6 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +40,16 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.build import ENGINES, Worker, build_run, kept_copies
 from harness.capability.cards import Card
 from harness.capability.probe import Device, LibraryFacts, MachineFacts, library_facts
 from harness.checkpoint.overlapped import copy_bytes
 from harness.checkpoint.store import Store
+from harness.core.blocks import blocks_of
 from harness.core.config import RunConfig
 from harness.core.facts import Window, is_sampled, sampled_step
 from harness.core.protocols import Batch
@@ -52,6 +57,7 @@ from harness.core.state import RunLedger
 from harness.data.dataset import DatasetBatches
 from harness.engines.process_group import ProcessGroup, read_launch
 from harness.estimate import device
+from harness.estimate.fusion import fused
 from harness.estimate.ranks import buckets, imagined
 from harness.estimate.recorder import (
     BUFFERS,
@@ -322,7 +328,9 @@ class Trace:
 
     rung: the rung of the recipe that was traced.
     plan: the plan of `harness train` on the card. Where `rung` is a stand-in, it has the rung that `rung` stands for.
-    steps: the operations of each step by the step's name, for all micro-batches.
+    eager: the operations of each step by the step's name, for all micro-batches.
+    fused: the same with compiled blocks (`fusion.py`).
+    compiled: whether the run compiles its blocks.
     static: bytes that live between steps.
     state: bytes of a copy of the state on the card.
     lasting: bytes that an update needs whatever the micro-batch is: weights, optimizer state, gradients.
@@ -338,7 +346,9 @@ class Trace:
 
     rung: Rung
     plan: Plan
-    steps: dict[str, list[Op]]
+    eager: dict[str, list[Op]]
+    fused: dict[str, list[Op]]
+    compiled: bool
     static: int
     state: int
     lasting: int
@@ -350,6 +360,11 @@ class Trace:
     parameters: int
     routed: bool
     advice: str
+
+    @property
+    def steps(self) -> dict[str, list[Op]]:
+        """The operations of each step as it runs."""
+        return self.fused if self.compiled else self.eager
 
 
 def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
@@ -431,10 +446,15 @@ def trace(
         made.step(1, FIRST)
         made.step(_step(run, sampled=False), USUAL)
         made.step(_step(run, sampled=True), SAMPLED)
+        ops_of: dict[str, list[Op]] = {}
+        for name in (USUAL, SAMPLED):
+            ops_of[name] = [op for op in recorder.ops if op.step == name]
         return Trace(
             rung=made.plan.rung,
             plan=made.intended,
-            steps={name: _operations(recorder, name, batches) for name in (USUAL, SAMPLED)},
+            eager={name: _repeated(ops, batches) for name, ops in ops_of.items()},
+            fused={name: _repeated(fused(ops), batches) for name, ops in ops_of.items()},
+            compiled=False,
             static=static,
             state=_state_on_card(run),
             lasting=recorder.lasting,
@@ -571,7 +591,46 @@ def built(
         phased = dataclasses.replace(
             run, engine=_Engine(run.engine, recorder), task=_Loss(run.task, recorder)
         )
-        yield FakeRun(phased, plan, model, recorder, real_plan, advice)
+        with _blocks_told(model, recorder):
+            yield FakeRun(phased, plan, model, recorder, real_plan, advice)
+
+
+@contextmanager
+def _blocks_told(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """In this context the recorder knows which of the model's repeated blocks runs, in forward and in backward.
+
+    The gradient of a block's output comes before its backward, and that of its input after it.
+    """
+    marked = WeakIdKeyDictionary()
+    outer: list[int | None] = []
+
+    def mark(tensors: Any, block: int | None) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor not in marked:
+                marked[tensor] = True
+                tensor.register_hook(lambda _: setattr(recorder, "block", block))
+
+    def enter(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        # What is not the output of another block.
+        mark((args, kwargs), None)
+        outer.append(recorder.block)
+        recorder.block = block
+
+    def leave(block: int, _: nn.Module, args: Any, out: Any) -> None:
+        recorder.block = outer.pop()
+        mark(out, block)
+
+    handles: list[RemovableHandle] = []
+    for number, block in enumerate(blocks_of(model)):
+        handles.append(
+            block.register_forward_pre_hook(partial(enter, number), prepend=True, with_kwargs=True)
+        )
+        handles.append(block.register_forward_hook(partial(leave, number)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -632,20 +691,14 @@ def _step(run: Run, sampled: bool) -> int:
     return steps[0] if steps else 2
 
 
-def _operations(recorder: Recorder, step: str, batches: int) -> list[Op]:
+def _repeated(ops: list[Op], batches: int) -> list[Op]:
     """Operations of a step with `batches` micro-batches; copies of the second one stand for those not traced."""
-    ops = [op for op in recorder.ops if op.step == step]
-    if batches <= _MICRO_BATCHES:
-        return ops
-    between: list[Op] = []
-    for op, micro in zip(recorder.ops, recorder.micros, strict=True):
-        if op.step == step and micro == _BETWEEN:
-            between.append(op)
-    return ops + between * (batches - _MICRO_BATCHES)
+    between = [op for op in ops if op.micro == _BETWEEN]
+    return ops + between * max(batches - _MICRO_BATCHES, 0)
 
 
 def _whole(collectives: Sequence[Collective], step: str, batches: int) -> list[Collective]:
-    """Collectives of a step with `batches` micro-batches, as `_operations`."""
+    """Collectives of a step with `batches` micro-batches, as `_repeated`."""
     found = [each for each in collectives if each.step == step]
     between = [each for each in found if each.micro == _BETWEEN]
     return found + between * max(batches - _MICRO_BATCHES, 0)

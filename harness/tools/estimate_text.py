@@ -14,7 +14,8 @@ from harness.core.errors import number_of
 from harness.core.plan_text import plan_text
 from harness.estimate.comparison import CardEstimate
 from harness.estimate.fitting import Way
-from harness.estimate.prediction import Prediction, exchanged, largest, pageable
+from harness.estimate.prediction import Prediction, Timing, exchanged, largest, pageable
+from harness.estimate.trace import Trace
 
 _SHOWN_WAITS = 5
 # Over this share of the card's memory, the allocator's fragmentation may be too much.
@@ -270,13 +271,16 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
     timing = made.timing
     baseline = made.bf16_timing
     rate = made.tokens / timing.mean
-    text = f"{timing.mean * 1e3:,.1f} ms, {rate:,.0f} {made.counted}/s"
+    text = f"{_took(timing, made.trace)}, {rate:,.0f} {made.counted}/s"
     if made.ranks > 1:
         text += f" over {made.ranks} ranks"
     if baseline is not None and made.bf16 is not made.trace:
+        assert made.bf16 is not None
         ratio = timing.mean / baseline.mean
-        text += f"; {ratio:.2f} of bf16's {baseline.mean * 1e3:,.1f} ms"
+        text += f"; {ratio:.2f} of bf16's {_took(baseline, made.bf16)}"
     rows = [("step", text)]
+    if made.trace.compiled:
+        rows.append(("", f"{made.eager.mean * 1e3:,.1f} ms in eager mode (engine.compile=none)"))
     # A difference of under a percent is left out.
     if timing.sampled > 1.01 * timing.usual:
         sampled = timing.sampled * 1e3
@@ -294,6 +298,10 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
             parts.append(f"{name} {seconds * 1e3:,.1f}")
     rows.append(("", f"{', '.join(parts)} ms"))
     return rows
+
+
+def _took(timing: Timing, made: Trace) -> str:
+    return f"{timing.mean * 1e3:,.1f} ms{' compiled' if made.compiled else ''}"
 
 
 def _exchange(made: Prediction) -> list[tuple[str, str]]:
