@@ -602,7 +602,6 @@ def _blocks_told(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     The gradient of a block's output comes before its backward, and that of its input after it.
     """
     marked = WeakIdKeyDictionary()
-    outer: list[int | None] = []
 
     def mark(tensors: Any, block: int | None) -> None:
         for tensor in tree_leaves(tensors):
@@ -613,11 +612,12 @@ def _blocks_told(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     def enter(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         # What is not the output of another block.
         mark((args, kwargs), None)
-        outer.append(recorder.block)
         recorder.block = block
 
     def leave(block: int, _: nn.Module, args: Any, out: Any) -> None:
-        recorder.block = outer.pop()
+        # A forward that backward computes again is part of the block's backward.
+        if recorder.phase == "forward":
+            recorder.block = None
         mark(out, block)
 
     handles: list[RemovableHandle] = []

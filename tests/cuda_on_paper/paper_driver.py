@@ -34,6 +34,7 @@ from harness.checkpoint.copy_stream import CudaCopyStream  # noqa: E402
 from harness.checkpoint.overlapped import Copier, copy_bytes  # noqa: E402
 from harness.checkpoint.snapshots import Snapshots  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
+from harness.estimate.fusion import fused  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import Op, find_card, step_seconds, usual_rates  # noqa: E402
 from harness.estimate.trace import FakeEvent, FakeRun, built, facts_of, on_card, trace  # noqa: E402
@@ -369,6 +370,55 @@ def scene_budget(_: str) -> dict[str, Any]:
             "static": made.static,
             "waits": [asdict(wait) for wait in made.waits],
         }
+    return found
+
+
+def scene_fusion(rung: str) -> dict[str, Any]:
+    """The block of compiled_driver.py as `harness.estimate.fusion` has it: kernels, and bytes outside of products.
+
+    Casts of weights are left out: they are no part of that block's compiled code.
+    """
+    args = {"vocab": 256, "dim": 1024, "layers": 1, "heads": 8, "ffn": 2816}
+    train, data = {"global_batch": 1, "micro_batch": 1}, {"context": 2048}
+    recipe = load_recipe("fp8_hybrid")
+    with on_card(
+        config_of(args, train=train, data=data), recipe, find_card("H100"), rung_of(rung), 1
+    ) as made:
+        made.step(1, "first")
+        made.recorder.forget()
+        made.step(2, "usual")
+        ops = made.recorder.ops
+    found: dict[str, Any] = {}
+    for phase in ("forward", "backward"):
+        made_here = {
+            piece.storage
+            for op in ops
+            if (op.block, op.phase) == (0, phase)
+            for piece in op.outputs
+        }
+        kernels = moved = 0
+        for op in fused(ops):
+            if (op.block, op.phase) != (0, phase) or op.flops:
+                continue
+            of_weight = op.own and op.inputs[0].storage not in made_here
+            kernels += not op.own
+            moved += 0 if of_weight else op.reads + op.writes
+        found[phase] = {"kernels": kernels, "moved": moved}
+    return found
+
+
+def scene_blocks(recompute: str) -> dict[str, Any]:
+    """Names of the operations of each block in forward and backward, and of what lies outside of blocks."""
+    args = SMALL | {"recompute": recompute}
+    found: dict[str, Any] = {}
+    config, recipe = config_of(args), load_recipe("bf16")
+    with on_card(config, recipe, find_card("H100"), rung_of("autocast:bf16"), 2) as made:
+        made.step(1, "first")
+        made.recorder.forget()
+        made.step(2, "usual")
+        for op in made.recorder.ops:
+            if op.phase in ("forward", "backward"):
+                found.setdefault(f"{op.phase} {op.block} {op.micro}", []).append(op.name)
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Scene
 
 from tests.support import paper
 
@@ -53,6 +54,42 @@ def test_casts_are_our_kernels() -> None:
 def test_a_tensor_to_cast_is_written_once() -> None:
     """As bfloat16, for the cast. Scales are read without it: a second copy would add 29 MB."""
     assert compiled("native:fp8")["moved"] == MOVED
+
+
+@pytest.mark.parametrize(
+    ("rung", "least", "kernels"),
+    # Backward of the compiler's code reads some tensors in two kernels: RoPE's gradients, and those of norms.
+    [("autocast:bf16", 0.92, (10, 9)), ("native:fp8", 0.94, (6, 9))],
+)
+def test_an_estimate_moves_what_the_compilers_code_moves(
+    scene: Scene, rung: str, least: float, kernels: tuple[int, int]
+) -> None:
+    found, expected = scene("fusion", rung), compiled(rung)["moved"]
+    assert found["forward"]["moved"] == pytest.approx(expected["forward"], rel=1e-3)
+    assert least <= found["backward"]["moved"] / expected["backward"] <= 1
+    assert (found["forward"]["kernels"], found["backward"]["kernels"]) == kernels
+    generated = [name for name in compiled(rung)["forward"] if name.startswith("triton")]
+    assert len(generated) == kernels[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_the_operations_of_blocks_are_told_from_those_around_them(
+    scene: Scene, recompute: str
+) -> None:
+    """Two equal blocks. What is computed again ends before the last product, whose result nobody needs."""
+    found = scene("blocks", recompute)
+    products = {"forward": 4, "backward": 8 + (3 if recompute == "block" else 0)}
+    for phase in ("forward", "backward"):
+        for micro in (1, 2):
+            first, second = (found[f"{phase} {block} {micro}"] for block in (0, 1))
+            assert sorted(first) == sorted(second)
+            assert first.count("mm") == products[phase]
+        # Embedding, head and loss.
+        outside = found[f"{phase} None 1"]
+        assert outside.count("mm") == (1 if phase == "forward" else 2)
+        assert not any("attention" in name or "silu" in name for name in outside)
+        assert any("embedding" in name for name in outside)
+        assert any("nll_loss" in name for name in outside)
 
 
 @pytest.mark.parametrize("casts", ["fused", "without"])
