@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -88,9 +89,7 @@ class TorchDevice:
 
     def free_memory(self) -> int:
         """Bytes that can be allocated now."""
-        if self.is_card:
-            return torch.cuda.mem_get_info(self.place)[0]
-        return free_memory()
+        return memory_on(self.place)
 
     def write(self, block: Tensor, values: Tensor) -> None:
         """Write `values` into `block`, both int64 of one shape on the device."""
@@ -105,6 +104,22 @@ class TorchDevice:
         if self.is_card:
             return card_readings(self.place.index or 0)
         return processor_readings()
+
+
+def memory_on(place: torch.device) -> int:
+    """Bytes that can be allocated now on a card, or for the CPU on this machine."""
+    if place.type != "cuda":
+        return free_memory()
+    # To the driver, the memory that torch keeps of tensors which are gone is in use.
+    free_unused()
+    return torch.cuda.mem_get_info(place)[0]
+
+
+def free_unused() -> None:
+    """Free what nothing refers to from outside: models hold themselves in circles, and torch keeps a card's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager
