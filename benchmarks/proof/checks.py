@@ -33,7 +33,17 @@ TOLERANCE = 0.1
 
 
 def tests(task: Task) -> Answer:
-    """Run tests/gpu with pytest, but for whole runs, which take minutes (`make test-gpu` has them).
+    """Run tests/gpu with pytest, but for whole runs, which take minutes."""
+    return by_pytest(task, "-m", "gpu and not slow", "tests/gpu")
+
+
+def fsdp(task: Task) -> Answer:
+    """Run the tests of FSDP2 that compare it with a single process; `make test-gpu` has those beside DDP, too."""
+    return by_pytest(task, "-m", "gpu", "-k", "single", "tests/gpu/test_fsdp_gpu.py")
+
+
+def by_pytest(task: Task, *chosen: str) -> Answer:
+    """Run tests and count what came out. chosen: pytest's arguments that say which.
 
     Warnings are no errors here, because they differ between versions of torch.
     """
@@ -43,14 +53,12 @@ def tests(task: Task) -> Answer:
         "-m",
         "pytest",
         "-v",
-        "-m",
-        "gpu and not slow",
         "-W",
         "default",
         "-p",
         "no:cacheprovider",
     ]
-    command += ["--color=no", f"--junitxml={report}", "tests/gpu"]
+    command += ["--color=no", f"--junitxml={report}", *chosen]
     code, output = run(command, max(1.0, task.left() - 6), gently=True)
     sys.stdout.write(output)
     try:

@@ -75,6 +75,26 @@ def test_tests_that_all_pass_pass(gpu_tests: Path, tmp_path: Path) -> None:
     assert answer.figures["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
 
 
+def test_the_row_of_fsdp_asks_for_whole_runs_beside_one_process(
+    gpu_tests: Path, tmp_path: Path
+) -> None:
+    """They are slow, so no other row asks for them."""
+    gpu_tests.write_text(MIXED)
+    gpu_tests.with_name("test_fsdp_gpu.py").write_text(
+        "import pytest\npytestmark = [pytest.mark.gpu, pytest.mark.slow]\n"
+        '@pytest.mark.parametrize("other", ["single", "ddp"])\n'
+        "def test_bits_of(other): assert other == 'single'\n"
+    )
+    answer = checks.fsdp(task(tmp_path))
+    assert not answer.failed
+    assert answer.figures["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
+
+
+def test_the_tests_of_fsdp_are_those_that_its_row_asks_for() -> None:
+    text = (checks.ROOT / "tests" / "gpu" / "test_fsdp_gpu.py").read_text()
+    assert '@pytest.mark.parametrize("other", ["single", "ddp"])' in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["import pytest\n", "import no_such_module\n"])
 def test_no_tests_and_tests_that_cannot_be_collected(
