@@ -347,7 +347,7 @@ def _soak_operands(precision: str, device: CardDevice) -> tuple[Tensor, Tensor]:
     if device.is_card:
         generator = torch.Generator().manual_seed(0)
         shape = (2, _CARD_SOAK_SIZE, _CARD_SOAK_SIZE)
-        left, right = torch.randn(shape, generator=generator)
+        left, right = torch.randn(shape, generator=generator, device="cpu")
         return left, right
     known = known_product(precision, "wide", (_SOAK_SIZE, _SOAK_SIZE, _SOAK_SIZE))
     return known.left, known.right
