@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -255,6 +256,38 @@ def test_a_product_that_changes_while_it_is_repeated_is_found() -> None:
     assert [each.code for each in report.findings if each.severity == "error"] == [
         "machine.unstable"
     ]
+
+
+class SlowToAnswer(FaultyDevice):
+    """Its first readings under load come only after further products. went_on: whether these came."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16", self._count)
+        self.asked = self.wanted = 0
+        self.went_on: list[bool] = []
+        self._enough = threading.Event()
+
+    def _count(self, result: Tensor, call: int) -> Tensor:
+        if self.wanted and call >= self.wanted:
+            self._enough.set()
+        return result
+
+    def readings(self) -> Readings:
+        self.asked += 1
+        # The first ones are from before the checks.
+        if self.asked == 2:
+            self.wanted = self.calls + 4
+            self.went_on.append(self._enough.wait(20.0))
+        return FAST
+
+
+def test_a_device_is_loaded_while_it_is_asked_for_its_clocks() -> None:
+    """nvidia-smi takes far longer than a batch: a card that waited for it would be idle for most of the soak."""
+    device = SlowToAnswer()
+    report = check_card(device, LITTLE)
+    assert device.went_on == [True]
+    assert report.soaked["bf16"] >= 4
+    assert report.loaded == [FAST]
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_run() -> None:
