@@ -286,7 +286,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "kernels",
-        "Does the fused FP8 kernel give the reference's bits?",
+        "Do the fused FP8 kernels (casts, transposes, statistics) give the reference's results?",
         ("card", "fp8", "compiling"),
         35,
         "benchmarks.proof.checks:kernels",

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.proof import checks
 from benchmarks.proof.registry import NotHere, Task
 from benchmarks.proof.training import TOY
+from harness.precision.backends import native_triton
 
 CARD = {"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "mig": False, "busy": ""}
 MIXED = """
@@ -162,6 +164,17 @@ def test_cards_and_rows_that_the_estimate_has_not(tmp_path: Path) -> None:
         )
     with pytest.raises(NotHere, match="harness estimate ended with"):
         checks.predict(["--card", "no such card"], 600)
+
+
+def test_every_kernel_of_native_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one behind statistics had compiled on no card for days."""
+    for name in ("check", "check_turn", "check_stats"):
+        monkeypatch.setattr(native_triton, name, lambda _, name=name: [f"{name} differs"])
+    monkeypatch.setattr(Task, "device", torch.device("cpu"))
+    failed = checks.kernels(task(tmp_path)).failed
+    assert failed == "check differs; check_turn differs; check_stats differs"
 
 
 def test_a_version_without_the_fused_kernel(
