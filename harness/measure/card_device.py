@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,8 +74,7 @@ class TorchDevice:
         b = right.to(self.place, dtype)
 
         def multiply() -> Tensor:
-            allowed = "high" if precision == "tf32" else "highest"
-            with _float32_products(allowed):
+            with _float32_products("tf32" if precision == "tf32" else "ieee"):
                 return torch.mm(a, b)
 
         return multiply
@@ -124,13 +124,20 @@ def free_unused() -> None:
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Products of float32 in `precision` of torch.set_float32_matmul_precision."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    """Products of float32 in `precision`, "ieee" or "tf32", whatever a script of the user's has set.
+
+    torch.get_float32_matmul_precision is not asked: it raises where somebody has set one backend's precision.
+    """
+    backends: Any = torch.backends  # its stubs lack `mkldnn.matmul`
+    places = [backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [place.fp32_precision for place in places]
     try:
+        for place in places:
+            place.fp32_precision = precision
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for place, own in zip(places, before, strict=True):
+            place.fp32_precision = own
 
 
 def devices_here(facts: MachineFacts) -> list[TorchDevice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,23 @@ def test_digits_use_every_bit_of_the_significand() -> None:
         left = known_product(precision, "digits", (32, 32, 8)).left.abs()
         for bit in range(exact.bits):
             assert ((left >> bit) & 1).any(), (precision, bit)
+
+
+@pytest.fixture
+def set_by_a_script() -> Iterator[None]:
+    """TF32 by torch's newer settings, which the older ones then refuse to read; a model's file may do so."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("set_by_a_script")
+def test_a_precision_that_a_script_has_set_fails_no_device_and_stays() -> None:
+    report = check_card(TorchDevice(HERE, "processor"), LITTLE)
+    assert [each.code for each in report.findings] == []
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def test_a_sound_device_has_no_finding() -> None:
