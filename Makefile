@@ -69,7 +69,7 @@ test-gpu: $(TEST_READY) ## the tests that need an NVIDIA GPU
 	@# Another torch, driver or Transformer Engine may warn of what this project cannot change.
 	$(RUN) python -m pytest -q --timeout 600 -W default -m gpu $(ARGS)
 
-proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (27 minutes; ARGS='--resume RECORD.json' goes on, ARGS=--rehearse: on a CPU)
+proof: $(TEST_READY) ## on a machine with an NVIDIA GPU: what runs, how fast, against what was predicted (29 minutes; ARGS='--resume RECORD.json' goes on, ARGS=--rehearse: on a CPU)
 	$(RUN) python -m benchmarks.proof $(ARGS)
 
 test-faults: $(TEST_READY) ## every fault injection, slow ones too (within an hour); writes docs/studies/reliability.md

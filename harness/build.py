@@ -31,7 +31,7 @@ from harness.checkpoint.saver import Saver
 from harness.checkpoint.snapshots import Snapshots, room_for_snapshots
 from harness.checkpoint.staging import Staging
 from harness.checkpoint.store import Store
-from harness.core.collectives import ForwardClock, RankComparison, gather_texts
+from harness.core.collectives import ForwardClock, RankComparison, gather_texts, ranks_here
 from harness.core.config import RunConfig
 from harness.core.deferred import CannotDeferError, try_model
 from harness.core.errors import ConfigError, MachineError, Problem
@@ -768,13 +768,15 @@ def _state_size(config: RunConfig, engine: Engine, model: nn.Module) -> int:
 def _staging(
     config: RunConfig, engine: Engine, model: nn.Module, telemetry: Telemetry
 ) -> Staging | None:
-    """Memory that background saves copy the state to. None on ranks that do not save, and if the copy would take more
-    than a quarter of the free memory."""
+    """Memory that background saves copy the state to. None on ranks that do not save, and if the copies of this
+    machine's ranks would take more than a quarter of the free memory. Collective."""
     saves = engine.rank == 0 or engine.sharded
     if not saves or not config.checkpoint.background:
         return None
     size = _state_size(config, engine, model)
-    if size > free_memory() / 4:
+    # Of ranks that share the state each copies its own part.
+    together = size * ranks_here() if engine.sharded else size
+    if together > free_memory() / 4:
         text = "a copy of the state would take over a quarter of the free memory: training waits for every save"
         telemetry.event(0, "checkpoint.waits", text=text)
         return None

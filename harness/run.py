@@ -283,10 +283,12 @@ def _weights(run: Run, shares: Sequence[Share]) -> Iterator[Tensor]:
         counts += [run.task.count(batch) for batch in share.batches]
     own_mean = sum(counts) / len(counts)
 
+    # The mean and the counts go to the device in one copy, for which the host does not wait.
+    on_host = torch.tensor([own_mean, *counts], dtype=torch.float32, device="cpu")
+    numbers = to_device(on_host, run.engine.device)
     # Ranks must divide by one number, or samples of ranks with few targets would weigh more.
-    device = run.engine.device
-    mean = run.engine.mean(torch.tensor(own_mean, dtype=torch.float32, device=device))
-    return iter(torch.tensor(counts, dtype=torch.float32, device=mean.device) / mean)
+    mean = run.engine.mean(numbers[0])
+    return iter(numbers[1:] / mean)
 
 
 @torch.no_grad()

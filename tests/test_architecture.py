@@ -87,6 +87,15 @@ HOMES: dict[str, tuple[str, ...]] = {
     "lightning": ("harness/integrations/lightning*.py",),
     "accelerate": ("harness/integrations/accelerate*.py",),
 }
+# torch's functions that make a tensor where torch.set_default_device says, unless they are told.
+FACTORIES = {
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones",
+    "rand", "randint", "randn", "randperm", "tensor", "zeros",
+}  # fmt: skip
+# What shows whether torch makes fakes now.
+FAKES = "torch.empty(0)"
+# Weights come on the default device, as those of torch's modules do; an estimate has a fake one.
+DEFAULT_DEVICE = ("harness/models/vision.py", "harness/estimate/")
 TORCH_FREE = (
     "harness",
     "harness.capability.cards",
@@ -201,6 +210,23 @@ def vendor_faults(root: Path, homes: Mapping[str, tuple[str, ...]] = HOMES) -> l
     ]
 
 
+def default_device_faults(root: Path) -> list[str]:
+    """Tensors that are made wherever torch.set_default_device says: a user's script may say "cuda"."""
+    faults: list[str] = []
+    for path in sources(root):
+        file = path.relative_to(root).as_posix()
+        if file.startswith(DEFAULT_DEVICE):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node) == FAKES:
+                continue
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            named = {keyword.arg for keyword in node.keywords}
+            if module == "torch" and name in FACTORIES and not named & {"device", None}:
+                faults.append(f"{file}:{node.lineno}: {name} names no device")
+    return faults
+
+
 def cycles(root: Path) -> list[str]:
     """Import cycles between modules, counting only what runs when a module is imported."""
     modules: dict[str, Path] = {}
@@ -263,6 +289,10 @@ def test_layers() -> None:
 
 def test_vendors_stay_at_home() -> None:
     assert vendor_faults(ROOT) == []
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    assert default_device_faults(ROOT) == []
 
 
 def test_no_import_cycles() -> None:
@@ -359,6 +389,17 @@ def test_an_unknown_room_is_found(tmp_path: Path) -> None:
 def test_a_vendor_away_from_home_is_found(tmp_path: Path, text: str) -> None:
     root = tree(tmp_path, {"harness/tracking/m.py": text, "harness/tools/m.py": text})
     assert [fault.split(":")[0] for fault in vendor_faults(root)] == ["harness/tools/m.py"]
+
+
+def test_a_tensor_on_the_default_device_is_found(tmp_path: Path) -> None:
+    named = (
+        'torch.zeros(1, device="cpu"), torch.ones(1, **how), torch.empty(0), torch.zeros_like(x)\n'
+    )
+    tree(
+        tmp_path,
+        {"harness/core/a.py": named, "harness/core/b.py": "\ntorch.randperm(3, generator=g)\n"},
+    )
+    assert default_device_faults(tmp_path) == ["harness/core/b.py:2: randperm names no device"]
 
 
 def test_a_cycle_is_found_and_a_lazy_one_is_none(tmp_path: Path) -> None:

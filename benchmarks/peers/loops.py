@@ -49,6 +49,7 @@ class Loop:
     what: how it is set up, in one sentence.
     guide: the page of its documentation that the setup follows.
     setup: from a job to the function that trains one step and returns its loss; None: `harness train`.
+    recipe: that of `harness train`.
     packages: distributions that it needs beside torch.
     cuda: whether it needs an NVIDIA GPU.
     units: whether a GPU must have FP8 units for it.
@@ -62,6 +63,7 @@ class Loop:
     packages: tuple[str, ...] = ()
     cuda: bool = False
     units: bool = False
+    recipe: str = "fp8_hybrid"
 
     def lacks(self) -> str:
         """Why it cannot run here; empty if it can."""
@@ -399,6 +401,14 @@ LOOPS = {
             "recipe fp8_hybrid, with guard, journal and snapshots",
             "docs/guide/training.md",
             None,
+        ),
+        Loop(
+            "harness train, fp8_native",
+            "fp8",
+            "recipe fp8_native, with guard, journal and snapshots",
+            "docs/guide/training.md",
+            None,
+            recipe="fp8_native",
         ),
         Loop("harness.Precision", "fp8", "recipe fp8_hybrid alone", "docs/guide/api.md", bare),
         Loop(

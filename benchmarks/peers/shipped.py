@@ -1,4 +1,4 @@
-"""The loop of `harness train`, as shipped: guard, journal, snapshots in memory, the recipe fp8_hybrid."""
+"""The loop of `harness train`, as shipped: guard, journal and snapshots in memory, with a recipe."""
 
 from __future__ import annotations
 

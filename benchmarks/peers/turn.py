@@ -84,7 +84,7 @@ def take_turn(loop: Loop, shape: Shape, steps: int, timed: int, folder: Path) ->
     folder: empty, for files. Raises whatever the loop raises.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    config = run_config(shape, "bf16" if loop.setup else "fp8_hybrid", folder)
+    config = run_config(shape, "bf16" if loop.setup else loop.recipe, folder)
     flops = None
     with ExitStack() as stack:
         racer: Racer

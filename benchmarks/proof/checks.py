@@ -33,7 +33,17 @@ TOLERANCE = 0.1
 
 
 def tests(task: Task) -> Answer:
-    """Run tests/gpu with pytest, but for whole runs, which take minutes (`make test-gpu` has them).
+    """Run tests/gpu with pytest, but for whole runs, which take minutes."""
+    return by_pytest(task, "-m", "gpu and not slow", "tests/gpu")
+
+
+def fsdp(task: Task) -> Answer:
+    """Run the tests of FSDP2 that compare it with a single process; `make test-gpu` has those beside DDP, too."""
+    return by_pytest(task, "-m", "gpu", "-k", "single", "tests/gpu/test_fsdp_gpu.py")
+
+
+def by_pytest(task: Task, *chosen: str) -> Answer:
+    """Run tests and count what came out. chosen: pytest's arguments that say which.
 
     Warnings are no errors here, because they differ between versions of torch.
     """
@@ -43,14 +53,12 @@ def tests(task: Task) -> Answer:
         "-m",
         "pytest",
         "-v",
-        "-m",
-        "gpu and not slow",
         "-W",
         "default",
         "-p",
         "no:cacheprovider",
     ]
-    command += ["--color=no", f"--junitxml={report}", "tests/gpu"]
+    command += ["--color=no", f"--junitxml={report}", *chosen]
     code, output = run(command, max(1.0, task.left() - 6), gently=True)
     sys.stdout.write(output)
     try:
@@ -102,13 +110,18 @@ def golden(task: Task) -> Answer:
 
 
 def kernels(task: Task) -> Answer:
-    """Compare the fused quantise kernel with the reference in torch operations, bit for bit."""
+    """Compare the kernels of native FP8 with their references in torch operations: casts and transposes bit for bit."""
     if find_spec(KERNEL_HOME) is None:
         raise NotHere("this version has no fused kernel")
-    found: Sequence[str] = import_module(KERNEL_HOME).check(task.device)
+    home = import_module(KERNEL_HOME)
+    found: list[str] = []
+    for check in (home.check, home.check_turn, home.check_stats):
+        found += check(task.device)
     return Answer(
-        "equal bit for bit" if not found else "differs",
-        {"differences": list(found)},
+        "casts and transposes equal bit for bit, statistics within rounding"
+        if not found
+        else "differs",
+        {"differences": found},
         "; ".join(found),
     )
 

@@ -8,7 +8,7 @@ A card may be taken away before the last row. So the rows that tell most come fi
 2. the shipped default over compiled bf16, then over a bare loop;
 3. step times in each precision and compile mode, first those whose code has changed since a card ran it;
 4. calibration, and then `estimated`, the only row that reads other rows: calibration, `native`, `te` and `torchao`;
-5. bits, host waits, tests and saves.
+5. bits, host waits, tests, saves and whole runs.
 
 A row that reads the figures of others (`Task.earlier`) comes after them. All read those of `machine`, the first one.
 """
@@ -119,6 +119,15 @@ def _packages(names: Sequence[str], what: str) -> Callable[[Mapping[str, Any]], 
     return lacking
 
 
+def _fsdp(machine: Mapping[str, Any]) -> str:
+    version = machine["versions"]["torch"]
+    # Such as 2.13.0+cu130.
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) >= (2, 13):
+        return ""
+    return f"engine fsdp needs torch 2.13 or later, this is {version}"
+
+
 # What a row may need, by name. Each function takes the figures of the row `machine`, and returns why the machine lacks
 # it; empty if it does not.
 NEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -129,6 +138,7 @@ NEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "trainer": _packages(("numpy", "pydantic", "rich", "safetensors", "yaml"), "the trainer"),
     "compiling": lambda machine: machine["no_compiling"],
     "pytest": _packages(("pytest",), "this row"),
+    "fsdp": _fsdp,
 }
 
 ROWS: tuple[Row, ...] = (
@@ -276,7 +286,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "kernels",
-        "Does the fused FP8 kernel give the reference's bits?",
+        "Do the fused FP8 kernels (casts, transposes, statistics) give the reference's results?",
         ("card", "fp8", "compiling"),
         35,
         "benchmarks.proof.checks:kernels",
@@ -315,6 +325,13 @@ ROWS: tuple[Row, ...] = (
         ("trainer",),
         40,
         "benchmarks.proof.saves:recovery",
+    ),
+    Row(
+        "fsdp",
+        "Does FSDP2 on one rank train to the bits of a single process, with a save and a resume on the way?",
+        ("card", "fsdp", "pytest", "trainer"),
+        150,
+        "benchmarks.proof.checks:fsdp",
     ),
 )
 BUDGET = sum(row.budget for row in ROWS)

@@ -21,7 +21,7 @@ import torch
 from benchmarks.proof.registry import Answer, NotHere, Task
 from benchmarks.started import start_run
 from harness.core.config import GuardConfig, RunConfig
-from harness.core.errors import ConfigError, MachineError, one_line
+from harness.core.errors import ConfigError, MachineError, is_out_of_memory, one_line
 from harness.core.timing import spread, wait
 from harness.measure.contender import Contender
 from harness.precision.backends.registry import BACKENDS
@@ -202,8 +202,8 @@ def at_the_largest(
             with ExitStack() as stack:
                 answer = measure(stack, size)
             return Answer(answer.summary, {**answer.figures, "too_large": too_large}, answer.failed)
-        except torch.OutOfMemoryError:
-            if size is candidates[-1]:
+        except Exception as error:
+            if size is candidates[-1] or not is_out_of_memory(error):
                 raise
             too_large.append(size.name)
         for folder in [path for path in task.folder.iterdir() if path.is_dir()]:

@@ -11,16 +11,13 @@ import re
 import traceback
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
-from harness.core.errors import CheckpointError, ExitCode, Problem
+from harness.core.errors import CheckpointError, ExitCode, Problem, is_out_of_memory
 
 _OS_ERROR = re.compile(r"os error (\d+)")
 # Limits of the process, which no disk lifts: memory, and open files.
 _OF_THE_PROCESS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-# How torch words it in a RuntimeError: of the CPU's allocator, and of pinned memory.
-_NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
 class CannotSaveError(CheckpointError):
@@ -63,11 +60,7 @@ def cannot_save(where: Path, error: BaseException) -> CannotSaveError:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if _error_number(error) == errno.ENOMEM:
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return is_out_of_memory(error) or _error_number(error) == errno.ENOMEM
 
 
 def _error_number(error: BaseException) -> int | None:

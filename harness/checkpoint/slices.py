@@ -107,7 +107,7 @@ def _from_pieces(folder: Path, part: str, shards: Shards, wanted: Mapping[str, R
                 rows = _rows_of(file, copy)
                 if copy.name not in tensors:
                     tensors[copy.name] = torch.empty(
-                        results[copy.name].local_shape, dtype=rows.dtype
+                        results[copy.name].local_shape, dtype=rows.dtype, device="cpu"
                     )
                 tensors[copy.name][copy.target] = rows
     return tensors

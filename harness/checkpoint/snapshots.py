@@ -15,7 +15,7 @@ import torch
 from harness.checkpoint.copy_stream import CudaCopyStream
 from harness.checkpoint.overlapped import Copier, CopyError, OverlappedStaging
 from harness.checkpoint.staging import Staging
-from harness.core.collectives import any_rank
+from harness.core.collectives import any_rank, ranks_here
 from harness.core.memory import free_memory
 from harness.core.protocols import Meta, Tensors, Tracker
 
@@ -175,8 +175,11 @@ def room_for_snapshots(
     tracker: logs that no snapshots are taken, how they are copied, and that memory for them could not be pinned.
     overlapped: whether training goes on while a GPU's state is copied. A CPU's is copied as ever.
     """
-    if any_rank(2 * size > free_memory() / 4, device):
-        text = "two copies of the state would take over a quarter of the free memory: no snapshots are taken"
+    # Every rank of a machine keeps two, and the kernel would end the run if they took all of its memory.
+    ranks = ranks_here()
+    if any_rank(2 * size * ranks > free_memory() / 4, device):
+        whose = f", of each of {ranks} ranks here," if ranks > 1 else ""
+        text = f"two copies of the state{whose} would take over a quarter of the free memory: no snapshots are taken"
         tracker.event(0, "snapshot.off", text=text)
         return None
     on_gpu = device.type == "cuda"

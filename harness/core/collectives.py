@@ -10,10 +10,12 @@ that differ (`differing`).
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -84,6 +86,20 @@ def gather_texts(text: str) -> list[str]:
     if len(texts) > 1:
         dist.all_gather_object(texts, text)
     return texts
+
+
+def ranks_here() -> int:
+    """Ranks on this machine, this one included: they share its memory. Collective."""
+    machines = gather_texts(_machine())
+    return machines.count(machines[world_rank()])
+
+
+def _machine() -> str:
+    """Identifies the running kernel, which containers of one machine share; where it does not say, the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 # 64-bit words hashed at once: on a CPU what fits its cache, on a GPU what keeps kernel launches few (32 MiB, twice).

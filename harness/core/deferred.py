@@ -559,7 +559,7 @@ def _made_up(operation: _Operation) -> Tensor:
     view = operation.results[0]
     assert view is not None
     generator = torch.Generator().manual_seed(operation.number)
-    numbers = torch.randn(_RANDOM, generator=generator) * view.shape[-1] ** -0.5
+    numbers = torch.randn(_RANDOM, generator=generator, device="cpu") * view.shape[-1] ** -0.5
     values = torch.empty(view.shape, dtype=view.dtype, device=_CPU)
     # Copied over and over: to draw all of them would take longer than to read a file.
     flat = values.view(-1)

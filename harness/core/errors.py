@@ -206,6 +206,18 @@ def tell_wrapper(
             path.write_text(f"{int(exit_code)}\n")
 
 
+# How memory that is lacking is worded in a RuntimeError: by torch's allocator for the CPU, by CUDA (pinned memory, a
+# context), and by cuBLAS and cuDNN, which allocate a workspace at their first call.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was lacking, of the host or of a card. Only torch's allocator has an error of its own for it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
 def one_line(error: BaseException) -> str:
     """The error's kind and text in one line of at most 400 characters, safe to print."""
     kind, text = type(error).__name__, " ".join(str(error).split())

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.core.errors import CheckpointError, HarnessError, MisuseError, Problem
+from harness.core.errors import (
+    CheckpointError,
+    HarnessError,
+    MisuseError,
+    Problem,
+    is_out_of_memory,
+)
 from harness.core.facts import Limits, SamplingSpan
 from harness.core.protocols import Meta, Sharded, Stateful, TensorDict, Tensors
 from harness.core.shards import Rows
@@ -584,9 +590,12 @@ class TrainState:
         """
         try:
             self._load(tensors, meta, set(self.parts if parts is None else parts))
-        except (HarnessError, torch.OutOfMemoryError):
+        except HarnessError:
             raise
         except _OF_ODD_CONTENTS as error:
+            # Most errors of memory are RuntimeErrors, too, and say nothing about the contents.
+            if is_out_of_memory(error):
+                raise
             text = " ".join(str(error).split())
             why = f"{type(error).__name__}: {text}"[:_SHOWN]
             fix = "resume with the model, recipe and version that wrote it"

@@ -126,7 +126,7 @@ class Stacked:
         """A sample of zeros."""
         sample: Batch = {}
         for name, field in self.fields.items():
-            sample[name] = torch.zeros(field.shape, dtype=field.dtype)
+            sample[name] = torch.zeros(field.shape, dtype=field.dtype, device="cpu")
         return sample
 
     def batch(self, samples: Sequence[Batch]) -> Batch:
@@ -151,14 +151,16 @@ class Stacked:
                 fill = IGNORED
             elif name.endswith("mask"):
                 fill = 0
-            filled = torch.full((len(values), width), fill, dtype=form.dtype)
+            filled = torch.full((len(values), width), fill, dtype=form.dtype, device="cpu")
             for row, value in zip(filled, values, strict=True):
                 row[: len(value)] = value
             batch[name] = filled
 
             # One mask for the batch, from the first padded field that is no label.
             if _MASK not in self.fields and name not in LABELS and _MASK not in batch:
-                is_text = torch.arange(width) < torch.tensor(lengths)[:, None]
+                is_text = (
+                    torch.arange(width, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+                )
                 batch[_MASK] = is_text.long()
         return batch
 

@@ -78,13 +78,16 @@ def knobs(seed: int) -> dict[str, str]:
 
     seed: `train.seed`, from which dropout, data order and augmentation follow.
     """
+    cudnn: Any = torch.backends.cudnn  # its stubs lack `conv` and `rnn`
     found = {
         "train.seed": str(seed),
         "torch.use_deterministic_algorithms": _on(torch.are_deterministic_algorithms_enabled()),
-        "cudnn.deterministic": _on(torch.backends.cudnn.deterministic),
-        "cudnn.benchmark": _on(torch.backends.cudnn.benchmark),
+        "cudnn.deterministic": _on(cudnn.deterministic),
+        "cudnn.benchmark": _on(cudnn.benchmark),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": _on(torch.backends.cudnn.allow_tf32),
+        # Not allow_tf32: torch refuses to read it where a script has set one of these two.
+        "cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
+        "cudnn.rnn.fp32_precision": cudnn.rnn.fp32_precision,
         "fill_uninitialized_memory": _on(
             torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         ),

@@ -260,7 +260,9 @@ def unit(name: str, ins: Sequence[Tensor], tf32: bool) -> Unit:
     if ins[0].dtype != torch.float32:
         return "half"
     if name in CONVOLUTIONS:
-        return "tf32" if tf32 and torch.backends.cudnn.allow_tf32 else "fp32"
+        # Not allow_tf32: torch refuses to read it where a script has set the precision of one operation.
+        conv: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
+        return "tf32" if tf32 and conv.fp32_precision == "tf32" else "fp32"
     return "tf32" if tf32 and torch.get_float32_matmul_precision() != "highest" else "fp32"
 
 

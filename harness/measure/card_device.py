@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +74,7 @@ class TorchDevice:
         b = right.to(self.place, dtype)
 
         def multiply() -> Tensor:
-            allowed = "high" if precision == "tf32" else "highest"
-            with _float32_products(allowed):
+            with _float32_products("tf32" if precision == "tf32" else "ieee"):
                 return torch.mm(a, b)
 
         return multiply
@@ -88,9 +89,7 @@ class TorchDevice:
 
     def free_memory(self) -> int:
         """Bytes that can be allocated now."""
-        if self.is_card:
-            return torch.cuda.mem_get_info(self.place)[0]
-        return free_memory()
+        return memory_on(self.place)
 
     def write(self, block: Tensor, values: Tensor) -> None:
         """Write `values` into `block`, both int64 of one shape on the device."""
@@ -107,15 +106,38 @@ class TorchDevice:
         return processor_readings()
 
 
+def memory_on(place: torch.device) -> int:
+    """Bytes that can be allocated now on a card, or for the CPU on this machine."""
+    if place.type != "cuda":
+        return free_memory()
+    # To the driver, the memory that torch keeps of tensors which are gone is in use.
+    free_unused()
+    return torch.cuda.mem_get_info(place)[0]
+
+
+def free_unused() -> None:
+    """Free what nothing refers to from outside: models hold themselves in circles, and torch keeps a card's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Products of float32 in `precision` of torch.set_float32_matmul_precision."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    """Products of float32 in `precision`, "ieee" or "tf32", whatever a script of the user's has set.
+
+    torch.get_float32_matmul_precision is not asked: it raises where somebody has set one backend's precision.
+    """
+    backends: Any = torch.backends  # its stubs lack `mkldnn.matmul`
+    places = [backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [place.fp32_precision for place in places]
     try:
+        for place in places:
+            place.fp32_precision = precision
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for place, own in zip(places, before, strict=True):
+            place.fp32_precision = own
 
 
 def devices_here(facts: MachineFacts) -> list[TorchDevice]:

@@ -88,19 +88,19 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
     largest = min(math.isqrt(exact.total // terms), 2**exact.bits, 2**exact.right_bits)
     if kind == "many":
         largest = 1
-    sizes = torch.randint(1, largest + 1, (m, terms), generator=generator)
+    sizes = torch.randint(1, largest + 1, (m, terms), generator=generator, device="cpu")
     values = _signed(sizes, generator)
-    sizes = torch.randint(1, largest + 1, (k, n), generator=generator)
+    sizes = torch.randint(1, largest + 1, (k, n), generator=generator, device="cpu")
     right = _signed(sizes, generator)
 
     # Columns of those entries: evenly spaced from a random start, so that no two in a row are the same.
-    starts = torch.randint(0, k, (m, 1), generator=generator)
-    steps = torch.arange(terms) * (k // terms)
+    starts = torch.randint(0, k, (m, 1), generator=generator, device="cpu")
+    steps = torch.arange(terms, device="cpu") * (k // terms)
     places = (starts + steps) % k
-    left = torch.zeros(m, k, dtype=torch.int64).scatter_(1, places, values)
+    left = torch.zeros(m, k, dtype=torch.int64, device="cpu").scatter_(1, places, values)
 
     # The exact product, one term of every output at a time.
-    product = torch.zeros(m, n, dtype=torch.int64)
+    product = torch.zeros(m, n, dtype=torch.int64, device="cpu")
     for term in range(terms):
         product += values[:, term, None] * right[places[:, term]]
     return KnownProduct(precision, kind, left, right, product)
@@ -109,17 +109,17 @@ def known_product(precision: str, kind: str, shape: Shape, seed: int = 0) -> Kno
 def _digits(precision: str, exact: Exact, shape: Shape, generator: torch.Generator) -> KnownProduct:
     """Left: integers of all bits. Right: one signed power of two in each column, so each output is a single term."""
     m, k, n = shape
-    sizes = torch.randint(0, 2**exact.bits, (m, k), generator=generator)
+    sizes = torch.randint(0, 2**exact.bits, (m, k), generator=generator, device="cpu")
     left = _signed(sizes, generator)
-    powers = 2 ** torch.randint(0, _POWERS, (n,), generator=generator)
+    powers = 2 ** torch.randint(0, _POWERS, (n,), generator=generator, device="cpu")
     factors = _signed(powers, generator)
-    places = torch.randint(0, k, (n,), generator=generator)
-    right = torch.zeros(k, n, dtype=torch.int64)
-    right[places, torch.arange(n)] = factors
+    places = torch.randint(0, k, (n,), generator=generator, device="cpu")
+    right = torch.zeros(k, n, dtype=torch.int64, device="cpu")
+    right[places, torch.arange(n, device="cpu")] = factors
     return KnownProduct(precision, "digits", left, right, left[:, places] * factors)
 
 
 def _signed(values: Tensor, generator: torch.Generator) -> Tensor:
     """`values` with random signs."""
-    signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
+    signs = torch.randint(0, 2, values.shape, generator=generator, device="cpu") * 2 - 1
     return values * signs

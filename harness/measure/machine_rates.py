@@ -29,7 +29,7 @@ def measure_machine(device: TorchDevice) -> Machine:
     """Measure `device`; takes a few seconds. A precision that it lacks has no rate."""
     # What is timed: a product in each precision, and a copy.
     size = _CARD_SIZE if device.is_card else _SIZE
-    left, right = torch.randn(2, size, size)
+    left, right = torch.randn(2, size, size, device="cpu")
     actions: dict[str, Callable[[], object]] = {}
     for name, known in _PRODUCTS.items():
         if not device.lacks(known):

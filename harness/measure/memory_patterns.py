@@ -48,8 +48,8 @@ class Pattern(NamedTuple):
                 return ~numbers
             return numbers
         if self.name == "walking one":
-            ones = torch.ones(_BITS, dtype=torch.int64)
-            shifts = (torch.arange(_BITS) + self.turn) % _BITS
+            ones = torch.ones(_BITS, dtype=torch.int64, device="cpu")
+            shifts = (torch.arange(_BITS, device="cpu") + self.turn) % _BITS
             period = ones << shifts
             repeats = -(-count // _BITS)
             return period.to(place).repeat(repeats)[:count]

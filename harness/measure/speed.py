@@ -10,7 +10,6 @@ are not part of it.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -35,15 +34,22 @@ from harness.build import (
 )
 from harness.capability.probe import MachineFacts
 from harness.core.config import RunConfig
-from harness.core.errors import ConfigError, HarnessError, Problem, number_of, one_line
+from harness.core.errors import (
+    ConfigError,
+    HarnessError,
+    Problem,
+    is_out_of_memory,
+    number_of,
+    one_line,
+)
 from harness.core.files import read_json, shipped
-from harness.core.memory import free_memory, size_text
+from harness.core.memory import size_text
 from harness.core.screen import say
 from harness.core.state import RunLedger
 from harness.engines.process_group import read_launch
 from harness.estimate.recorder import Recorder
 from harness.estimate.roofline import Op, Rates, device_seconds, seconds_by_cause
-from harness.measure.card_device import devices_here
+from harness.measure.card_device import devices_here, free_unused, memory_on
 from harness.measure.contender import Contender
 from harness.measure.held_data import HeldBatches
 from harness.measure.machine_rates import measure_machine, roofline_rates
@@ -421,7 +427,7 @@ class _Ready:
 
 def _measure(bench: _Bench, asked: Sequence[Candidate], report: SpeedReport) -> None:
     """Build all candidates and let them take turns; where memory is short, one after another."""
-    free = torch.cuda.mem_get_info(bench.worker.device)[0] if bench.is_card else free_memory()
+    free = memory_on(bench.worker.device)
     seconds = 60.0 * report.minutes
     ready: dict[str, _Ready] = {}
     counted: dict[str, Figures] = {}
@@ -475,9 +481,6 @@ def _turns(ready: dict[str, _Ready], report: SpeedReport, seconds: float) -> Non
     # All memory is freed before the next candidate is built.
     contenders.clear()
     ready.clear()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _conclude(row: Row, contender: Contender) -> None:
@@ -503,6 +506,8 @@ def _conclude(row: Row, contender: Contender) -> None:
 
 def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _Ready | None:
     """Build `candidate` and let it make its first steps. None, with the reason in `row`, if it gets no turns."""
+    # What is left of a candidate before, which may have failed half-way, would be taken for this one's.
+    free_unused()
     before = bench.allocated()
     # It may be the second try: what the first one left in the row is forgotten.
     row.status = "measured"
@@ -522,7 +527,7 @@ def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _
             return None
         except Exception as error:
             row.status, row.why = "cannot be built", one_line(error)
-            row.out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            row.out_of_memory = is_out_of_memory(error)
             return None
         try:
             # The first step compiles and allocates. The second one is like all later ones.
@@ -542,7 +547,7 @@ def _prepare(bench: _Bench, candidate: Candidate, row: Row, seconds: float) -> _
                 row.figures = bench.figures(contender, plan)
         except Exception as error:
             row.status, row.why = "failed", one_line(error)
-            row.out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            row.out_of_memory = is_out_of_memory(error)
             return None
         return _Ready(row, contender, stack.pop_all(), once, held)
 

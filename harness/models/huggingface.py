@@ -663,7 +663,7 @@ def check(model: Any, where: str) -> None:
 def _check_values(called: CausalLM, model: Any, where: str) -> None:
     """The part of `check` that compares logits and losses of twelve random tokens."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(called.vocab_size, (1, 12), generator=generator)
+    ids = torch.randint(called.vocab_size, (1, 12), generator=generator, device="cpu")
     ids = ids.to(deferred.device_of(model))
     with torch.random.fork_rng(devices=[]), _quiet(sys.modules["transformers"]):
         _check_causal(called, model, ids, where)

@@ -189,7 +189,7 @@ def _weighted(
     # With a seed of its own: the run's random numbers stay as they are, and every start has the same verdict.
     generator = torch.Generator().manual_seed(0)
     for _ in range(_TRIES):
-        order = torch.randperm(len(places), generator=generator).to(places.device)
+        order = torch.randperm(len(places), generator=generator, device="cpu").to(places.device)
         p, q, r = (places[part] for part in order.tensor_split(3))
         losses: list[float] = []
         for sets in ([p], [q], [r], [p, q], [q, r], [p, r]):
@@ -221,7 +221,7 @@ def _few(batch: Batch, name: str) -> Batch:
         counts = (labels != IGNORED).flatten(1).sum(1)
         rows = counts.argsort(descending=True, stable=True)[:_SAMPLES_OF_TOKENS]
     else:
-        rows = torch.arange(len(labels))[:_SAMPLES_OF_ONE_LABEL]
+        rows = torch.arange(len(labels), device="cpu")[:_SAMPLES_OF_ONE_LABEL]
     if len(rows) == 1:
         rows = rows.repeat(2)
     return {key: values[rows] for key, values in batch.items()}
@@ -253,7 +253,7 @@ def _all(batch: Batch, name: str, counted: Tensor) -> dict[str, Tensor]:
 
 def _divided(places: Tensor, share: int) -> tuple[Tensor, Tensor]:
     """Two sets: every `share`-th place, and the others."""
-    first = torch.arange(len(places)) % share == 0
+    first = torch.arange(len(places), device="cpu") % share == 0
     return places[first], places[~first]
 
 

@@ -87,7 +87,9 @@ class StoredTensor(Source):
     def rows(self, begin: int, end: int) -> Tensor:
         """Its rows [begin, end). Nothing else is read."""
         width = math.prod(self.shape[1:])
-        data = torch.empty((end - begin) * width * self.dtype.itemsize, dtype=torch.uint8)
+        data = torch.empty(
+            (end - begin) * width * self.dtype.itemsize, dtype=torch.uint8, device="cpu"
+        )
         first = self.begin + begin * width * self.dtype.itemsize
         try:
             with self.file.open("rb", buffering=0) as stream:

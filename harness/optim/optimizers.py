@@ -240,7 +240,7 @@ def _torchao(
         if group["amsgrad"]:
             signed["max_exp_avg_sq"] = False
         for param in group["params"]:
-            state: dict[str, Tensor] = {"step": torch.tensor(0.0)}
+            state: dict[str, Tensor] = {"step": torch.tensor(0.0, device="cpu")}
             for key, is_signed in signed.items():
                 if id(param) in whole:
                     state[key] = torch.zeros_like(param)

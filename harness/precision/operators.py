@@ -51,7 +51,9 @@ def define(
     time.
     """
     full = f"hopper_harness::{name}"
-    torch.library.define(full, torch.library.infer_schema(run, mutates_args=mutates))
+    # A CUDA graph replays kernels, not the Python that reads the layer: it would keep what the layer was when recorded.
+    tags = (torch.Tag.cudagraph_unsafe,)
+    torch.library.define(full, torch.library.infer_schema(run, mutates_args=mutates), tags=tags)
     torch.library.impl(full, "default", run)
     torch.library.register_fake(full, fake)
     if backward is not None:

@@ -122,7 +122,7 @@ def _measured(kind: type[nn.Module], device: str, half: torch.dtype | None) -> s
         layer = make().float().to(device)
         given: list[Tensor] = []
         for shape in shapes:
-            values = torch.zeros(shape)
+            values = torch.zeros(shape, device="cpu")
             given.append(values.float().to(device))
     seen = _Seen()
     try:

@@ -226,6 +226,9 @@ class Rehearsal:
         if skipped:
             ledger.inherit(sorted({*ledger.skipped_windows, *skipped}))
 
+        # Runs hold themselves in circles. Those of earlier branches, failed ones too, would take memory from this one
+        # and count in its peak.
+        gc.collect()
         restart_peak()
         rerun = self.build(config or begin.config, recipe, ledger)
         on_gpu = rerun.run.engine.device.type == "cuda"
@@ -249,7 +252,7 @@ class Rehearsal:
 
         if precision == "fp8":
             self._names = {pad_numbers(each): each for each, _ in rerun.model.named_modules()}
-        branch = Branch(
+        return Branch(
             name=name,
             precision=precision,
             resolved=rerun.resolved,
@@ -267,10 +270,6 @@ class Rehearsal:
             unhealthy=tuple(record.unhealthy),
             scalings=None if watch is None else watch.report(),
         )
-        # Free the run now, so that the next branch has the memory to itself.
-        del rerun
-        gc.collect()
-        return branch
 
     def _record(self, rerun: Rerun, precision: PrecisionName, recipe: Recipe) -> Record:
         """An empty record; that of an FP8 branch also collects its slots."""

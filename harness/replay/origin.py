@@ -97,7 +97,7 @@ class GraphWatch:
     def __init__(self, parameters: Mapping[int, str], report: Callable[[Spoiled], None]) -> None:
         self._parameters = parameters
         self._report = report
-        self._counter = torch.zeros((), requires_grad=True)
+        self._counter = torch.zeros((), requires_grad=True, device="cpu")
         # The graph returns the same Python object for an operation only as long as somebody holds it.
         self._hooked: set[Any] = set()
         # Operations reached from a module's outputs that were recorded before its call. A parent will claim them.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness.core.collectives import gather_texts
+from harness.core.collectives import gather_texts, ranks_here
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import Window
 from harness.core.memory import free_memory, size_text
@@ -112,9 +112,13 @@ def _no_room(run: Run) -> str:
     size = 0
     for of_part in run.state.state_dict()[0].values():
         size += sum(tensor.numel() * tensor.element_size() for tensor in of_part.values())
+    # Every rank of a machine makes one.
+    ranks = ranks_here()
     text = ""
-    if size > free_memory() / _SHARE:
+    if size * ranks > free_memory() / _SHARE:
         text = f"a copy of the state ({size_text(size)}) would take over half of the free memory"
+        if ranks > 1:
+            text += f", with those of the {ranks} ranks here"
     found = [each for each in gather_texts(text) if each]
     return f"not proven that steps repeat: {found[0]}" if found else ""
 

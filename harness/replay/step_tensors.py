@@ -94,7 +94,7 @@ class StepTensors:
     def add_data(self, window: Window, shares: Sequence[Share]) -> None:
         """The samples of a window: their numbers, then what is in them."""
         numbers = [window.index, *window.samples.tolist()]
-        self.add(Place(DATA, "window", "sample numbers"), torch.tensor(numbers))
+        self.add(Place(DATA, "window", "sample numbers"), torch.tensor(numbers, device="cpu"))
         micro_batch = 0
         for share in shares:
             for batch in share.batches:
@@ -115,7 +115,7 @@ class StepTensors:
             "lr": facts.lr,
         }
         for name, value in figures.items():
-            self.add(Place(UPDATE, name, "figure"), torch.tensor(value))
+            self.add(Place(UPDATE, name, "figure"), torch.tensor(value, device="cpu"))
 
     def _add_loss(self, loss: float) -> None:
         last = max((place.micro_batch for place in self.hashes), default=0)
@@ -125,7 +125,7 @@ class StepTensors:
             is_after = place.phase == BACKWARD and place.micro_batch == last
             (after if is_after or after else before)[place] = digest
         self.hashes = before
-        self.add(Place(FORWARD, "loss", "figure"), torch.tensor(loss))
+        self.add(Place(FORWARD, "loss", "figure"), torch.tensor(loss, device="cpu"))
         self.hashes |= after
 
     def add_state(self, parts: Tensors, meta: Meta, *, after_update: bool) -> None:
@@ -137,7 +137,9 @@ class StepTensors:
         for name, tensor in parts.get("model", {}).items():
             self.add(Place(phase, name, "weights"), tensor)
         if frozen := meta["parts"].get("model", {}).get("frozen"):
-            digest = torch.tensor(list(bytes.fromhex(frozen["sha256"])), dtype=torch.uint8)
+            digest = torch.tensor(
+                list(bytes.fromhex(frozen["sha256"])), dtype=torch.uint8, device="cpu"
+            )
             self.add(Place(phase, "frozen weights", FINGERPRINT), digest)
         optimizer = parts.get("optimizer", {})
         for name in sorted(optimizer, key=_natural):

@@ -249,7 +249,7 @@ def _first_batch(config: RunConfig, data: Batches | None) -> Batch | None:
     if config.data.target is not None:
         return None
     shape = (config.train.micro_batch, config.data.context)
-    zeros = torch.zeros(shape, dtype=torch.int64)
+    zeros = torch.zeros(shape, dtype=torch.int64, device="cpu")
     return {"inputs": zeros, "targets": zeros}
 
 

@@ -153,6 +153,16 @@ def scene_waits(case: str) -> dict[str, Any]:
         return seen(made)
 
 
+def scene_masked(_: str) -> dict[str, Any]:
+    """A step on data with masked labels, whose micro-batches are weighed by their targets."""
+    with on_card(
+        config_of(), load_recipe("bf16"), find_card("A100"), rung_of("autocast:bf16"), 2
+    ) as made:
+        made.run.data.masked = True  # type: ignore[misc]
+        made.step(2, "usual")
+        return seen(made)
+
+
 def scene_snapshots(_: str) -> dict[str, Any]:
     """A snapshot that training does not wait for, on a card with room for a copy of the state, and on one without."""
     found: dict[str, Any] = {}

@@ -41,6 +41,14 @@ def test_no_step_waits_for_the_card(scene: Scene, name: str) -> None:
     assert found["fp8_gemms"] == (7 * 8 * 2 * 3 - 2 * 2 * 3 if in_fp8 else 0)
 
 
+def test_no_step_waits_on_data_with_masked_labels(scene: Scene) -> None:
+    found = scene("masked")
+    assert (found["waits"], found["pageable"]) == ([], [])
+    assert found["pinned"] == 6, (
+        "inputs and targets of two micro-batches, their weights, and what a rank sends"
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "what"),
     [

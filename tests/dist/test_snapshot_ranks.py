@@ -18,6 +18,7 @@ import torch.distributed as dist
 from harness.checkpoint.overlapped import Copier, CopyError
 from harness.checkpoint.snapshots import Snapshots
 from harness.checkpoint.staging import Staging
+from harness.core.collectives import ranks_here
 from harness.core.protocols import Tensors
 from tests.support.copy_streams import Events, LaterStreams
 from tests.support.ranks import run_ranks
@@ -68,6 +69,8 @@ def rank_main(folder: Path, rank: int) -> None:
         found[name] = outcome(Snapshots(1, copier=Copier(streams, Events().event, SLICE)))
         found[f"{name}: buffers"] = streams.sizes
 
+    found["ranks here"] = ranks_here()
+
     # At a rollback before the next take.
     late = LaterStreams(fails_at=0 if odd else -1)
     snapshots = Snapshots(1, copier=Copier(late, Events().event, SLICE))
@@ -87,6 +90,7 @@ def rank_main(folder: Path, rank: int) -> None:
 def test_ranks_agree_on_every_snapshot(tmp_path: Path) -> None:
     lead, odd = run_ranks(__file__, tmp_path, 2)
     other = "it failed on another rank"
+    assert lead["ranks here"] == odd["ranks here"] == 2
     assert lead["sound"] == odd["sound"] == [20, 40, 40]
 
     broken = "CUDA error: an illegal memory access was encountered"

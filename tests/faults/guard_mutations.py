@@ -265,6 +265,13 @@ GUARD = (
         "tests/unit/checkpoint/test_snapshot.py -k cannot_be_pinned",
     ),
     Mutation(
+        13,
+        "snapshots of all ranks of a machine count against its memory",
+        "if any_rank(2 * size * ranks > free_memory() / 4, device):",
+        "if any_rank(2 * size > free_memory() / 4, device):",
+        "tests/unit/checkpoint/test_snapshot.py -k ranks_of_a_machine",
+    ),
+    Mutation(
         22,
         "no rank restores a snapshot that failed on another",
         "if any_rank(bool(error), self._device):",

@@ -54,6 +54,36 @@ def test_the_three_gemms_agree_with_the_cpu_and_the_state_is_bit_equal(
         assert torch.equal(clones(theirs)[name], tensor), name
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled", "compiled and fused"])
+def test_an_expert_without_tokens_has_gradients_of_zero(
+    fp8_gpu: torch.device, how: str, sample: bool
+) -> None:
+    """No kernel is launched for no rows, and a product over no rows is zero, not what was in memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512)).to(fp8_gpu)
+    backend = backend_on(model, "native", fp8_gpu, fuse=how == "compiled and fused")
+    if how != "eager":
+        model[0].compile(fullgraph=True)
+    grad = torch.randn(200, 512, device=fp8_gpu, dtype=torch.bfloat16)
+    window(backend, model, torch.randn(200, 256, device=fp8_gpu), grad)
+    model.zero_grad()
+    before = clones(backend)
+
+    x = torch.zeros(0, 256, device=fp8_gpu, requires_grad=True)
+    out, stats = window(backend, model, x, grad[:0], sample=sample)
+    assert out.shape == (0, 512)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 256)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+    assert stats[0].tolist() == [0.0, model.get_parameter("0.weight").abs().max().item(), 0.0]
+    for name, tensor in clones(backend).items():
+        assert torch.equal(tensor[..., ::2], before[name][..., ::2]), name
+
+
 def test_the_fused_kernel_has_the_bits_of_torch_and_is_what_runs(fp8_gpu: torch.device) -> None:
     assert native_triton.check(fp8_gpu) == []
     assert native_triton.check_turn(fp8_gpu) == []

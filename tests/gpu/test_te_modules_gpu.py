@@ -190,7 +190,7 @@ def test_checkpointing_changes_neither_gradients_nor_state(
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
-@pytest.mark.parametrize("tokens", [1, 8, 100])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 100])
 def test_any_number_of_tokens_computes(fp8_gpu: torch.device, kind: str, tokens: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128)).to(fp8_gpu)

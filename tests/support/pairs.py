@@ -11,6 +11,7 @@ import torch
 
 from harness.checkpoint.store import Store
 from harness.core.protocols import Tensors
+from harness.tracking.existing import is_speed
 from harness.tracking.history import read_rows
 from tests.support.runs import train_ranks
 
@@ -76,7 +77,7 @@ def figures(run: Path) -> dict[tuple[int, str], float]:
     for row in read_rows(run / "journal.jsonl"):
         if row["kind"] == "metrics":
             for name, value in row["metrics"].items():
-                if name not in ("train/tokens_per_second", "train/peak_memory_gib"):
+                if not is_speed(name):
                     found[row["step"], name] = value
     return found
 

@@ -341,6 +341,36 @@ def test_block_scaling_gets_whole_blocks_of_tokens_and_the_rows_added_change_not
         assert torch.equal(mine, filled)
 
 
+@pytest.mark.parametrize("kind", ["delayed", "current", "block"])
+@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
+def test_an_expert_without_tokens_has_gradients_of_zero_and_te_casts_rows(
+    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no rows at all TE's casts are skipped, and what goes with them is whatever was in memory."""
+    given: list[int] = []
+    forward = te.Linear.forward
+
+    def counted(self: Any, rows: Tensor, *args: Any, **options: Any) -> Tensor:
+        given.append(len(rows))
+        return forward(self, rows, *args, **options)
+
+    fp8 = {"scaling": kind, "roll": "step", "amax_history_len": 16}
+    trainer = Trainer("transformer_engine", OfBlocks, {"fp8": fp8})
+    monkeypatch.setattr(te.Linear, "forward", counted)
+    x = torch.zeros(shape, requires_grad=True)
+    with trainer.precision.context():
+        out = trainer.model(x)
+    trainer.precision.backward(out.float().sum())
+    assert out.shape == (*shape[:-1], 256)
+    assert given
+    assert all(given)
+    (weight,) = trainer.model.parameters()
+    for gradient, of in ((x.grad, x), (weight.grad, weight)):
+        assert gradient is not None
+        assert gradient.shape == of.shape
+        assert not gradient.any()
+
+
 @pytest.mark.every_version
 @pytest.mark.parametrize(
     "window", [plain, demoted, evaluated, evaluated_between, no_grad_inside, raised, two_forwards]

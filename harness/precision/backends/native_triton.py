@@ -572,9 +572,9 @@ def check_stats(device: torch.device) -> list[str]:
     for x in (every.view(256, 256), wide, wide[::3]):
         for fmt in scaling.FORMATS:
             for scale in (
-                torch.tensor(0.37),
-                torch.tensor(2.0**20),
-                torch.linspace(1e-3, 1e3, len(x))[:, None],
+                torch.tensor(0.37, device="cpu"),
+                torch.tensor(2.0**20, device="cpu"),
+                torch.linspace(1e-3, 1e3, len(x), device="cpu")[:, None],
             ):
                 expected, _ = scaling.cast_stats(x, scale, fmt)
                 actual = _fp8_cast_stats(x.to(device), scale.to(device), fmt)[0].cpu()
@@ -600,7 +600,10 @@ def _channel_differences(device: torch.device) -> list[str]:
         x = 3 + torch.sin(places).view(rows, columns)
         x[:, 1], x[0, 2], x[-1, 3] = 1.7, torch.nan, torch.inf
         for fmt in scaling.FORMATS:
-            for scale in (torch.tensor(100.0), torch.linspace(10, 1000, rows)[:, None]):
+            for scale in (
+                torch.tensor(100.0, device="cpu"),
+                torch.linspace(10, 1000, rows, device="cpu")[:, None],
+            ):
                 expected = scaling.channel_stats(x, scaling.quantize(x, scale, fmt), scale)
                 actual = _of_channels(x.to(device), scale.to(device), fmt).sum(dim=0).cpu()
                 if not torch.allclose(actual, expected, rtol=1e-9, atol=0.0):
@@ -620,10 +623,10 @@ def _differences(
     device: torch.device,
 ) -> list[str]:
     """The kernel's cast of `x` on `device` against that of `quantize_pair` on the CPU. running: the amax before it."""
-    factor = torch.tensor([scale])
+    factor = torch.tensor([scale], device="cpu")
     expected_amax = actual_amax = None
     if running is not None:
-        expected_amax = torch.tensor([running])
+        expected_amax = torch.tensor([running], device="cpu")
         actual_amax = expected_amax.clone().to(device)
     expected = quantize_pair(x, factor, expected_amax, fmt, through_bf16, transpose=True)
     actual = _fp8_quantize(

@@ -495,13 +495,17 @@ def _is_bf16_autocast(device_type: str) -> bool:
 
 
 def filled_up(run: Callable[[Tensor], Tensor], x: Tensor, multiple: int) -> Tensor:
-    """`run` on the rows of `x`, padded with zeros to a multiple of `multiple`. The padding's results are cut off."""
+    """`run` on the rows of `x`, padded with zeros to a multiple of `multiple`. The padding's results are cut off.
+
+    An expert may get no token. TE would skip its casts then, and leave their inverse scales uninitialised.
+    """
     tokens = x.numel() // x.shape[-1]
-    missing = -tokens % multiple
+    missing = -tokens % multiple if tokens else multiple
     if not missing:
         return run(x)
     rows = F.pad(x.reshape(tokens, x.shape[-1]), (0, 0, 0, missing))
-    return run(rows)[:tokens].reshape(*x.shape[:-1], -1)
+    out = run(rows)[:tokens]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _unrecorded(quantizer: Any) -> Any:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.proof import checks
 from benchmarks.proof.registry import NotHere, Task
 from benchmarks.proof.training import TOY
+from harness.precision.backends import native_triton
 
 CARD = {"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "mig": False, "busy": ""}
 MIXED = """
@@ -73,6 +75,26 @@ def test_tests_that_all_pass_pass(gpu_tests: Path, tmp_path: Path) -> None:
     answer = checks.tests(task(tmp_path))
     assert not answer.failed
     assert answer.figures["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
+
+
+def test_the_row_of_fsdp_asks_for_whole_runs_beside_one_process(
+    gpu_tests: Path, tmp_path: Path
+) -> None:
+    """They are slow, so no other row asks for them."""
+    gpu_tests.write_text(MIXED)
+    gpu_tests.with_name("test_fsdp_gpu.py").write_text(
+        "import pytest\npytestmark = [pytest.mark.gpu, pytest.mark.slow]\n"
+        '@pytest.mark.parametrize("other", ["single", "ddp"])\n'
+        "def test_bits_of(other): assert other == 'single'\n"
+    )
+    answer = checks.fsdp(task(tmp_path))
+    assert not answer.failed
+    assert answer.figures["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
+
+
+def test_the_tests_of_fsdp_are_those_that_its_row_asks_for() -> None:
+    text = (checks.ROOT / "tests" / "gpu" / "test_fsdp_gpu.py").read_text()
+    assert '@pytest.mark.parametrize("other", ["single", "ddp"])' in text
 
 
 @pytest.mark.slow
@@ -142,6 +164,17 @@ def test_cards_and_rows_that_the_estimate_has_not(tmp_path: Path) -> None:
         )
     with pytest.raises(NotHere, match="harness estimate ended with"):
         checks.predict(["--card", "no such card"], 600)
+
+
+def test_every_kernel_of_native_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one behind statistics had compiled on no card for days."""
+    for name in ("check", "check_turn", "check_stats"):
+        monkeypatch.setattr(native_triton, name, lambda _, name=name: [f"{name} differs"])
+    monkeypatch.setattr(Task, "device", torch.device("cpu"))
+    failed = checks.kernels(task(tmp_path)).failed
+    assert failed == "check differs; check_turn differs; check_stats differs"
 
 
 def test_a_version_without_the_fused_kernel(

@@ -26,6 +26,7 @@ H100: dict[str, Any] = {
     "card": {"capability": [9, 0]},
     "libraries": {"transformer_engine": "", "torchao": ""},
     "no_compiling": "",
+    "versions": {"torch": "2.13.0+cu130"},
     "packages": ["numpy", "pydantic", "pytest", "rich", "safetensors", "triton", "yaml"],
 }
 
@@ -212,6 +213,11 @@ def test_a_machine_that_has_everything_lacks_nothing() -> None:
             {"libraries": {**H100["libraries"], "torchao": "no AO"}},
             {"torchao", "torchao_compiled"},
             "no AO",
+        ),
+        (
+            {"versions": {"torch": "2.11.0+cu128"}},
+            {"fsdp"},
+            "needs torch 2.13 or later, this is 2.11.0+cu128",
         ),
     ],
 )

@@ -68,6 +68,24 @@ def test_ordinary_memory_that_was_asked_for_is_no_event() -> None:
     assert events.seen == []
 
 
+@pytest.mark.parametrize(("ranks", "taken"), [(1, True), (4, True), (8, False)])
+def test_all_ranks_of_a_machine_count(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, taken: bool
+) -> None:
+    """Each of them alone would fit: together they would take all of the memory, and the kernel would end the run."""
+    monkeypatch.setattr("harness.checkpoint.snapshots.free_memory", lambda: 2048)
+    monkeypatch.setattr("harness.checkpoint.snapshots.ranks_here", lambda: ranks)
+    events: Any = Events()
+    found = room_for_snapshots(64, 1, torch.device("cpu"), events, overlapped=False)
+    assert (found is not None) is taken
+    if taken:
+        assert events.seen == []
+    else:
+        ((_, code, text),) = events.seen
+        assert code == "snapshot.off"
+        assert "of each of 8 ranks here" in text
+
+
 def test_good_is_earned_by_healthy_steps_in_a_row() -> None:
     snapshots = Snapshots(healthy_steps=3)
     snapshots.take(5, state(1.0), {})

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from harness import build
 from harness.checkpoint.staging import Staging
+from harness.core.config import load_config
 from harness.core.memory import free_memory
 from harness.core.protocols import Tensors
+from tests.support.copy_streams import Events
 
 FP8 = torch.float8_e4m3fn
 
@@ -104,3 +108,21 @@ def test_the_block_is_in_host_memory_whatever_the_default_device(
     staging, live = Staging(pinned=True), odd_state(1)
     assert same(staging.copy(live), live)
     assert devices == ["cpu", "cpu"], "the first block is empty, and the second takes the state"
+
+
+@pytest.mark.parametrize(
+    ("sharded", "ranks", "waits"), [(True, 8, True), (True, 2, False), (False, 8, False)]
+)
+def test_copies_of_all_ranks_that_share_a_state_count(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool, ranks: int, waits: bool
+) -> None:
+    """Of a model that every rank holds whole, rank 0 alone makes a copy."""
+    model, events = torch.nn.Linear(8, 8), Events()
+    monkeypatch.setattr(build, "ranks_here", lambda: ranks)
+    monkeypatch.setattr(build, "_state_size", lambda *_: 64)
+    monkeypatch.setattr(build, "free_memory", lambda: 4 * 64 * 4)
+    engine: Any = SimpleNamespace(rank=0, sharded=sharded, device=torch.device("cpu"))
+    telemetry: Any = events
+    staging = build._staging(load_config("tiny"), engine, model, telemetry)
+    assert (staging is None) is waits
+    assert [code for _, code, _ in events.seen] == ["checkpoint.waits"] * waits

@@ -95,6 +95,18 @@ def test_a_loss_scale_may_come_and_go(saved: dict[str, float], here: dict[str, f
     assert values(run) == {name: saved.get(name, kept.get(name)) for name in here}
 
 
+def test_memory_that_is_lacking_is_not_taken_for_contents_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Part, "load_state_dict", full)
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        state(model=1.0).load_state_dict(*state(model=2.0).state_dict())
+    assert not isinstance(caught.value, CheckpointError)
+
+
 def test_any_other_part_must_be_on_both_sides() -> None:
     with pytest.raises(
         CheckpointError, match=r"only in the checkpoint \['fp8'\], only in this run \['rng'\]"

@@ -18,6 +18,7 @@ from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything
 from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.order import sample_numbers
+from harness.data.samples import first_form
 from harness.monitors.data import DataMonitor
 from tests.unit.data import targets
 
@@ -273,3 +274,14 @@ def test_a_run_goes_on_with_the_data_it_began_with_and_no_others(tmp_path: Path)
     (tmp_path / "data" / "target.json").write_text("{}")
     with pytest.raises(DataError, match=r"target.json: cannot be read"):
         open_dataset(run_of("pairs"), tmp_path)
+
+
+def test_padded_samples_and_stand_ins_are_on_the_host_whatever_the_default_device() -> None:
+    """A data set's own file may set torch's default device to a GPU. The meta device stands for it."""
+    form = first_form({"inputs": [1, 2, 3], "targets": [1, 2, 3]}, None, 0)
+    with torch.device("meta"):
+        short = form.taken({"inputs": [4], "targets": [5]})
+        batch = form.batch([form.stand_in(), short])
+    devices = {name: values.device.type for name, values in batch.items()}
+    assert devices == {"inputs": "cpu", "targets": "cpu", "attention_mask": "cpu"}
+    assert batch["inputs"][1, 0] == 4

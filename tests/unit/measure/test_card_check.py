@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,23 @@ def test_digits_use_every_bit_of_the_significand() -> None:
             assert ((left >> bit) & 1).any(), (precision, bit)
 
 
+@pytest.fixture
+def set_by_a_script() -> Iterator[None]:
+    """TF32 by torch's newer settings, which the older ones then refuse to read; a model's file may do so."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("set_by_a_script")
+def test_a_precision_that_a_script_has_set_fails_no_device_and_stays() -> None:
+    report = check_card(TorchDevice(HERE, "processor"), LITTLE)
+    assert [each.code for each in report.findings] == []
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def test_a_sound_device_has_no_finding() -> None:
     report = check_card(TorchDevice(HERE, "processor"), LITTLE)
     assert report.wrong == []
@@ -255,6 +273,38 @@ def test_a_product_that_changes_while_it_is_repeated_is_found() -> None:
     assert [each.code for each in report.findings if each.severity == "error"] == [
         "machine.unstable"
     ]
+
+
+class SlowToAnswer(FaultyDevice):
+    """Its first readings under load come only after further products. went_on: whether these came."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16", self._count)
+        self.asked = self.wanted = 0
+        self.went_on: list[bool] = []
+        self._enough = threading.Event()
+
+    def _count(self, result: Tensor, call: int) -> Tensor:
+        if self.wanted and call >= self.wanted:
+            self._enough.set()
+        return result
+
+    def readings(self) -> Readings:
+        self.asked += 1
+        # The first ones are from before the checks.
+        if self.asked == 2:
+            self.wanted = self.calls + 4
+            self.went_on.append(self._enough.wait(20.0))
+        return FAST
+
+
+def test_a_device_is_loaded_while_it_is_asked_for_its_clocks() -> None:
+    """nvidia-smi takes far longer than a batch: a card that waited for it would be idle for most of the soak."""
+    device = SlowToAnswer()
+    report = check_card(device, LITTLE)
+    assert device.went_on == [True]
+    assert report.soaked["bf16"] >= 4
+    assert report.loaded == [FAST]
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_run() -> None:

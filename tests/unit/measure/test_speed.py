@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from harness.core.protocols import Batches
 from harness.core.spread import spread_of
 from harness.estimate.roofline import Op, Rates
 from harness.measure import speed
+from harness.measure.card_device import TorchDevice
 from harness.measure.held_data import HeldBatches
 from harness.measure.speed import Candidate, candidates, figures_of, measure_speed
 from harness.measure.speed_picture import draw
@@ -409,13 +412,65 @@ def test_candidates_that_do_not_fit_together_come_one_after_another(
     folder: Path, facts: MachineFacts, few: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few("native:fp8", "autocast:bf16", "autocast:fp32")
-    monkeypatch.setattr(speed, "free_memory", lambda: 1)
+    monkeypatch.setattr(speed, "memory_on", lambda _: 1)
     report = measured(facts)
     assert not report.together
     assert [each.status for each in report.rows] == ["measured"] * 3
     names = [each.name for each in report.rows]
     assert report.order == [name for name in names for _ in range(len(report.order) // 3)]
     assert "Memory is short" in "\n".join(speed.lines(report))
+
+
+class Leaves:
+    """A bench whose candidates run out of memory half-way and hold themselves in a circle, as models do."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Leaves.Contender] = weakref.WeakSet()
+        self.before: list[int] = []
+
+    class Contender:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def steps(self, count: int) -> float:
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            )
+
+    def allocated(self) -> int:
+        self.before.append(len(self.alive))
+        return self.before[-1]
+
+    def build(self, candidate: object, stack: object) -> tuple[Contender, None]:
+        made = self.Contender()
+        self.alive.add(made)
+        return made, None
+
+
+def test_what_a_candidate_without_memory_left_is_gone_before_the_next_is_built() -> None:
+    """Else the next one would have less memory than there is, and its own would be counted too low."""
+    bench: Any = Leaves()
+    candidate: Any = None
+    row = Row("eager", "bf16", "bf16")
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert speed._prepare(bench, candidate, row, 60.0) is None
+            assert row.out_of_memory, "cuBLAS's own word for it"
+    finally:
+        gc.enable()
+    assert bench.before == [0, 0, 0]
+
+
+def test_memory_that_torch_keeps_of_a_check_before_counts_as_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--card` writes over half of a card: to the driver those blocks are in use until torch gives them back."""
+    kept = [40]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 - sum(kept), 80))
+    assert TorchDevice(torch.device("cuda", 0), "gpu 0").free_memory() == 80
 
 
 @pytest.mark.slow

@@ -195,6 +195,13 @@ def test_a_loss_that_leaves_them_out_is_let_through(forward: Forward, zero: bool
     assert tried(forward, zero=zero).summed is (forward is summed)
 
 
+def test_a_model_of_a_script_that_sets_torchs_default_device_is_tried() -> None:
+    """The meta device stands for a GPU: random orders and rows are the host's, as the batch is."""
+    model, batch = Model(mean), texts()
+    with torch.device("meta"):
+        Task(model, "mine:model").try_masks(model, iter([batch]), None)
+
+
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("forward", WRONG)

@@ -79,7 +79,9 @@ def test_a_layer_with_further_parameters_of_its_own_is_named() -> None:
         check_convertible(model, ["0"])
 
 
-@pytest.mark.parametrize("shape", [(32, 8), (3, 16, 8), (1, 8), (5, 3, 8), (8,), (2, 2, 2, 8)])
+@pytest.mark.parametrize(
+    "shape", [(32, 8), (3, 16, 8), (1, 8), (5, 3, 8), (8,), (2, 2, 2, 8), (0, 8), (2, 0, 8)]
+)
 @pytest.mark.parametrize("multiple", [16, 128])
 def test_rows_are_filled_up_without_a_trace(shape: tuple[int, ...], multiple: int) -> None:
     torch.manual_seed(0)
@@ -94,6 +96,7 @@ def test_rows_are_filled_up_without_a_trace(shape: tuple[int, ...], multiple: in
     out = filled_up(run, x, multiple)
     expected = F.linear(x, weight)
     assert counts[0] % multiple == 0
+    assert counts[0] > 0
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     for actual, wanted in zip(
