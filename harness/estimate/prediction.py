@@ -307,6 +307,8 @@ def predict(
     of_text = config.data.target is None
     tokens = config.train.global_batch * (config.data.context if of_text else 1)
     advice = [made.advice] if made.advice else []
+    if bf16 is not None and bf16.compiled and not made.compiled:
+        advice.append(_eager_beside_compiled(plan.rung, recipe))
     routed = [_ROUTED] if made.routed else []
     return Prediction(
         card=card,
@@ -411,6 +413,15 @@ def _stand_in(rung: Rung, recipe: Recipe) -> tuple[Rung, Recipe, list[str]]:
     fp8 = Fp8Config(format=recipe.fp8.format, stats_every=recipe.fp8.stats_every)
     note += f", and {recipe.fp8.scaling} scaling as {fp8.scaling} scaling"
     return other, recipe.model_copy(update={"fp8": fp8}), [note]
+
+
+def _eager_beside_compiled(rung: Rung, recipe: Recipe) -> str:
+    """What to know of a rung whose blocks run eager, where those of bf16 would be compiled."""
+    note = f"{rung.name} runs in eager mode, and bf16 in compiled blocks"
+    other = BACKENDS[rung.backend].stand_in
+    if other and recipe.fp8.scaling in BACKENDS[other].scalings:
+        note += f"; {other}:{rung.precision} computes by the same rule and is compiled (--recipe fp8_native)"
+    return note
 
 
 def _assumed(rung: Rung) -> list[str]:
