@@ -33,6 +33,8 @@ STATE = "harness_precision.pt"
 _CONFLICTS = {
     "bf16": "its autocast would go against the plan",
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
+    "bf16_full_eval": "the evaluation after training would cast the model; without it it runs in the plan's precision",
+    "fp16_full_eval": "the evaluation after training would cast the model; without it it runs in the plan's precision",
     "torch_compile": "the Trainer would compile the model by itself, before it is prepared; compile block by block",
     "deepspeed": "its engine owns gradients and the step",
     "fsdp": "it shards the model by itself, which was never tried with a prepared one",

@@ -220,7 +220,12 @@ def test_training_goes_on_where_the_first_call_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"), [({"bf16": True}, "bf16 is set"), ({"torch_compile": True}, "compile")]
+    ("setting", "told"),
+    [
+        ({"bf16": True}, "bf16 is set"),
+        ({"torch_compile": True}, "compile"),
+        ({"bf16_full_eval": True}, "bf16_full_eval is set[\\s\\S]*after training"),
+    ],
 )
 def test_what_would_change_the_precision_besides_is_refused(
     setting: dict[str, bool], told: str, tmp_path: Path
