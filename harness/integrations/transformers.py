@@ -68,6 +68,10 @@ class PrecisionMixin(Trainer):
             if getattr(self.args, name, None):
                 fix = f"leave out {name}"
                 problems.append(Problem(f"{name} is set", "TrainingArguments", why, fix))
+        if self.model_init is not None:
+            why = "train() would build another model than the one that is prepared here"
+            fix = "give the model itself, and each trial a trainer and a Precision of its own"
+            problems.append(Problem("model_init is given", "Trainer", why, fix))
         if self.args.n_gpu > 1:
             what = f"{self.args.n_gpu} cards in one process"
             why = "DataParallel copies the model in every step"
@@ -98,6 +102,11 @@ class PrecisionMixin(Trainer):
         if self.watch is not None:
             self.watch.end()
         return result
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # It begins by zeroing all gradients: after auto_find_batch_size, or an interrupted train(), those of a window.
+        self.harness.drop_window()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, and write the loss to the telemetry."""
