@@ -51,7 +51,7 @@ class ScalingState:
         self._entry = (self.history, self.scale)
         # Which slots have an amax in the history, as last read from the device, and whether that is still so.
         self._measured = [False] * len(fp8_max)
-        self._read = False
+        self._read = True
 
     def begin_window(self) -> None:
         """Drop amaxes staged since the last window, and copy the state that a skipped step must restore."""
@@ -96,7 +96,7 @@ class ScalingState:
         if self._measured[slot]:
             return False
         if not self._read:
-            self._measured = (self.history[1:] != 0).any(dim=0).tolist()
+            self._measured = (self.history[1:] != 0).any(dim=0).cpu().tolist()
             self._read = True
         # In the first step nothing has a scale. In train mode this may then be a reentrant checkpoint's forward, which
         # backward runs again with gradients, in FP8.
