@@ -173,9 +173,9 @@ class PlannedLinear(nn.Module):
     A number of tokens that TE's GEMMs do not take is padded with zeros, which change no sum and no amax. If a layer is
     called several times in a forward, all calls share one scale, and its amax is the largest of them.
 
-    A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of the
-    weights, a teacher) computes in FP8 or BF16 as the original does, with the same scales, and records nothing. A
-    pickle of the layer is that of a plain Linear.
+    A forward without gradients computes in FP8, or in BF16 until a training step has set the scales, and records
+    nothing, wherever it is called. A deep copy (an EMA of the weights, a teacher) computes in FP8 or BF16 as the
+    original does, with the same scales, and records nothing. A pickle of the layer is that of a plain Linear.
     """
 
     # Attributes of te.Linear.
