@@ -69,10 +69,13 @@ _COLUMNS_NAMED, _LETTERS = 8, 300
 _FIX_COPY = "copy the file again, or write it again"
 _FIX_ENCODING = "rows must be UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); else copy the file again"
 _FIX_QUOTES = (
-    'write it with quotes, then data.path=NEW.csv: python -c "import csv, sys; csv.field_size_limit(1 << 30); '
-    "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='\\t', quoting=csv.QUOTE_NONE))\" "
-    "< FILE > NEW.csv"
+    "repair it there, or copy the file again if it was cut short. If no quote of the file encloses a field: "
+    'python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}, quoting=csv.QUOTE_NONE))" '
+    "< FILE > NEW.csv; then data.path=NEW.csv. If a text has a backslash before its quotes: the same with "
+    "escapechar=chr(92), doublequote=False in place of quoting=csv.QUOTE_NONE"
 )
+_FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts that have commas into quotes"
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
 _FIX_JSON = (
@@ -300,6 +303,7 @@ class Csv(Rows):
     kind = "csv"
     suffixes = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst")
     reader = "csv.csv.Csv"
+    fix = _FIX_TABLE
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
@@ -341,38 +345,44 @@ class Csv(Rows):
 
 
 def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
-    """Raises DataError for a table with tabs whose quotes are not meant as such.
+    """Raises DataError for a table whose quotes do not enclose whole fields.
 
-    Databases write tabs without quoting: a text that begins with a quote would reach to the next quote, many rows on.
+    pandas reads on to the next quote, many rows later, and all of these rows become one text. Databases write tabs
+    without quoting, and programs that join fields by hand do not double the quotes within a text.
     options: of the reader.
     """
     # A description that says how its files are quoted knows better.
-    if options["sep"] != "\t" or not options.keys().isdisjoint(_QUOTING):
+    separator = options.get("delimiter") or options["sep"]
+    if len(separator) > 1 or not options.keys().isdisjoint(_QUOTING):
         return
     arrow = importlib.import_module("pyarrow")
-    widths: set[int] = set()  # tabs in a line
+    widths: set[int] = set()  # separators in a line
 
     def lines(text: io.TextIOWrapper) -> Iterator[str]:
         for line in text:
             if line.strip():
-                widths.add(line.count("\t"))
+                widths.add(line.count(separator))
             yield line
 
     why = ""
-    spans_lines = False
+    first_line = 1  # of the row that is read
+    spans_lines = 0  # the first line of the first row of several lines
     limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with (
             arrow.input_stream(str(file), compression="detect") as stream,
             io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text,
         ):
-            rows = csv.reader(lines(text), delimiter="\t", strict=True)
-            # What begins with a quote must end with one, before a tab or the end of a line.
+            rows = csv.reader(lines(text), delimiter=separator, strict=True)
+            # What begins with a quote must end with one, before a separator or the end of a line.
             try:
-                for row in rows:
-                    spans_lines = spans_lines or any("\n" in field for field in row)
+                for _ in rows:
+                    if rows.line_num > first_line and not spans_lines:
+                        spans_lines = first_line
+                    first_line = rows.line_num + 1
             except csv.Error as error:
-                why = f"line {rows.line_num}: {error}"
+                until = f" to {rows.line_num}" if rows.line_num > first_line else ""
+                why = f"line {first_line}{until}: {error}"
     except (OSError, ValueError):
         return  # the library reads it too, and says what is wrong
     finally:
@@ -380,10 +390,11 @@ def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
 
     # Every line is a row by itself, and yet quotes would join some.
     if not why and spans_lines and len(widths) == 1 and widths != {0}:
-        why = "quotes would join lines, and yet every line has as many tabs as the first"
+        joins = f"line {spans_lines}: its quote would join lines"
+        why = f"{joins}, and yet every line has as many separators as the first"
     if why:
         what = "has quotes that quote nothing: rows between two of them would become one text"
-        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES))
+        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES.format(separator)))
 
 
 class Parquet(Rows):

@@ -197,10 +197,12 @@ pandas_leaves_open = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisable
 
 
 @pandas_leaves_open
-@pytest.mark.parametrize("row", ["1,a,b,c", '1,"a'])
-def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "message"), [("1,a,b,c", "cannot be read as csv"), ('1,"a', "line 402: unexpected end")]
+)
+def test_a_broken_table_is_refused(tmp_path: Path, row: str, message: str) -> None:
     path = written(tmp_path / "table.csv", "n,text\n" + "0,some words\n" * 400 + row + "\n")
-    with pytest.raises(DataError, match=r"table\.csv(.|\n)*cannot be read as csv"):
+    with pytest.raises(DataError, match=rf"table\.csv(.|\n)*{message}"):
         prepare(config(path), tmp_path / "run")
     gc.collect()
 
@@ -243,24 +245,47 @@ def test_a_table_with_more_fields_than_names_is_refused(
 @pytest.mark.parametrize(
     ("first", "last"), [('"Hello" he said', '"Bye" she said'), ('"unpaired', 'a nail of 6"')]
 )
-@pytest.mark.parametrize("suffix", ["tsv", "tsv.gz"])
-def test_tabs_without_quoting_are_refused_with_a_way_in(
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "tsv.gz"])
+def test_a_table_without_quoting_is_refused_with_a_way_in(
     tmp_path: Path, first: str, last: str, suffix: str
 ) -> None:
     """pandas makes one text of all rows from one quote to the next."""
     lines = [line.strip() for line in LINES]
     lines[10], lines[50] = first, last
-    content = "n\ttext\n" + "".join(f"{n}\t{line}\n" for n, line in enumerate(lines))
+    mark = TABLE[suffix.partition(".")[0]]
+    content = f"n{mark}text\n" + "".join(f"{n}{mark}{line}\n" for n, line in enumerate(lines))
     raw = gzip.compress(content.encode()) if suffix == "tsv.gz" else content.encode()
     path = written(tmp_path / f"table.{suffix}", raw)
-    with pytest.raises(DataError, match=r"table\.tsv.*: has quotes that quote nothing") as caught:
+    message = rf"table\.{suffix}: has quotes that quote nothing(.|\n)*why: line 12"
+    with pytest.raises(DataError, match=message) as caught:
         prepare(config(path), tmp_path / "run")
-    command = re.search(r"python (-c .*)", caught.value.problems[0].fix)
+    command = re.search(r"python (-c .*? > NEW\.csv)", caught.value.problems[0].fix)
     assert command is not None
-    if suffix == "tsv" and first == '"unpaired':
+    if suffix != "tsv.gz" and first == '"unpaired':
         words = command[1].replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
         subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
         assert texts(tmp_path / "NEW.csv", tmp_path / "two") == sorted(lines)
+
+
+def test_quotes_after_a_backslash_are_refused_with_a_way_in(tmp_path: Path) -> None:
+    """pandas ends the field at such a quote; the rest of the text loses its quotes, or runs into the next rows."""
+    rows = [f'{n},"{line.strip()} \\"so it says\\""\n' for n, line in enumerate(LINES)]
+    path = written(tmp_path / "table.csv", "n,text\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"line 2: ',' expected after '\"'") as caught:
+        prepare(config(path), tmp_path / "run")
+    command = re.search(r"python (-c .*? > NEW\.csv)", caught.value.problems[0].fix)
+    assert command is not None
+    words = command[1].replace("quoting=csv.QUOTE_NONE", "escapechar=chr(92), doublequote=False")
+    words = words.replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
+    subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
+    expected = sorted(f'{line.strip()} "so it says"' for line in LINES)
+    assert texts(tmp_path / "NEW.csv", tmp_path / "two") == expected
+
+
+def test_commas_and_lines_within_quotes_are_text(tmp_path: Path) -> None:
+    rows = [f'{n},"{n}, one\ntwo, ""three"""\r\n' for n in range(40)]
+    path = written(tmp_path / "table.csv", "n,text\r\n" + "".join(rows))
+    assert len(texts(path, tmp_path / "run")) == 80
 
 
 def test_tabs_and_lines_within_quotes_are_text(tmp_path: Path) -> None:
