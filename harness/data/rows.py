@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
@@ -77,7 +77,26 @@ _FIX_QUOTES = (
 )
 _FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts that have commas into quotes"
 _FIX_KEY = "set data.text_key to the one that has the text"
-_FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
+_SKIP_ROWS = "data.bad=skip passes over such rows"
+_FIX_NUMBERS = (
+    f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
+)
+_FIX_PAIR = (
+    "join what belongs together: jq -c '{{text: ({})}}' FILE > NEW.jsonl; then data.path=NEW.jsonl"
+)
+_FIX_CHAT = (
+    "write chats as text, as the tokenizer's template has it: {}python -c \"import json, sys; from transformers import "
+    "AutoTokenizer; render = AutoTokenizer.from_pretrained(sys.argv[1]).apply_chat_template; "
+    "[print(json.dumps({{'text': render({}, tokenize=False)}})) for row in map(json.loads, sys.stdin)]\" TOKENIZER "
+    "< {} > NEW.jsonl; then data.path=NEW.jsonl data.tokenizer=TOKENIZER (more in docs/guide/data.md#chats)"
+)
+_NAME_ROLES = (
+    'jq -c \'.{0} |= map({{role: ({{human: "user", gpt: "assistant"}}[.from] // .from), content: .value}})\' FILE '
+    "> ROLES; "
+)
+# Names of columns, in small letters, of which people make one text.
+_ASKED = ("system", "instruction", "context", "input", "prompt", "question", "problem")
+_ANSWERED = ("completion", "output", "response", "answer", "solution")
 _FIX_JSON = (
     "copy it again if it was cut short; jq -c . FILE > NEW says which line is no JSON, jq -Rc 'fromjson?' FILE > NEW "
     "leaves such lines out"
@@ -90,6 +109,17 @@ _FIX_IDS = (
     "token ids are read from a .bin: numpy.concatenate(ROWS).astype('<u4').tofile('train.bin'), each row with its "
     "end-of-text id; then data.path=train.bin data.dtype=uint32"
 )
+
+
+class Columns(NamedTuple):
+    """What the rows of a table have.
+
+    names: of the columns.
+    fix: what to do if none of them is the text.
+    """
+
+    names: Sequence[str]
+    fix: str
 
 
 class Rows:
@@ -143,7 +173,7 @@ class Rows:
                 continue
             if first is not None and first.fault and not is_skipped(first.fault, bad):
                 where = f"data.path: {first.where}"
-                problems.append(Problem(first.fault, where, first.hint, _FIX_ROW))
+                problems.append(Problem(first.fault, where, first.hint, first.fix))
             for begin, end, count in divided:
                 part = Part(str(file), begin, end, count, split)
                 parts.append(part)
@@ -183,9 +213,9 @@ class Rows:
         row = 0
         what = f"cannot be read as {self.kind}"
         try:
-            for texts, names in self._tables(path, key):
+            for texts, columns in self._tables(path, key):
                 for text in texts.to_pylist():
-                    yield _piece(text, key, self._where(path, row), names)
+                    yield _piece(text, key, self._where(path, row), columns)
                     row += 1
         except DataError:
             raise
@@ -204,13 +234,13 @@ class Rows:
         """The place of the row that is read, for a message."""
         return f"{path}, row {row}"
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
-        """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
-        names: list[str] = []
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
+        """Tables of a file: the texts of some rows, an Arrow array of large_string, and what the rows have."""
+        columns: list[Columns] = []
         own = self._options(path, key)
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
-            names[:] = table.column_names
+            columns[:] = [_columns(table, key)]
             # Under the name that the library expects: Parquet names the whole column, not a field of it.
             return _texts(table, key, path, json_field_paths).rename_columns([*own["features"]])
 
@@ -221,7 +251,7 @@ class Rows:
             reader._cast_table = only_texts
             reader.info.features = own["features"]
             for table in _batches(reader):
-                yield table.column(0), names
+                yield table.column(0), columns[0]
 
 
 class JsonLines(Rows):
@@ -322,7 +352,7 @@ class Csv(Rows):
         _check_quotes(file, {**self._options(str(file), ""), **self._given})
         return super()._divide(file, size)
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
         tables = super()._tables(path, key)
         try:
             while True:
@@ -405,8 +435,8 @@ class Parquet(Rows):
     reader = "parquet.parquet.Parquet"
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
-        names = _parquet(path).schema.to_arrow_schema().names
-        column = _column(key, names, path)
+        schema = _parquet(path).schema.to_arrow_schema()
+        column = _column(key, Columns(schema.names, _fix_of(schema)), path)
         return {"features": _features(column), "columns": [column], "batch_size": _TABLE_ROWS}
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
@@ -460,7 +490,7 @@ class WebDataset(Rows):
         _check_tar(file)
         return super()._divide(file, size)
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
         arrow = importlib.import_module("pyarrow")
         manager = importlib.import_module("datasets").StreamingDownloadManager()
         first: dict[str, None] = {}  # endings in the first samples
@@ -475,7 +505,7 @@ class WebDataset(Rows):
                 if len(looked) == _LOOKED_AT:
                     break
             if looked:
-                _column(key, list(first), path)
+                _column(key, Columns(list(first), _FIX_KEY), path)
             for sample in itertools.chain(looked, samples):
                 self._sample = sample["__key__"]
                 names = [name for name in sample if not name.startswith("__")]
@@ -483,7 +513,7 @@ class WebDataset(Rows):
                 for step in _steps(key, names):
                     value = value.get(step) if isinstance(value, dict) else None
                 texts = arrow.table({key: arrow.array([value])})
-                yield _texts(texts, key, path).column(0), names
+                yield _texts(texts, key, path).column(0), Columns(names, _FIX_KEY)
 
     def _where(self, path: str, row: int) -> str:
         return f"{path}, row {row}, sample {self._sample}"
@@ -642,13 +672,60 @@ def _steps(key: str, names: Sequence[str]) -> list[str]:
     return [key] if key in names else key.split(".")
 
 
-def _column(key: str, names: Sequence[str], path: str) -> str:
+def _column(key: str, columns: Columns, path: str) -> str:
     """The column that `key` is, or lies in. Raises DataError if there is none."""
-    column = _steps(key, names)[0]
-    if column not in names:
-        why = f"it has {some(names, _COLUMNS_NAMED)}"
-        raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, _FIX_KEY))
+    column = _steps(key, columns.names)[0]
+    if column not in columns.names:
+        why = f"it has {some(columns.names, _COLUMNS_NAMED)}"
+        raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, columns.fix))
     return column
+
+
+def _columns(table: Any, key: str) -> Columns:
+    names = table.column_names
+    wordless: list[str] = []
+    if _steps(key, names)[0] not in names:
+        # Dates are text in a csv.
+        compute = importlib.import_module("pyarrow.compute")
+        for name, column in zip(names, table.columns, strict=True):
+            has_letter = (
+                compute.match_substring_regex(column, r"\pL") if _is_text(column.type) else None
+            )
+            if has_letter is not None and not compute.any(has_letter).as_py():
+                wordless.append(name)
+    return Columns(names, _fix_of(table.schema, wordless))
+
+
+def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
+    """How rows of these columns can be trained on. wordless: columns without a letter in any of some rows."""
+    types = importlib.import_module("pyarrow").types
+    chats: dict[str, list[str]] = {}  # the names of a message's parts
+    texts: list[str] = []
+    for field in schema:
+        kind = field.type
+        values = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
+        if values is not None and types.is_struct(values):
+            parts = [values.field(number).name for number in range(values.num_fields)]
+            if "role" in parts or "from" in parts:
+                chats[field.name] = parts
+        # Within a column of fields there may be texts, too.
+        elif _is_text(kind) or types.is_struct(kind):
+            texts.append(field.name)
+
+    if chats:
+        name = next(iter(chats))
+        messages = f"row['{name}']"
+        if {"prompt", "completion"} <= chats.keys():
+            messages = "row['prompt'] + row['completion']"
+        if "role" in chats[name]:
+            return _FIX_CHAT.format("", messages, "FILE")
+        return _FIX_CHAT.format(_NAME_ROLES.format(name), messages, "ROLES")
+    asked = [name for name in texts if name.lower() in _ASKED]
+    answered = [name for name in texts if name.lower() in _ANSWERED]
+    if asked and answered:
+        joined = ' + "\\n" + '.join(f".{name}" for name in texts if name in (*asked, *answered))
+        return _FIX_PAIR.format(joined)
+    return _FIX_NUMBERS if set(texts) <= set(wordless) else _FIX_KEY
 
 
 def _texts(
@@ -681,27 +758,32 @@ def _texts(
         else:
             column = missing
 
-    # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
-    # A dictionary's values are what its rows hold.
+    # Lists of whole numbers are token ids, which have a better way than this one.
     kind = column.type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-    if not any(is_type(kind) for is_type in is_text):
+    if not _is_text(kind) and not types.is_null(kind):
         is_ids = types.is_list(kind) and types.is_integer(kind.value_type)
         what = f'"{key}" has {column.type}, not text'
-        fix = _FIX_IDS if is_ids else _FIX_KEY
+        fix = _FIX_IDS if is_ids else _fix_of(table.schema)
         raise DataError(Problem(what, f"data.path: {path}", fix=fix))
     return arrow.table({key: column.cast(arrow.large_string())})
 
 
-def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
+def _is_text(kind: Any) -> bool:
+    """Whether values of an Arrow type are text. Of a dictionary, its values are."""
+    types = importlib.import_module("pyarrow").types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _piece(text: str | None, key: str, where: str, columns: Columns) -> Piece:
     # null, or a row without the key.
     if text is None:
-        columns = some(names, _COLUMNS_NAMED) or "no keys"
-        hint = f"the row has {columns}"[:_LETTERS]
-        return Piece("", where, fault=f'"{key}" is missing', hint=hint)
-    return Piece(text, where, fault="" if text else "empty")
+        names = some(columns.names, _COLUMNS_NAMED) or "no keys"
+        hint = f"the row has {names}"[:_LETTERS]
+        fix = f"{columns.fix}. {_SKIP_ROWS}"
+        return Piece("", where, fault=f'"{key}" is missing', hint=hint, fix=fix)
+    return Piece(text, where, fault="" if text else "empty", fix=_SKIP_ROWS)
 
 
 ROWS: dict[Documents, type[Rows]] = {

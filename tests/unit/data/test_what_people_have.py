@@ -707,3 +707,45 @@ def test_links_to_token_files_elsewhere_are_read(tmp_path: Path) -> None:
     data = prepare(config(folder), tmp_path / "run")
     assert len(data.train) + len(data.val) == 3000
     assert "link" in left_out(data)["train.bin"], "each file once"
+
+
+CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
+SHARED = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [
+        ({"messages": CHAT}, r"AutoTokenizer.*render\(row\['messages'\].*data.tokenizer="),
+        ({"conversations": SHARED}, r"jq -c '\.conversations \|= .*row\['conversations'\]"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, r"row\['prompt'\] \+ row\['completion'\]"),
+        ({"instruction": "go", "input": "", "output": "ok", "id": "x"},
+         r"\.instruction \+ \"\\n\" \+ \.input \+ \"\\n\" \+ \.output\)"),
+        ({"title": "one", "body": "two", "n": 1}, "set data.text_key to the one that has the text"),
+        ({"day": "2020-01-01", "n": 1, "share": 0.5, "tags": [1.5]}, "if there is one. Numbers, dates"),
+    ],
+)  # fmt: skip
+def test_rows_without_a_text_name_the_way_to_one(
+    tmp_path: Path, row: dict[str, object], way: str
+) -> None:
+    path = written(tmp_path / "rows.jsonl", (json.dumps(row) + "\n") * 50)
+    names = ", ".join(row)
+    with pytest.raises(
+        DataError, match=rf'"text" is missing\n    why: .*{names}\n    fix: .*{way}'
+    ):
+        prepare(config(path), tmp_path / "one")
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 50), tmp_path / "rows.parquet")
+    if "day" not in row:
+        with pytest.raises(DataError, match=rf"it has {names}\n    fix: .*{way}"):
+            prepare(config(tmp_path / "rows.parquet"), tmp_path / "two")
+    first = next(iter(row))
+    if not isinstance(row[first], str):
+        with pytest.raises(DataError, match=rf'"{first}" has list<.*, not text\n    fix: .*{way}'):
+            prepare(config(path, text_key=first), tmp_path / "three")
+
+
+def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:
+    rows = [f"{n},2020-01-{n % 28 + 1:02},2020-01-01 10:00\n" for n in range(50)]
+    path = written(tmp_path / "table.csv", "n,day,time\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"why: the row has n, day, time\n.*data.target"):
+        prepare(config(path), tmp_path / "run")
