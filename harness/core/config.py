@@ -54,6 +54,7 @@ MOST_PROFILED = 20
 """Most steps in one profile: a step of a large model is tens of megabytes of trace."""
 
 # Most names in a message.
+_REPEATED_SHARE = 0.01
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -796,6 +797,16 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
     )
 
 
+def repeated_documents(copies: int, of_all: int) -> str:
+    """A warning of validation documents that are trained on, too; empty for so few as are normal in text."""
+    if not copies or copies < _REPEATED_SHARE * of_all:
+        return ""
+    return (
+        f"{copies:,} of the {of_all:,} documents to validate on are among those to train on, too: their loss is no "
+        "validation; remove duplicates before the data are split"
+    )
+
+
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     """A line for each setting that the data are too small for. facts: the data's own figures (`data.facts()`)."""
     doubts: list[str] = []
@@ -819,6 +830,8 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
             f"{len(copies):,} of the files to validate on have the content of one to train on "
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
+    if text := repeated_documents(*facts.get("repeated_documents", (0, 0))):
+        doubts.append(text)
 
     # Less is validated than was asked for, or positions are never reached.
     used = facts.get("val_used", facts.get("val_samples"))

@@ -235,6 +235,8 @@ class TokenBatches:
             facts["joined"] = True
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])
+        if info.get("repeated_documents"):
+            facts["repeated_documents"] = list(info["repeated_documents"])
         if self.masked and self._separator is None:
             starts = self._data.starts("train")
             lengths = np.diff(starts, append=len(self._data.train))

@@ -168,6 +168,11 @@ class Mixture:
         facts["skipped"] = skipped
         if any(each.get("joined") for each in parts):
             facts["joined"] = True
+        if copies := [name for each in parts for name in each.get("repeated", ())]:
+            facts["repeated"] = copies
+        counted = [each["repeated_documents"] for each in parts if "repeated_documents" in each]
+        if counted:
+            facts["repeated_documents"] = [sum(column) for column in zip(*counted, strict=True)]
         facts["mixture"] = mixture
         return facts
 

@@ -305,6 +305,10 @@ def _counts(out: Path, task: int) -> Path:
     return out / f"counts-{task:05d}.npy"
 
 
+def _hashes(out: Path, task: int) -> Path:
+    return out / f"hashes-{task:05d}.npz"
+
+
 def _is_done(out: Path, task: int) -> bool:
     """Whether a task's marker and shards are there, whole. Its shards were written before the marker was."""
     try:
@@ -346,6 +350,7 @@ class _Task:
         separator = [] if vocabulary.separator is None else [vocabulary.separator]
         end = np.array(separator, dtype=np.int64)
         counts = np.zeros(0, dtype=np.int64)
+        hashes: dict[str, list[int]] = {"train": [], "val": []}  # of each piece's text
         text_bytes = 0
         last = ""  # the split of the piece before
         try:
@@ -361,6 +366,7 @@ class _Task:
                     if last and last != split:
                         shards[last].end_document()
                     last = split
+                    hashes[split].append(_hash(piece.text))
                     if piece.ends:
                         ids = np.concatenate([ids, end])
                     shards[split].add(ids)
@@ -383,6 +389,9 @@ class _Task:
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, self.number).open("wb") as stream:
             np.save(stream, counts)
+        arrays = {split: np.array(found, dtype=np.int64) for split, found in hashes.items()}
+        with _hashes(self.out, self.number).open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
         # A split without a document has no shard.
         filled = [shard for shard in written if shard]
         marker = {
@@ -445,8 +454,17 @@ class _Task:
 
 
 def _bytes_of(text: str | bytes) -> int:
-    raw = text if isinstance(text, bytes) else text.encode()
-    return len(raw)
+    return len(_raw(text))
+
+
+def _raw(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def _hash(text: str | bytes) -> int:
+    """64 bits of the text's hash, as a signed number."""
+    digest = hashlib.blake2b(_raw(text), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _split(task: int, number: int, share: float) -> str:
@@ -521,13 +539,34 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "shards": shards,
         "sha256": overall.hexdigest(),
     }
+    if repeated := _repeated(out, count_of_tasks):
+        info["repeated_documents"] = repeated
     write_json(out / PREPARED, info)
 
     # Markers are needed no longer; a kill here leaves some, which do no harm.
     for task in range(count_of_tasks):
         _marker(out, task).unlink(missing_ok=True)
         _counts(out, task).unlink(missing_ok=True)
+        _hashes(out, task).unlink(missing_ok=True)
     return info
+
+
+def _repeated(out: Path, tasks: int) -> list[int] | None:
+    """[validation pieces whose text is that of a training piece, too; all validation pieces].
+
+    None if a task was done by a version that did not say it.
+    """
+    found: list[Mapping[str, Ints]] = []
+    for task in range(tasks):
+        if not _hashes(out, task).exists():
+            return None
+        with np.load(_hashes(out, task)) as arrays:
+            found.append({"train": arrays["train"], "val": arrays["val"]})
+    val = np.concatenate([each["val"] for each in found])
+    is_repeated = np.zeros(len(val), dtype=np.bool_)
+    for each in found:
+        is_repeated |= np.isin(val, each["train"])
+    return [int(is_repeated.sum()), len(val)]
 
 
 def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ _SKIP_ROWS = "data.bad=skip passes over such rows"
 _FIX_NUMBERS = (
     f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
 )
+_FIX_LIST = "give each of the list a row: jq -c '{}' FILE > NEW.jsonl; then data.path=NEW.jsonl"
 _FIX_PAIR = (
     "join what belongs together: jq -c '{{text: ({})}}' FILE > NEW.jsonl; then data.path=NEW.jsonl"
 )
@@ -700,6 +701,7 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
     """How rows of these columns can be trained on. wordless: columns without a letter in any of some rows."""
     types = importlib.import_module("pyarrow").types
     chats: dict[str, list[str]] = {}  # the names of a message's parts
+    lists: list[str] = []  # jq's way to what is within
     texts: list[str] = []
     for field in schema:
         kind = field.type
@@ -708,6 +710,10 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
             parts = [values.field(number).name for number in range(values.num_fields)]
             if "role" in parts or "from" in parts:
                 chats[field.name] = parts
+            else:
+                lists.append(f".{field.name}[]")
+        elif values is not None and _is_text(values):
+            lists.append(f"{{{field.name}: .{field.name}[]}}")
         # Within a column of fields there may be texts, too.
         elif _is_text(kind) or types.is_struct(kind):
             texts.append(field.name)
@@ -725,7 +731,9 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
     if asked and answered:
         joined = ' + "\\n" + '.join(f".{name}" for name in texts if name in (*asked, *answered))
         return _FIX_PAIR.format(joined)
-    return _FIX_NUMBERS if set(texts) <= set(wordless) else _FIX_KEY
+    if set(texts) > set(wordless):
+        return _FIX_KEY
+    return _FIX_LIST.format(lists[0]) if lists else _FIX_NUMBERS
 
 
 def _texts(

@@ -311,6 +311,16 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
     info = describe_corpus(
         folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config)
     )
+    # Files to validate on that are copies of one to train on. Training files come first.
+    content = [(file["dtype"], file["offset"], file["blocks"]) for file in info["files"]]
+    trained = set(content[: len(train)])
+    copies: list[str] = []
+    for file, own in zip(val, content[len(train) :], strict=True):
+        if own in trained:
+            copies.append(file.name)
+    if copies:
+        info["repeated"] = copies
+
     # The ids are not copied and have hashes of their own: only a change of the tokenizer is to be reported.
     if config.tokenizer:
         file = tokenizer_file(Path(config.tokenizer)).resolve()
@@ -368,6 +378,7 @@ def _prepared(
         nats = float(made["unigram_nats"])
         source, kind = str(made["source"]), str(made["kind"])
         source_files = int(made["source_files"])
+        repeated = [int(count) for count in made.get("repeated_documents", ())]
         if made["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {made['block_bytes']} bytes, not {BLOCK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -397,7 +408,7 @@ def _prepared(
     info = describe_corpus(
         folder, source, kind, shards, vocabulary, separator, held_out, earlier, nats
     )
-    return {**info, "source_files": source_files}
+    return {**info, "source_files": source_files, "repeated_documents": repeated}
 
 
 def _hold_out(config: DataConfig) -> Callable[[int], int]:

@@ -438,6 +438,15 @@ def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
         prepare(settings, tmp_path / "run")
 
 
+def test_a_copy_of_a_training_file_is_told(tmp_path: Path) -> None:
+    ids = some_ids(5000)
+    for name in ("train_0", "train_1", "val_0", "val_1"):
+        headerless(tmp_path / f"{name}.bin", ids if name in ("train_1", "val_0") else ids[::-1])
+    headerless(tmp_path / "val_1.bin", ids[:4000])
+    data = prepare(config(tmp_path), tmp_path / "run")
+    assert data.info["repeated"] == ["val_0.bin"]
+
+
 def test_facts_say_what_is_trained_on(tmp_path: Path) -> None:
     data = prepare(config(headerless(tmp_path / "train.bin", IDS)), tmp_path / "run")
     facts = json.loads(json.dumps(TokenBatches(data, 0, 16, 4, 2, 8).facts(), allow_nan=False))
