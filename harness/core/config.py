@@ -54,7 +54,8 @@ MOST_PROFILED = 20
 """Most steps in one profile: a step of a large model is tens of megabytes of trace."""
 
 # Most names in a message.
-_REPEATED_SHARE = 0.01
+_REPEATED_SHARE = 0.01  # of documents: a few are normal, as a line that many write
+_KEPT_SHARE = 0.9  # of characters: tokenizers may leave accents out
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -797,14 +798,22 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
     )
 
 
-def repeated_documents(copies: int, of_all: int) -> str:
-    """A warning of validation documents that are trained on, too; empty for so few as are normal in text."""
-    if not copies or copies < _REPEATED_SHARE * of_all:
-        return ""
-    return (
-        f"{copies:,} of the {of_all:,} documents to validate on are among those to train on, too: their loss is no "
-        "validation; remove duplicates before the data are split"
-    )
+def text_doubts(facts: Mapping[str, Any]) -> list[str]:
+    """What to doubt of rows and text that were made into token ids. facts: of the data, or of a prepared folder."""
+    doubts: list[str] = []
+    copies, of_all = facts.get("repeated_documents", (0, 0))
+    if copies and copies >= _REPEATED_SHARE * of_all:
+        doubts.append(
+            f"{copies:,} of the {of_all:,} documents to validate on are among those to train on, too: their loss is no "
+            "validation; remove duplicates before the data are split"
+        )
+    kept, looked_at = facts.get("kept_characters", (0, 0))
+    if kept < _KEPT_SHARE * looked_at:
+        doubts.append(
+            f"of the text that was looked at, {kept / looked_at:.0%} comes back from its token ids: the tokenizer "
+            "drops the rest, or has one token for all that it does not know; take one that was made for such text"
+        )
+    return doubts
 
 
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
@@ -830,8 +839,7 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
             f"{len(copies):,} of the files to validate on have the content of one to train on "
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
-    if text := repeated_documents(*facts.get("repeated_documents", (0, 0))):
-        doubts.append(text)
+    doubts += text_doubts(facts)
 
     # Less is validated than was asked for, or positions are never reached.
     used = facts.get("val_used", facts.get("val_samples"))

@@ -235,8 +235,9 @@ class TokenBatches:
             facts["joined"] = True
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])
-        if info.get("repeated_documents"):
-            facts["repeated_documents"] = list(info["repeated_documents"])
+        for key in ("repeated_documents", "kept_characters"):
+            if info.get(key):
+                facts[key] = list(info[key])
         if self.masked and self._separator is None:
             starts = self._data.starts("train")
             lengths = np.diff(starts, append=len(self._data.train))

@@ -170,9 +170,10 @@ class Mixture:
             facts["joined"] = True
         if copies := [name for each in parts for name in each.get("repeated", ())]:
             facts["repeated"] = copies
-        counted = [each["repeated_documents"] for each in parts if "repeated_documents" in each]
-        if counted:
-            facts["repeated_documents"] = [sum(column) for column in zip(*counted, strict=True)]
+        for key in ("repeated_documents", "kept_characters"):
+            counted = [each[key] for each in parts if key in each]
+            if counted:
+                facts[key] = [sum(column) for column in zip(*counted, strict=True)]
         facts["mixture"] = mixture
         return facts
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -40,7 +41,7 @@ from harness.data.rows import FORMATS, open_source
 from harness.data.shards import ShardWriter, smallest_dtype
 from harness.data.source import record_of_files
 from harness.data.text import BadFiles
-from harness.data.tokenizer import load_encoder, tokenizer_file
+from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 
 FORMAT = 1
 PREPARED = "dataset.json"
@@ -51,6 +52,7 @@ TASK_BYTES = 16 << 20
 _MOST_TASKS = 128
 _INLINE = 4 << 20  # bytes up to which starting workers takes longer than tokenizing
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
+_DECODED_PIECES, _DECODED_LETTERS = 16, 2000
 _GROUP = 20  # pieces that are divided together, if the share can be had of so many
 _PLAN = "prepare.json"
 _NAMED, _CHANGED_NAMED = 20, 5
@@ -326,6 +328,7 @@ class _Task:
     """One task of a plan: what it has made, skipped and found wrong so far.
 
     inside: whether the piece that came last did not end its document.
+    kept: of the texts whose ids were made into text again (`Encoder.decode`), characters that came back, and all.
     """
 
     out: Path
@@ -334,6 +337,7 @@ class _Task:
     skipped: Counter[str] = field(default_factory=Counter[str])
     problems: list[Problem] = field(default_factory=list[Problem])
     inside: bool = False
+    kept: list[int] = field(default_factory=lambda: [0, 0])
 
     def run(self, encoding: Encoding) -> Generator[int, None, None]:
         """Make the shards and the marker; the bytes of text that were read, batch by batch.
@@ -356,6 +360,8 @@ class _Task:
         try:
             for batch, encoded in encoding.encode(self._batches()):
                 text_bytes += batch.size
+                if self.plan["tokenizer"] and not any(self.kept):
+                    self._decode(batch, encoding.encoder)
                 made: list[Ints] = []
                 for (piece, split), found in zip(batch.pieces, encoded, strict=True):
                     ids = self._usable(piece, found)
@@ -398,8 +404,20 @@ class _Task:
             "shards": filled,
             "skipped": dict(self.skipped),
             "text_bytes": text_bytes,
+            "kept": self.kept,
         }
         write_json(_marker(self.out, self.number), marker)
+
+    def _decode(self, batch: TextBatch, encoder: Encoder) -> None:
+        """Count what comes back of the beginnings of some texts: a tokenizer may drop what it does not know."""
+        for piece, _ in batch.pieces[:_DECODED_PIECES]:
+            text = _raw(piece.text).decode()[:_DECODED_LETTERS]
+            with contextlib.suppress(DataError):
+                (ids,) = encoder.encode([text])
+                given = _letters(text)
+                back = _letters(encoder.decode(ids.tolist()))
+                self.kept[0] += (given & back).total()
+                self.kept[1] += given.total()
 
     def _batches(self) -> Iterator[TextBatch]:
         """The task's pieces with their splits, some at a time."""
@@ -461,6 +479,12 @@ def _raw(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
 
 
+def _letters(text: str) -> Counter[str]:
+    """How often each character occurs, without what tokenizers change on purpose: spaces, capitals, forms."""
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return Counter("".join(plain.split()))
+
+
 def _hash(text: str | bytes) -> int:
     """64 bits of the text's hash, as a signed number."""
     digest = hashlib.blake2b(_raw(text), digest_size=8).digest()
@@ -491,12 +515,15 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     skipped: Counter[str] = Counter()
     counts = np.zeros(0, dtype=np.int64)
     text_bytes = 0
+    kept = [0, 0]
     for task in range(count_of_tasks):
         made = read_json(_marker(out, task), MAX_LARGE)
         shards += made["shards"]
         skipped.update(made["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
         text_bytes += made["text_bytes"]
+        # Tasks that an earlier version had done do not say it.
+        kept = [sum(pair) for pair in zip(kept, made.get("kept", (0, 0)), strict=True)]
     if all(shard["split"] != "train" for shard in shards):
         reasons = [f"{count} x {reason}" for reason, count in skipped.items()]
         why = "; ".join(reasons) or "it has no rows"
@@ -534,6 +561,7 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "text_bytes": text_bytes,
         "documents": documents,
         "unigram_nats": entropy(counts),
+        "kept_characters": kept,
         "skipped": left_out,
         "origin": origin,
         "shards": shards,

@@ -378,7 +378,9 @@ def _prepared(
         nats = float(made["unigram_nats"])
         source, kind = str(made["source"]), str(made["kind"])
         source_files = int(made["source_files"])
-        repeated = [int(count) for count in made.get("repeated_documents", ())]
+        counted: dict[str, list[int]] = {}
+        for key in ("repeated_documents", "kept_characters"):
+            counted[key] = [int(count) for count in made.get(key, ())]
         if made["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {made['block_bytes']} bytes, not {BLOCK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -408,7 +410,7 @@ def _prepared(
     info = describe_corpus(
         folder, source, kind, shards, vocabulary, separator, held_out, earlier, nats
     )
-    return {**info, "source_files": source_files, "repeated_documents": repeated}
+    return {**info, "source_files": source_files, **counted}
 
 
 def _hold_out(config: DataConfig) -> Callable[[int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import shutil
 import subprocess
 import sys
@@ -446,3 +447,33 @@ def test_chats_of_the_guide_have_a_loss_on_answers_alone(
         assert answer == f"The answer is {number}, and no other.{END}"
         whole = f"<|user|>Question {number}?{END}<|assistant|>{answer}"
         assert encoder.decode(ids.tolist()).startswith(whole)
+
+
+@pytest.mark.parametrize("kept", ["all", "ascii"])
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_told(
+    tmp_path: Path, tokenizer: Path, kept: str
+) -> None:
+    """A BPE without bytes and without an unknown token drops a character in silence."""
+    texts = [
+        f"{number}: the quick \u6f22\u5b57\u304b\u306a\u6df7\u3058\u308a\u6587 fox"
+        for number in range(400)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    given = tokenizer
+    if kept == "ascii":
+        given = tmp_path / "tokenizer.json"
+        letters = "0123456789:thequickfox "
+        Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, [])).save(str(given))
+    made = harness(
+        tmp_path, "data", "prepare", "rows.jsonl", "--tokenizer", str(given), "--out", "made"
+    )
+    assert made.returncode == 0, made.stderr
+    told = re.search(r"note: of the text that was looked at, (\d+)% comes back", made.stdout)
+    if kept == "all":
+        assert told is None
+        return
+    # As it is written: 13 letters and a number of up to 3 digits come back, 8 signs do not.
+    assert told is not None
+    assert 60 <= int(told[1]) <= 66
+    done = train(tmp_path, "--recipe", "bf16", "--dry-run", "data.path=made")
+    assert "comes back from its token ids" in done.stdout.replace("\n", " ")
