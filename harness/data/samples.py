@@ -284,7 +284,8 @@ def as_sample(given: object) -> Batch:
 
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
+        # A copy: a data set may write each sample into the memory of the one before.
+        tensor = value.detach().cpu().clone()
     else:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":

@@ -209,3 +209,14 @@ def translations(alike: bool = False, odd: int = 0) -> Made:
         return torch.full((length,), index), torch.full((others,), index)
 
     return Made(sample)
+
+
+def one_buffer(kind: str = "tensor") -> Made:
+    """Each sample is written into the memory of the one before."""
+    buffer = torch.zeros(1, 4, 4)
+
+    def sample(index: int) -> tuple[Any, int]:
+        buffer.fill_(index)
+        return buffer if kind == "tensor" else buffer.numpy(), index % 3
+
+    return Made(sample)

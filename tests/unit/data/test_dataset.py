@@ -261,6 +261,15 @@ def test_a_tuple_of_one_is_its_sample_and_one_of_three_is_refused() -> None:
         source("in_tuples", args={"tensors": 3})
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_samples_in_one_buffer_are_kept_apart(kind: str) -> None:
+    data = source("one_buffer", args={"kind": kind}, global_batch=36, micro_batch=36)
+    window = data.window(0)
+    batches = data.micro_batches(window, 0, 1)
+    assert numbers(batches) == _taken(data, window)
+    assert batches[0]["targets"].tolist() == [number % 3 for number in _taken(data, window)]
+
+
 def test_texts_that_are_equally_long_by_chance_may_differ() -> None:
     data = source("translations", global_batch=36, micro_batch=36)
     assert data._train.places(0) == 0, "the first sample is the one of equal lengths"
