@@ -195,7 +195,7 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 
 NUMPY = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8", "big-endian uint16": ">u2",
-         "big-endian uint32": ">u4", "big-endian int64": ">i8"}  # fmt: skip
+         "big-endian uint32": ">u4", "big-endian int64": ">i8", "float32": "<f4", "float64": "<f8"}  # fmt: skip
 
 
 def frequent(ids: int, count: int = 30000, seed: int = 0) -> Ids:
@@ -226,7 +226,7 @@ def test_ids_are_read_as_what_they_are_or_refused(
     """Ids of another width, and bytes the other way round, train without a complaint."""
     ids, file = VOCABULARIES[vocabulary], tmp_path / "train.bin"
     dtype = np.dtype(NUMPY[written])
-    if int(ids.max()) > np.iinfo(dtype).max:
+    if dtype.kind != "f" and int(ids.max()) > np.iinfo(dtype).max:
         ids = ids[ids <= np.iinfo(dtype).max]
     ids = ids[: len(ids) // 8 * 8]  # whole numbers of every width
     file.write_bytes(ids.astype(dtype).tobytes())
@@ -279,7 +279,9 @@ def test_bytes_in_pairs_are_taken_with_an_index(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("written", rest_slow(["<i8", ">i8", ">u2", ">u4"], ">u2"))
+@pytest.mark.parametrize(
+    "written", rest_slow(["<i8", ">i8", ">u2", ">u4", "<f4", "<f8"], ">u2", "<f4")
+)
 @pytest.mark.parametrize("folder", [False, True])
 def test_the_command_that_an_error_names_makes_ids_that_are_read(
     tmp_path: Path, written: str, folder: bool
