@@ -106,6 +106,10 @@ _FIX_MEMORY = (
     "write it again with fewer rows in a group and shorter texts, without dictionaries: "
     "pyarrow.parquet.write_table(..., row_group_size=1000, use_dictionary=False)"
 )
+_FIX_BYTES = (
+    "if these bytes are UTF-8: python -c \"import pyarrow.parquet as pq; t = pq.read_table('FILE'); "
+    "n = t.column_names.index('{0}'); pq.write_table(t.set_column(n, '{0}', t['{0}'].cast('string')), 'NEW.parquet')\""
+)
 _FIX_IDS = (
     "token ids are read from a .bin: numpy.concatenate(ROWS).astype('<u4').tofile('train.bin'), each row with its "
     "end-of-text id; then data.path=train.bin data.dtype=uint32"
@@ -772,6 +776,8 @@ def _texts(
         is_ids = types.is_list(kind) and types.is_integer(kind.value_type)
         what = f'"{key}" has {column.type}, not text'
         fix = _FIX_IDS if is_ids else _fix_of(table.schema)
+        if types.is_binary(kind) or types.is_large_binary(kind):
+            fix = _FIX_BYTES.format(key)
         raise DataError(Problem(what, f"data.path: {path}", fix=fix))
     return arrow.table({key: column.cast(arrow.large_string())})
 
