@@ -43,7 +43,7 @@ from harness.data.documents import (
     ranges,
 )
 from harness.data.splits import Split, is_validation
-from harness.data.text import NAMED, BadFiles
+from harness.data.text import IS_LFS, LFS, NAMED, BadFiles
 
 JSON = ".json"
 """Lines or one array of objects; in a folder a .json often describes other files, so it is data only if alone."""
@@ -67,6 +67,7 @@ _PANDAS_CUTS = "Length of header or names does not match"  # how its warning beg
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
+_FIX_LFS = "git lfs pull in its repository, or download the file itself"
 _FIX_ENCODING = "rows must be UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); else copy the file again"
 _FIX_QUOTES = (
     "repair it there, or copy the file again if it was cut short. If no quote of the file encloses a field: "
@@ -163,6 +164,9 @@ class Rows:
             size = file.stat().st_size
             if not size:
                 left_out.append((file.name, "empty"))
+                continue
+            if _begins(file, LFS):
+                problems.append(Problem(f"is {IS_LFS}", f"data.path: {file}", fix=_FIX_LFS))
                 continue
             # The size of a packed file is estimated as it will be unpacked.
             if file.name.lower().endswith(_PACKED):
@@ -267,6 +271,7 @@ class JsonLines(Rows):
         ".jsonl",
         ".jsonl.gz",
         ".jsonl.zst",
+        ".jsonlines",
         ".ndjson",
         ".ndjson.gz",
         ".ndjson.zst",
@@ -325,6 +330,11 @@ class JsonLines(Rows):
         first, _, size_of_last = parts[-1]
         parts[-1] = first, _LAST, size_of_last
         return parts
+
+
+def _begins(file: Path, content: bytes) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(content)) == content
 
 
 def _is_array(file: Path) -> bool:

@@ -751,3 +751,46 @@ def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:
     path = written(tmp_path / "table.csv", "n,day,time\n" + "".join(rows))
     with pytest.raises(DataError, match=r"why: the row has n, day, time\n.*data.target"):
         prepare(config(path), tmp_path / "run")
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a" * 16 + b"\nsize 12345\n"
+)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.tar", "train.bin", "a.txt"])
+def test_a_pointer_of_git_lfs_is_called_so(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, POINTER)
+    with pytest.raises(
+        DataError, match=r"pointer of Git LFS, not the file itself \(git lfs pull\)"
+    ):
+        prepare(config(path), tmp_path / "run")
+
+
+def test_a_pointer_among_text_is_left_out(tmp_path: Path) -> None:
+    written(tmp_path / "in" / "a.txt", "".join(LINES))
+    written(tmp_path / "in" / "b.txt", POINTER)
+    data = prepare(config(tmp_path / "in"), tmp_path / "run")
+    assert "Git LFS" in left_out(data)["b.txt"]
+    assert b"git-lfs" not in split(data, "train") + split(data, "val")
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.jl"])
+def test_rows_of_json_under_a_name_of_text_are_refused(tmp_path: Path, name: str) -> None:
+    """They would train on braces and keys."""
+    path = written(tmp_path / "in" / name, "\n".join(ROWS))
+    with pytest.raises(DataError, match=r"a JSON object in every line(.|\n)*data.format=JSONL"):
+        prepare(config(path), tmp_path / "one")
+    assert texts(path, tmp_path / "two", format="JSONL") == EXPECTED
+    assert texts(path, tmp_path / "three", format="text") == sorted(ROWS)
+    with pytest.raises(DataError, match=r"1 of 1 files with a JSON object(.|\n)*call them \.jsonl"):
+        prepare(config(path.parent), tmp_path / "four")
+    path.rename(path.with_suffix(".jsonlines"))
+    assert texts(path.parent, tmp_path / "five") == EXPECTED
+
+
+def test_json_that_is_no_rows_and_a_few_rows_among_text_are_text(tmp_path: Path) -> None:
+    written(tmp_path / "a.txt", "{\n" + "".join(LINES) + "}\n")
+    written(tmp_path / "b.txt", "{}\nnot {}\n")
+    written(tmp_path / "c.txt", "{}\n{}\n")
+    assert look(tmp_path) == look(tmp_path / "a.txt") == look(tmp_path / "b.txt") == "text"
