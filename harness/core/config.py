@@ -840,6 +840,12 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
     doubts += text_doubts(facts)
+    copies_seen, seen = facts.get("repeated_samples", (0, 0))
+    if copies_seen:
+        doubts.append(
+            f"{copies_seen} of the {seen} samples to validate on that were looked at equal one to train on: their loss "
+            "is no validation; return (training, validation) without common samples"
+        )
 
     # Less is validated than was asked for, or positions are never reached.
     used = facts.get("val_used", facts.get("val_samples"))

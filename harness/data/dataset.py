@@ -43,6 +43,7 @@ RECORD = "target.json"
 """In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
+_UNREADABLE = "unreadable: "  # in place of a sample's hash
 _SPLIT_KEY = 0x5EED_0F_5A3B
 # Libraries whose tables take a number for a column or a label.
 _TABLES = ("pandas", "polars", "pyarrow")
@@ -295,7 +296,16 @@ class DatasetBatches:
             "val_used": self._val_samples,
             "fields": fields,
             "unreadable": self._faults,
+            "repeated_samples": self._repeated(),
         }
+
+    def _repeated(self) -> list[int]:
+        """[validation samples that were looked at and equal a training sample that was; all that were looked at]."""
+        hashes: dict[str, list[str]] = {"train": [], "val": []}
+        for key, found in self.fingerprint["looked_at"].items():
+            if not found.startswith(_UNREADABLE):
+                hashes[key.partition(" ")[0]].append(found)
+        return [sum(found in hashes["train"] for found in hashes["val"]), len(hashes["val"])]
 
     def _batch(self, split: Split, places: Ints, epochs: Ints) -> Batch:
         """A batch of the samples at `places`. Samples that cannot be read have stand-ins, and the batch says so."""
@@ -458,7 +468,7 @@ def _look_at(
         sample = form.taken(read(split, place, seed, epoch))
         return _hash(form.batch([sample])), ""
     except Exception as error:
-        return f"unreadable: {type(error).__name__}", _why(split, place, error)
+        return f"{_UNREADABLE}{type(error).__name__}", _why(split, place, error)
 
 
 def _hash(sample: Batch) -> str:

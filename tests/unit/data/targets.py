@@ -220,3 +220,8 @@ def one_buffer(kind: str = "tensor") -> Made:
         return buffer if kind == "tensor" else buffer.numpy(), index % 3
 
     return Made(sample)
+
+
+def one_twice() -> tuple[Made, Made]:
+    data = pairs()
+    return data, data

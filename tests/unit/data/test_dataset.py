@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.core.config import DataConfig, RunConfig, load_config
+from harness.core.config import DataConfig, RunConfig, data_doubts, load_config
 from harness.core.errors import ConfigError, DataError
 from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE, StepFacts, Window
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
@@ -268,6 +268,15 @@ def test_samples_in_one_buffer_are_kept_apart(kind: str) -> None:
     batches = data.micro_batches(window, 0, 1)
     assert numbers(batches) == _taken(data, window)
     assert batches[0]["targets"].tolist() == [number % 3 for number in _taken(data, window)]
+
+
+def test_a_validation_that_is_trained_on_is_told() -> None:
+    told = "8 of the 8 samples to validate on that were looked at equal one to train on"
+    for target in ("one_twice", "both", "with_validation", "pairs"):
+        doubts = "".join(data_doubts(run_of(target), source(target).facts()))
+        # All of `both`'s validation are the first of its training samples.
+        assert (told in doubts) == (target == "one_twice")
+        assert ("equal one to train on" in doubts) == (target in ("one_twice", "both"))
 
 
 def test_texts_that_are_equally_long_by_chance_may_differ() -> None:
