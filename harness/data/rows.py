@@ -54,6 +54,7 @@ _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
 _WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
 _LOOKED_AT = 5  # samples of webdataset, for the endings they have
+_HEAD = 1 << 16  # bytes, in which a table's names end
 _LONGEST_FIELD = 1 << 30  # characters
 _QUOTING = (
     "quoting",
@@ -75,6 +76,11 @@ _FIX_QUOTES = (
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}, quoting=csv.QUOTE_NONE))" '
     "< FILE > NEW.csv; then data.path=NEW.csv. If a text has a backslash before its quotes: the same with "
     "escapechar=chr(92), doublequote=False in place of quoting=csv.QUOTE_NONE"
+)
+_SEPARATORS = (";", "\t", ",", "|")
+_FIX_SEPARATOR = (
+    'python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < FILE > NEW.csv; then data.path=NEW.csv'
 )
 _FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts that have commas into quotes"
 _FIX_KEY = "set data.text_key to the one that has the text"
@@ -368,6 +374,7 @@ class Csv(Rows):
         return super()._divide(file, size)
 
     def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
+        _check_separator(path, key, {**self._options(path, key), **self._given})
         tables = super()._tables(path, key)
         try:
             while True:
@@ -387,6 +394,28 @@ class Csv(Rows):
                 "the end of a row"
             )
             raise DataError(Problem(what, f"data.path: {path}", why, fix)) from warning
+
+
+def _check_separator(path: str, key: str, options: Mapping[str, Any]) -> None:
+    """Raises DataError for a table whose first line has other separators alone. options: of the reader."""
+    separator = options.get("delimiter") or options["sep"]
+    arrow = importlib.import_module("pyarrow")
+    with arrow.input_stream(path, compression="detect") as stream:
+        head = stream.read(_HEAD).decode("utf-8-sig", "replace")
+    names = head.splitlines()[0] if head else ""
+    others = [each for each in _SEPARATORS if each in names]
+    if separator in names or not others or names.strip().strip('"') == key:
+        return
+    other = others[0]
+    what = f"has {other!r} between its columns, not {separator!r}"
+    raise DataError(
+        Problem(
+            what,
+            f"data.path: {path}",
+            f"it begins with {names[:80]!r}",
+            _FIX_SEPARATOR.format(other),
+        )
+    )
 
 
 def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:

@@ -267,6 +267,21 @@ def test_a_table_without_quoting_is_refused_with_a_way_in(
         assert texts(tmp_path / "NEW.csv", tmp_path / "two") == sorted(lines)
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_table_with_another_separator_names_the_command(tmp_path: Path, mark: str) -> None:
+    rows = [f'{n}{mark}"{line.strip()}, indeed{mark}"\n' for n, line in enumerate(LINES)]
+    path = written(tmp_path / "table.csv", f"n{mark}text\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"between its columns, not ','") as caught:
+        prepare(config(path), tmp_path / "run")
+    command = caught.value.problems[0].fix.partition("python ")[2].split("; then")[0]
+    words = command.replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
+    subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
+    expected = sorted(f"{line.strip()}, indeed{mark}".strip() for line in LINES)
+    assert [each.strip() for each in texts(tmp_path / "NEW.csv", tmp_path / "two")] == expected
+    single = written(tmp_path / "one.csv", f"a{mark}b\n" + "".join(LINES))
+    assert texts(single, tmp_path / "three", text_key=f"a{mark}b") == EXPECTED
+
+
 def test_quotes_after_a_backslash_are_refused_with_a_way_in(tmp_path: Path) -> None:
     """pandas ends the field at such a quote; the rest of the text loses its quotes, or runs into the next rows."""
     rows = [f'{n},"{line.strip()} \\"so it says\\""\n' for n, line in enumerate(LINES)]
