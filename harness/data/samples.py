@@ -273,6 +273,9 @@ def as_sample(given: object) -> Batch:
     sample: Batch = {}
     wrong: list[str] = []
     for name, value in items.items():
+        if odd := _hides_values(value):
+            wrong.append(f"{name} is {odd}")
+            continue
         try:
             sample[name] = _tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -280,6 +283,15 @@ def as_sample(given: object) -> Batch:
     if wrong or not sample:
         raise OddSampleError("; ".join(wrong) or "it is empty")
     return sample
+
+
+def _hides_values(value: object) -> str:
+    """What an array is of which NumPy would give other numbers than are meant; empty for any other."""
+    if getattr(value, "mode", None) in ("P", "PA"):
+        return "a picture of numbers of a palette: .convert('RGB') gives colours"
+    if np.ma.is_masked(value):
+        return "an array with masked values: .filled(VALUE) says what they count as"
+    return ""
 
 
 def _tensor(value: Any) -> Tensor:

@@ -225,3 +225,17 @@ def one_buffer(kind: str = "tensor") -> Made:
 def one_twice() -> tuple[Made, Made]:
     data = pairs()
     return data, data
+
+
+def hidden(kind: str) -> Made:
+    """Arrays whose plain numbers are not what is meant."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    values = {
+        "palette": picture.quantize(16),
+        "colours": picture,
+        "masked": np.ma.masked_greater(np.arange(8.0), 5),
+        "unmasked": np.ma.masked_greater(np.arange(8.0), 9),
+    }
+    return Made(lambda index: (values[kind], index % 3))

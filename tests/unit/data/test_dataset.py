@@ -270,6 +270,15 @@ def test_samples_in_one_buffer_are_kept_apart(kind: str) -> None:
     assert batches[0]["targets"].tolist() == [number % 3 for number in _taken(data, window)]
 
 
+def test_arrays_that_hide_their_values_are_refused() -> None:
+    """Numbers of a palette and what lies under a mask would be trained on."""
+    for kind, told in (("palette", r"convert\('RGB'\)"), ("masked", r"\.filled\(VALUE\)")):
+        with pytest.raises(DataError, match=told):
+            source("hidden", args={"kind": kind})
+    assert source("hidden", args={"kind": "colours"}).facts()["fields"]["inputs"][1:] == [8, 8, 3]
+    assert source("hidden", args={"kind": "unmasked"}).facts()["fields"]["inputs"][1:] == [8]
+
+
 def test_a_validation_that_is_trained_on_is_told() -> None:
     told = "8 of the 8 samples to validate on that were looked at equal one to train on"
     for target in ("one_twice", "both", "with_validation", "pairs"):
