@@ -268,8 +268,12 @@ def _separator(data: TokenData) -> int | None:
     if all(file["index"] for file in info["files"]):
         return None
     separator: int | None = info["separator"]
+    where = f"data.path: {info['source']}"
+    if info.get("separators") == 0:
+        why = f"no token of the files is {separator}, with which documents should end"
+        fix = "set data.separator to the id that ends them, or data.packing=none"
+        raise DataError(Problem("documents cannot be told apart", where, why, fix))
     if separator is None:
-        where = f"data.path: {info['source']}"
         why = "the files have no index of their documents, and no token id is known to end one"
         fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
         raise DataError(Problem("documents cannot be told apart", where, why, fix))
