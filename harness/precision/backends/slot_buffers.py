@@ -49,7 +49,7 @@ class ScalingState:
         self.scrubbed = fp8_max.new_zeros(())
         # History and scale as they were when the window began.
         self._entry = (self.history, self.scale)
-        # Which slots an amax has ever been recorded of, as last read from the device, and whether that is still so.
+        # Which slots have an amax in the history, as last read from the device, and whether that is still so.
         self._measured = [False] * len(fp8_max)
         self._read = True
 
@@ -96,9 +96,7 @@ class ScalingState:
         if self._measured[slot]:
             return False
         if not self._read:
-            # The scale outlives the history of a layer that training has left: a resumed run must see the same.
-            measured = (self.history[1:] != 0).any(dim=0) | (self.scale != 1)
-            self._measured = measured.cpu().tolist()
+            self._measured = (self.history[1:] != 0).any(dim=0).cpu().tolist()
             self._read = True
         # In the first step nothing has a scale. In train mode this may then be a reentrant checkpoint's forward, which
         # backward runs again with gradients, in FP8.

@@ -158,31 +158,3 @@ def test_a_skipped_first_step_sets_no_scale() -> None:
     window(backend, model, x, SKIP)
     with torch.no_grad(), backend.context():
         assert torch.equal(model(x), before)
-
-
-def test_a_layer_that_training_has_left_keeps_its_scale_after_a_resume() -> None:
-    """A trunk that is frozen after some steps: its amaxes leave the history, and its scales stay."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"trunk": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
-    backend = backend_for(model)
-    trunk, head, x = model["trunk"], model["head"], torch.randn(16, 32)
-
-    class Frozen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                hidden = trunk(x)
-            return head(hidden)
-
-    window(backend, nn.Sequential(trunk, head), x)
-    for _ in range(len(backend.slot_buffers.history) + 1):
-        window(backend, Frozen(), x)
-    assert backend.slot_buffers.history[:, 0].count_nonzero() == 0, "its amaxes are gone"
-
-    def evaluated() -> Tensor:
-        with torch.no_grad(), backend.context():
-            return trunk(x)
-
-    before = evaluated()
-    tensors, meta = backend.state_dict()
-    backend.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, meta)
-    assert torch.equal(evaluated(), before)
