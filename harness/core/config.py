@@ -54,6 +54,8 @@ MOST_PROFILED = 20
 """Most steps in one profile: a step of a large model is tens of megabytes of trace."""
 
 # Most names in a message.
+_REPEATED_SHARE = 0.01  # of documents: a few are normal, as a line that many write
+_KEPT_SHARE = 0.9  # of characters: tokenizers may leave accents out
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 
@@ -796,6 +798,24 @@ def unwatched(guard: bool, fallback: bool, in_fp8: bool) -> str:
     )
 
 
+def text_doubts(facts: Mapping[str, Any]) -> list[str]:
+    """What to doubt of rows and text that were made into token ids. facts: of the data, or of a prepared folder."""
+    doubts: list[str] = []
+    copies, of_all = facts.get("repeated_documents", (0, 0))
+    if copies and copies >= _REPEATED_SHARE * of_all:
+        doubts.append(
+            f"{copies:,} of the {of_all:,} documents to validate on are among those to train on, too: their loss is no "
+            "validation; remove duplicates before the data are split"
+        )
+    kept, looked_at = facts.get("kept_characters", (0, 0))
+    if kept < _KEPT_SHARE * looked_at:
+        doubts.append(
+            f"of the text that was looked at, {kept / looked_at:.0%} comes back from its token ids: the tokenizer "
+            "drops the rest, or has one token for all that it does not know; take one that was made for such text"
+        )
+    return doubts
+
+
 def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     """A line for each setting that the data are too small for. facts: the data's own figures (`data.facts()`)."""
     doubts: list[str] = []
@@ -818,6 +838,13 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
         doubts.append(
             f"{len(copies):,} of the files to validate on have the content of one to train on "
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
+        )
+    doubts += text_doubts(facts)
+    copies_seen, seen = facts.get("repeated_samples", (0, 0))
+    if copies_seen:
+        doubts.append(
+            f"{copies_seen} of the {seen} samples to validate on that were looked at equal one to train on: their loss "
+            "is no validation; return (training, validation) without common samples"
         )
 
     # Less is validated than was asked for, or positions are never reached.

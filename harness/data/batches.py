@@ -235,6 +235,9 @@ class TokenBatches:
             facts["joined"] = True
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])
+        for key in ("repeated_documents", "kept_characters"):
+            if info.get(key):
+                facts[key] = list(info[key])
         if self.masked and self._separator is None:
             starts = self._data.starts("train")
             lengths = np.diff(starts, append=len(self._data.train))
@@ -265,8 +268,12 @@ def _separator(data: TokenData) -> int | None:
     if all(file["index"] for file in info["files"]):
         return None
     separator: int | None = info["separator"]
+    where = f"data.path: {info['source']}"
+    if info.get("separators") == 0:
+        why = f"no token of the files is {separator}, with which documents should end"
+        fix = "set data.separator to the id that ends them, or data.packing=none"
+        raise DataError(Problem("documents cannot be told apart", where, why, fix))
     if separator is None:
-        where = f"data.path: {info['source']}"
         why = "the files have no index of their documents, and no token id is known to end one"
         fix = "set data.separator to that id, give data.tokenizer, or set data.packing=none"
         raise DataError(Problem("documents cannot be told apart", where, why, fix))

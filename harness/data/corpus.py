@@ -215,8 +215,11 @@ def describe_corpus(
     # What nobody has given follows from the ids that were read.
     if vocabulary is None:
         vocabulary = Vocabulary(largest + 1)
+    separators: int | None = None
     if unigram_nats is None:
         unigram_nats = entropy(counts)
+        if separator is not None:
+            separators = int(counts[separator]) if separator < len(counts) else 0
     left_out = shards.left_out
     skipped = [{"name": name, "reason": reason} for name, reason in left_out]
     info: dict[str, Any] = {
@@ -227,6 +230,7 @@ def describe_corpus(
         "vocab": padded_vocabulary(vocabulary.ids),
         "largest": largest,
         "separator": separator,
+        "separators": separators,
         "tokenizer": vocabulary.tokenizer,
         "block_bytes": BLOCK,
         "unigram_nats": unigram_nats,

@@ -14,16 +14,17 @@ update is made from its window, and the sample is named (`data.unreadable`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from harness.core.config import DataConfig, RunConfig
 from harness.core.errors import ConfigError, DataError, Problem, some
@@ -42,7 +43,15 @@ RECORD = "target.json"
 """In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
+_UNREADABLE = "unreadable: "  # in place of a sample's hash
 _SPLIT_KEY = 0x5EED_0F_5A3B
+# Libraries whose tables take a number for a column or a label.
+_TABLES = ("pandas", "polars", "pyarrow")
+_FIX_ARRAYS = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
+_FIX_TABLE = (
+    "return list(zip(table[INPUTS].to_numpy(dtype='float32'), table[LABEL].to_numpy())), with the names of columns; "
+    "rows of text need no target: data.path=FILE.parquet"
+)
 _VALIDATION_EPOCH = 2**32 - 1  # no training sample has it
 
 
@@ -86,8 +95,7 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     if arrays := _inputs_and_labels(train, val):
         what = f"it returned two arrays of one length, {arrays}: inputs and labels?"
         why = "a pair from data.target is (training, validation), each of which is asked for samples by number"
-        fix = "return torch.utils.data.TensorDataset(X, y), or an object whose sample number i is the pair (X[i], y[i])"
-        raise ConfigError(Problem(what, where, why, fix))
+        raise ConfigError(Problem(what, where, why, _FIX_ARRAYS))
 
     problems = _misfit("training", train, where)
     if val is not None:
@@ -110,16 +118,38 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
 
 def _misfit(name: str, data: Any, where: str) -> list[Problem]:
     """Why `data` cannot be asked for samples by number; empty if it can. name: of the split, for the message."""
-    # On the type: an instance's attribute would not make len() and [] work.
     kind = type(data)
+    its = f"its {name} data, a {kind.__name__}"
+    why = "samples are asked for by number, in any order"
+    if (library := kind.__module__.partition(".")[0]) in _TABLES:
+        what = f"{its} of {library}, have no samples by number: 0 is a column, or a label"
+        return [Problem(what, where, why, _FIX_TABLE)]
+    if issubclass(kind, IterableDataset) and library != "datasets":
+        what = f"{its}, are read from the beginning only"
+        fix = "give its class a __getitem__ (a Dataset); if all samples fit into memory: return list(data)"
+        return [Problem(what, where, why, fix)]
+    if isinstance(data, Mapping) and 0 not in data:
+        names = some([str(each) for each in cast("Mapping[Any, Any]", data)], 3)
+        what = f"{its}, are of names, not of numbers: {names}"
+        return [Problem(what, where, why, f"{_FIX_ARRAYS}. Splits are called train and validation")]
+    if isinstance(data, list | tuple) and any(
+        isinstance(each, Dataset) for each in cast("Sequence[Any]", data)
+    ):
+        what = f"its {name} data are {len(cast('Sequence[Any]', data))} data sets"
+        return [
+            Problem(what, where, why, "return a pair (training, validation), or a ConcatDataset")
+        ]
+
+    # On the type: an instance's attribute would not make len() and [] work.
     needed = ("__len__", "__getitem__")
     lacks = [method for method in needed if not hasattr(kind, method)]
     if lacks:
-        what = f"its {name} data, a {kind.__name__}, have no {' and no '.join(lacks)}"
-        why = "samples are asked for by number, in any order"
+        what = f"{its}, have no {' and no '.join(lacks)}"
         fix = "return an object that has them, or a pair of such (training, validation)"
-        if kind.__module__.startswith("datasets."):
+        if library == "datasets":
             fix = "load it with streaming=False; rows of text need no target: data.path=hf:NAME, or its files"
+        if isinstance(data, DataLoader):
+            fix = "return its data set: batches are made here, of train.micro_batch samples"
         return [Problem(what, where, why, fix)]
     if not len(data):
         return [Problem(f"its {name} data have no sample", where, fix="give some")]
@@ -149,14 +179,16 @@ def _divided(samples: Samples, held: int) -> tuple[Split, Split]:
 def _splits(given: Any) -> tuple[Any, Any]:
     """(training, validation or None) of what a target returned.
 
-    A pair, two data sets in a list (as torch splits one), or a mapping with the names of splits (as Hugging Face's).
+    A pair, a list of two data sets (as torch splits one) or arrays, or a mapping with the names of splits (as Hugging
+    Face's).
     """
     if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
         return cast("tuple[Any, Any]", given)
     if isinstance(given, list) and len(cast("list[Any]", given)) == 2:
         first, second = cast("list[Any]", given)
-        if isinstance(first, Dataset) and isinstance(second, Dataset):
-            return first, second
+        for kinds in (Dataset, (torch.Tensor, np.ndarray)):
+            if isinstance(first, kinds) and isinstance(second, kinds):
+                return first, second
     if isinstance(given, Mapping) and "train" in given:
         named = cast("Mapping[str, Any]", given)
         held_out = [named[name] for name in ("validation", "valid", "val") if name in named]
@@ -264,7 +296,16 @@ class DatasetBatches:
             "val_used": self._val_samples,
             "fields": fields,
             "unreadable": self._faults,
+            "repeated_samples": self._repeated(),
         }
+
+    def _repeated(self) -> list[int]:
+        """[validation samples that were looked at and equal a training sample that was; all that were looked at]."""
+        hashes: dict[str, list[str]] = {"train": [], "val": []}
+        for key, found in self.fingerprint["looked_at"].items():
+            if not found.startswith(_UNREADABLE):
+                hashes[key.partition(" ")[0]].append(found)
+        return [sum(found in hashes["train"] for found in hashes["val"]), len(hashes["val"])]
 
     def _batch(self, split: Split, places: Ints, epochs: Ints) -> Batch:
         """A batch of the samples at `places`. Samples that cannot be read have stand-ins, and the batch says so."""
@@ -387,16 +428,27 @@ def _probe(
 def _first_form(train: Split, seed: int, name: str) -> Form:
     """The form of the first of some training samples that can be read."""
     collate = getattr(train.samples, "collate", None)
-    problems: list[Problem] = []
-    for place in _spread(train.size):
+    faults: dict[str, str] = {}  # one for each kind of error
+    places = _spread(train.size)
+    for number, place in enumerate(places):
         try:
             given = read(train, place, seed, 0)
             pad_id = int(getattr(train.samples, "pad_id", 0))
-            return first_form(given, collate, pad_id)
+            others = _readable(train, places[number + 1 :], seed)
+            return first_form(given, collate, pad_id, others)
         except Exception as error:
             what = f"sample {place} cannot be read: {_why(train, place, error)}"
-            problems.append(Problem(what, name))
-    raise DataError(problems)
+            faults.setdefault(_text_of(error), what)
+    why = f"nor can any other of the {len(places)} that were tried"
+    fix = "what a sample may be: docs/guide/datasets.md"
+    raise DataError([Problem(what, name, why, fix) for what in faults.values()])
+
+
+def _readable(split: Split, places: Sequence[int], seed: int) -> Iterator[object]:
+    """Those of the samples at `places` that can be read."""
+    for place in places:
+        with contextlib.suppress(Exception):
+            yield read(split, place, seed, 0)
 
 
 def _spread(size: int) -> list[int]:
@@ -416,7 +468,7 @@ def _look_at(
         sample = form.taken(read(split, place, seed, epoch))
         return _hash(form.batch([sample])), ""
     except Exception as error:
-        return f"unreadable: {type(error).__name__}", _why(split, place, error)
+        return f"{_UNREADABLE}{type(error).__name__}", _why(split, place, error)
 
 
 def _hash(sample: Batch) -> str:

@@ -3,11 +3,13 @@
 A file is what its ending says, and text where the ending says nothing. A folder has the format that all its files have,
 except for files that usually lie beside data (a README, a .json, a .py). `data.format` overrides all of this.
 
-Nothing is opened here. What a file's content is, its reader finds out, and refuses by name what it cannot read.
+What a file's content is, its reader finds out, and refuses by name what it cannot read. Only in files whose names say
+text, rows of JSON are looked for here: as text they would train without an error.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -45,6 +47,7 @@ _COMPANION_NAMES = ("LICENSE", "README", "COPYING")
 _PROSE = (".py", ".md", ".rst")
 _FEW_PROSE = 10  # with more prose than this, and than other files, a folder is a source tree: its prose is the data
 _FILES_LOOKED_AT = 10_000
+_LONGEST_ROW = 1 << 24  # bytes
 _MOST_ROWS = 0.05  # share of a text folder's bytes that may be row files: a source tree has some for its tests
 
 # Commands for what has to be unpacked or written anew first. {path}: the file; {stem}: without its ending.
@@ -80,6 +83,7 @@ def look(path: Path) -> Kind:
         kind = kind_of(path)
         if kind == "text":
             _refuse_packed(path, [path])
+            _refuse_rows(path, [path])
         return kind
 
     # A folder that a program wrote as a whole has a file that says so.
@@ -102,6 +106,7 @@ def look(path: Path) -> Kind:
         return kinds.pop()
     _refuse_packed(path, files)
     _refuse_mixed(path, files, beside)
+    _refuse_rows(path, files)
     return "text"
 
 
@@ -197,6 +202,35 @@ def _refuse_mixed(path: Path, files: Sequence[Path], beside: Sequence[Path]) -> 
         why = "; ".join(whys)
         fix = f"{ways} (all of it, as it stands), or a folder for each kind"
         raise DataError(Problem("has files of several kinds", f"data.path: {path}", why, fix))
+
+
+def _refuse_rows(path: Path, files: Sequence[Path]) -> None:
+    """Raises DataError if text is rows of JSON by its content, in more than a few files."""
+    rows = [file for file in files if kind_of(file) == "text" and _has_rows(file)]
+    if not rows or sum(map(_size, rows)) < _MOST_ROWS * sum(map(_size, files)):
+        return
+    what = "has a JSON object in every line, and a name that says text"
+    fix = "data.format=JSONL, or data.format=text (as it stands, with all signs of JSON)"
+    if path.is_dir():
+        what = f"has {len(rows)} of {len(files)} files with a JSON object in every line, and a name that says text"
+        fix = "call them .jsonl; or data.format=text (as it stands, with all signs of JSON)"
+    raise DataError(Problem(what, f"data.path: {path}", f"such as {rows[0].name}", fix))
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether the first two lines of a file are JSON objects."""
+    try:
+        # Not of a pipe, at which opening it would wait.
+        if not file.is_file():
+            return False
+        with file.open("rb") as stream:
+            for _ in range(2):
+                line = stream.readline(_LONGEST_ROW)
+                if not line.startswith(b"{") or not isinstance(json.loads(line), dict):
+                    return False
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _size(file: Path) -> int:

@@ -70,6 +70,7 @@ class Piece:
     ends: whether the document ends with this piece.
     fault: why it cannot be used; empty if it can.
     hint: what helps to understand the fault.
+    fix: what to do if the first piece of a file has it.
     """
 
     text: str | bytes
@@ -77,6 +78,7 @@ class Piece:
     ends: bool = True
     fault: str = ""
     hint: str = ""
+    fix: str = ""
 
 
 class DocumentSource(Protocol):

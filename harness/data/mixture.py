@@ -168,6 +168,12 @@ class Mixture:
         facts["skipped"] = skipped
         if any(each.get("joined") for each in parts):
             facts["joined"] = True
+        if copies := [name for each in parts for name in each.get("repeated", ())]:
+            facts["repeated"] = copies
+        for key in ("repeated_documents", "kept_characters"):
+            counted = [each[key] for each in parts if key in each]
+            if counted:
+                facts[key] = [sum(column) for column in zip(*counted, strict=True)]
         facts["mixture"] = mixture
         return facts
 

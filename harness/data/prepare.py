@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -40,7 +41,7 @@ from harness.data.rows import FORMATS, open_source
 from harness.data.shards import ShardWriter, smallest_dtype
 from harness.data.source import record_of_files
 from harness.data.text import BadFiles
-from harness.data.tokenizer import load_encoder, tokenizer_file
+from harness.data.tokenizer import Encoder, load_encoder, tokenizer_file
 
 FORMAT = 1
 PREPARED = "dataset.json"
@@ -51,6 +52,7 @@ TASK_BYTES = 16 << 20
 _MOST_TASKS = 128
 _INLINE = 4 << 20  # bytes up to which starting workers takes longer than tokenizing
 _BATCH_BYTES, _BATCH_PIECES = 1 << 20, 1024
+_DECODED_PIECES, _DECODED_LETTERS = 16, 2000
 _GROUP = 20  # pieces that are divided together, if the share can be had of so many
 _PLAN = "prepare.json"
 _NAMED, _CHANGED_NAMED = 20, 5
@@ -305,6 +307,10 @@ def _counts(out: Path, task: int) -> Path:
     return out / f"counts-{task:05d}.npy"
 
 
+def _hashes(out: Path, task: int) -> Path:
+    return out / f"hashes-{task:05d}.npz"
+
+
 def _is_done(out: Path, task: int) -> bool:
     """Whether a task's marker and shards are there, whole. Its shards were written before the marker was."""
     try:
@@ -322,6 +328,7 @@ class _Task:
     """One task of a plan: what it has made, skipped and found wrong so far.
 
     inside: whether the piece that came last did not end its document.
+    kept: of the texts whose ids were made into text again (`Encoder.decode`), characters that came back, and all.
     """
 
     out: Path
@@ -330,6 +337,7 @@ class _Task:
     skipped: Counter[str] = field(default_factory=Counter[str])
     problems: list[Problem] = field(default_factory=list[Problem])
     inside: bool = False
+    kept: list[int] = field(default_factory=lambda: [0, 0])
 
     def run(self, encoding: Encoding) -> Generator[int, None, None]:
         """Make the shards and the marker; the bytes of text that were read, batch by batch.
@@ -346,11 +354,14 @@ class _Task:
         separator = [] if vocabulary.separator is None else [vocabulary.separator]
         end = np.array(separator, dtype=np.int64)
         counts = np.zeros(0, dtype=np.int64)
+        hashes: dict[str, list[int]] = {"train": [], "val": []}  # of each piece's text
         text_bytes = 0
         last = ""  # the split of the piece before
         try:
             for batch, encoded in encoding.encode(self._batches()):
                 text_bytes += batch.size
+                if self.plan["tokenizer"] and not any(self.kept):
+                    self._decode(batch, encoding.encoder)
                 made: list[Ints] = []
                 for (piece, split), found in zip(batch.pieces, encoded, strict=True):
                     ids = self._usable(piece, found)
@@ -361,6 +372,7 @@ class _Task:
                     if last and last != split:
                         shards[last].end_document()
                     last = split
+                    hashes[split].append(_hash(piece.text))
                     if piece.ends:
                         ids = np.concatenate([ids, end])
                     shards[split].add(ids)
@@ -383,14 +395,29 @@ class _Task:
         written = [shard.commit() for shard in shards.values()]
         with _counts(self.out, self.number).open("wb") as stream:
             np.save(stream, counts)
+        arrays = {split: np.array(found, dtype=np.int64) for split, found in hashes.items()}
+        with _hashes(self.out, self.number).open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
         # A split without a document has no shard.
         filled = [shard for shard in written if shard]
         marker = {
             "shards": filled,
             "skipped": dict(self.skipped),
             "text_bytes": text_bytes,
+            "kept": self.kept,
         }
         write_json(_marker(self.out, self.number), marker)
+
+    def _decode(self, batch: TextBatch, encoder: Encoder) -> None:
+        """Count what comes back of the beginnings of some texts: a tokenizer may drop what it does not know."""
+        for piece, _ in batch.pieces[:_DECODED_PIECES]:
+            text = _raw(piece.text).decode()[:_DECODED_LETTERS]
+            with contextlib.suppress(DataError):
+                (ids,) = encoder.encode([text])
+                given = _letters(text)
+                back = _letters(encoder.decode(ids.tolist()))
+                self.kept[0] += (given & back).total()
+                self.kept[1] += given.total()
 
     def _batches(self) -> Iterator[TextBatch]:
         """The task's pieces with their splits, some at a time."""
@@ -445,8 +472,23 @@ class _Task:
 
 
 def _bytes_of(text: str | bytes) -> int:
-    raw = text if isinstance(text, bytes) else text.encode()
-    return len(raw)
+    return len(_raw(text))
+
+
+def _raw(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+def _letters(text: str) -> Counter[str]:
+    """How often each character occurs, without what tokenizers change on purpose: spaces, capitals, forms."""
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return Counter("".join(plain.split()))
+
+
+def _hash(text: str | bytes) -> int:
+    """64 bits of the text's hash, as a signed number."""
+    digest = hashlib.blake2b(_raw(text), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _split(task: int, number: int, share: float) -> str:
@@ -473,12 +515,15 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     skipped: Counter[str] = Counter()
     counts = np.zeros(0, dtype=np.int64)
     text_bytes = 0
+    kept = [0, 0]
     for task in range(count_of_tasks):
         made = read_json(_marker(out, task), MAX_LARGE)
         shards += made["shards"]
         skipped.update(made["skipped"])
         counts = add_counts(counts, np.load(_counts(out, task)))
         text_bytes += made["text_bytes"]
+        # Tasks that an earlier version had done do not say it.
+        kept = [sum(pair) for pair in zip(kept, made.get("kept", (0, 0)), strict=True)]
     if all(shard["split"] != "train" for shard in shards):
         reasons = [f"{count} x {reason}" for reason, count in skipped.items()]
         why = "; ".join(reasons) or "it has no rows"
@@ -516,18 +561,40 @@ def _finish(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         "text_bytes": text_bytes,
         "documents": documents,
         "unigram_nats": entropy(counts),
+        "kept_characters": kept,
         "skipped": left_out,
         "origin": origin,
         "shards": shards,
         "sha256": overall.hexdigest(),
     }
+    if repeated := _repeated(out, count_of_tasks):
+        info["repeated_documents"] = repeated
     write_json(out / PREPARED, info)
 
     # Markers are needed no longer; a kill here leaves some, which do no harm.
     for task in range(count_of_tasks):
         _marker(out, task).unlink(missing_ok=True)
         _counts(out, task).unlink(missing_ok=True)
+        _hashes(out, task).unlink(missing_ok=True)
     return info
+
+
+def _repeated(out: Path, tasks: int) -> list[int] | None:
+    """[validation pieces whose text is that of a training piece, too; all validation pieces].
+
+    None if a task was done by a version that did not say it.
+    """
+    found: list[Mapping[str, Ints]] = []
+    for task in range(tasks):
+        if not _hashes(out, task).exists():
+            return None
+        with np.load(_hashes(out, task)) as arrays:
+            found.append({"train": arrays["train"], "val": arrays["val"]})
+    val = np.concatenate([each["val"] for each in found])
+    is_repeated = np.zeros(len(val), dtype=np.bool_)
+    for each in found:
+        is_repeated |= np.isin(val, each["train"])
+    return [int(is_repeated.sum()), len(val)]
 
 
 def _record(out: Path, plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.core.config import Documents
 from harness.core.errors import DataError, Problem, some
@@ -43,7 +43,7 @@ from harness.data.documents import (
     ranges,
 )
 from harness.data.splits import Split, is_validation
-from harness.data.text import NAMED, BadFiles
+from harness.data.text import IS_LFS, LFS, NAMED, BadFiles
 
 JSON = ".json"
 """Lines or one array of objects; in a folder a .json often describes other files, so it is data only if alone."""
@@ -54,6 +54,7 @@ _UNPACKED = 4  # times as large as packed, about
 _PACKED = (".gz", ".zst")
 _WITHOUT_BLANK_LINES = "utf_8_without_blank_lines"
 _LOOKED_AT = 5  # samples of webdataset, for the endings they have
+_HEAD = 1 << 16  # bytes, in which a table's names end
 _LONGEST_FIELD = 1 << 30  # characters
 _QUOTING = (
     "quoting",
@@ -67,14 +68,43 @@ _PANDAS_CUTS = "Length of header or names does not match"  # how its warning beg
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
 _FIX_COPY = "copy the file again, or write it again"
+_FIX_LFS = "git lfs pull in its repository, or download the file itself"
 _FIX_ENCODING = "rows must be UTF-8: iconv -f utf-16 -t utf-8 OLD > NEW (or -f latin1); else copy the file again"
 _FIX_QUOTES = (
-    'write it with quotes, then data.path=NEW.csv: python -c "import csv, sys; csv.field_size_limit(1 << 30); '
-    "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter='\\t', quoting=csv.QUOTE_NONE))\" "
-    "< FILE > NEW.csv"
+    "repair it there, or copy the file again if it was cut short. If no quote of the file encloses a field: "
+    'python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}, quoting=csv.QUOTE_NONE))" '
+    "< FILE > NEW.csv; then data.path=NEW.csv. If a text has a backslash before its quotes: the same with "
+    "escapechar=chr(92), doublequote=False in place of quoting=csv.QUOTE_NONE"
 )
+_SEPARATORS = (";", "\t", ",", "|")
+_FIX_SEPARATOR = (
+    'python -c "import csv, sys; csv.field_size_limit(1 << 30); '
+    'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < FILE > NEW.csv; then data.path=NEW.csv'
+)
+_FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts that have commas into quotes"
 _FIX_KEY = "set data.text_key to the one that has the text"
-_FIX_ROW = f"{_FIX_KEY}, or data.bad=skip to pass over such rows"
+_SKIP_ROWS = "data.bad=skip passes over such rows"
+_FIX_NUMBERS = (
+    f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
+)
+_FIX_LIST = "give each of the list a row: jq -c '{}' FILE > NEW.jsonl; then data.path=NEW.jsonl"
+_FIX_PAIR = (
+    "join what belongs together: jq -c '{{text: ({})}}' FILE > NEW.jsonl; then data.path=NEW.jsonl"
+)
+_FIX_CHAT = (
+    "write chats as text, as the tokenizer's template has it: {}python -c \"import json, sys; from transformers import "
+    "AutoTokenizer; render = AutoTokenizer.from_pretrained(sys.argv[1]).apply_chat_template; "
+    "[print(json.dumps({{'text': render({}, tokenize=False)}})) for row in map(json.loads, sys.stdin)]\" TOKENIZER "
+    "< {} > NEW.jsonl; then data.path=NEW.jsonl data.tokenizer=TOKENIZER (more in docs/guide/data.md#chats)"
+)
+_NAME_ROLES = (
+    'jq -c \'.{0} |= map({{role: ({{human: "user", gpt: "assistant"}}[.from] // .from), content: .value}})\' FILE '
+    "> ROLES; "
+)
+# Names of columns, in small letters, of which people make one text.
+_ASKED = ("system", "instruction", "context", "input", "prompt", "question", "problem")
+_ANSWERED = ("completion", "output", "response", "answer", "solution")
 _FIX_JSON = (
     "copy it again if it was cut short; jq -c . FILE > NEW says which line is no JSON, jq -Rc 'fromjson?' FILE > NEW "
     "leaves such lines out"
@@ -83,10 +113,25 @@ _FIX_MEMORY = (
     "write it again with fewer rows in a group and shorter texts, without dictionaries: "
     "pyarrow.parquet.write_table(..., row_group_size=1000, use_dictionary=False)"
 )
+_FIX_BYTES = (
+    "if these bytes are UTF-8: python -c \"import pyarrow.parquet as pq; t = pq.read_table('FILE'); "
+    "n = t.column_names.index('{0}'); pq.write_table(t.set_column(n, '{0}', t['{0}'].cast('string')), 'NEW.parquet')\""
+)
 _FIX_IDS = (
     "token ids are read from a .bin: numpy.concatenate(ROWS).astype('<u4').tofile('train.bin'), each row with its "
     "end-of-text id; then data.path=train.bin data.dtype=uint32"
 )
+
+
+class Columns(NamedTuple):
+    """What the rows of a table have.
+
+    names: of the columns.
+    fix: what to do if none of them is the text.
+    """
+
+    names: Sequence[str]
+    fix: str
 
 
 class Rows:
@@ -126,6 +171,9 @@ class Rows:
             if not size:
                 left_out.append((file.name, "empty"))
                 continue
+            if _begins(file, LFS):
+                problems.append(Problem(f"is {IS_LFS}", f"data.path: {file}", fix=_FIX_LFS))
+                continue
             # The size of a packed file is estimated as it will be unpacked.
             if file.name.lower().endswith(_PACKED):
                 size *= _UNPACKED
@@ -140,7 +188,7 @@ class Rows:
                 continue
             if first is not None and first.fault and not is_skipped(first.fault, bad):
                 where = f"data.path: {first.where}"
-                problems.append(Problem(first.fault, where, first.hint, _FIX_ROW))
+                problems.append(Problem(first.fault, where, first.hint, first.fix))
             for begin, end, count in divided:
                 part = Part(str(file), begin, end, count, split)
                 parts.append(part)
@@ -180,9 +228,9 @@ class Rows:
         row = 0
         what = f"cannot be read as {self.kind}"
         try:
-            for texts, names in self._tables(path, key):
+            for texts, columns in self._tables(path, key):
                 for text in texts.to_pylist():
-                    yield _piece(text, key, self._where(path, row), names)
+                    yield _piece(text, key, self._where(path, row), columns)
                     row += 1
         except DataError:
             raise
@@ -201,13 +249,13 @@ class Rows:
         """The place of the row that is read, for a message."""
         return f"{path}, row {row}"
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
-        """Tables of a file: the texts of some rows, an Arrow array of large_string, and the names of all columns."""
-        names: list[str] = []
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
+        """Tables of a file: the texts of some rows, an Arrow array of large_string, and what the rows have."""
+        columns: list[Columns] = []
         own = self._options(path, key)
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
-            names[:] = table.column_names
+            columns[:] = [_columns(table, key)]
             # Under the name that the library expects: Parquet names the whole column, not a field of it.
             return _texts(table, key, path, json_field_paths).rename_columns([*own["features"]])
 
@@ -218,7 +266,7 @@ class Rows:
             reader._cast_table = only_texts
             reader.info.features = own["features"]
             for table in _batches(reader):
-                yield table.column(0), names
+                yield table.column(0), columns[0]
 
 
 class JsonLines(Rows):
@@ -229,6 +277,7 @@ class JsonLines(Rows):
         ".jsonl",
         ".jsonl.gz",
         ".jsonl.zst",
+        ".jsonlines",
         ".ndjson",
         ".ndjson.gz",
         ".ndjson.zst",
@@ -289,6 +338,11 @@ class JsonLines(Rows):
         return parts
 
 
+def _begins(file: Path, content: bytes) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(content)) == content
+
+
 def _is_array(file: Path) -> bool:
     with file.open("rb") as stream:
         return stream.read(4).removeprefix(codecs.BOM_UTF8).startswith(b"[")
@@ -300,6 +354,7 @@ class Csv(Rows):
     kind = "csv"
     suffixes = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst")
     reader = "csv.csv.Csv"
+    fix = _FIX_TABLE
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
@@ -318,7 +373,8 @@ class Csv(Rows):
         _check_quotes(file, {**self._options(str(file), ""), **self._given})
         return super()._divide(file, size)
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
+        _check_separator(path, key, {**self._options(path, key), **self._given})
         tables = super()._tables(path, key)
         try:
             while True:
@@ -340,39 +396,67 @@ class Csv(Rows):
             raise DataError(Problem(what, f"data.path: {path}", why, fix)) from warning
 
 
-def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
-    """Raises DataError for a table with tabs whose quotes are not meant as such.
+def _check_separator(path: str, key: str, options: Mapping[str, Any]) -> None:
+    """Raises DataError for a table whose first line has other separators alone. options: of the reader."""
+    separator = options.get("delimiter") or options["sep"]
+    arrow = importlib.import_module("pyarrow")
+    with arrow.input_stream(path, compression="detect") as stream:
+        head = stream.read(_HEAD).decode("utf-8-sig", "replace")
+    names = head.splitlines()[0] if head else ""
+    others = [each for each in _SEPARATORS if each in names]
+    if separator in names or not others or names.strip().strip('"') == key:
+        return
+    other = others[0]
+    what = f"has {other!r} between its columns, not {separator!r}"
+    raise DataError(
+        Problem(
+            what,
+            f"data.path: {path}",
+            f"it begins with {names[:80]!r}",
+            _FIX_SEPARATOR.format(other),
+        )
+    )
 
-    Databases write tabs without quoting: a text that begins with a quote would reach to the next quote, many rows on.
+
+def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
+    """Raises DataError for a table whose quotes do not enclose whole fields.
+
+    pandas reads on to the next quote, many rows later, and all of these rows become one text. Databases write tabs
+    without quoting, and programs that join fields by hand do not double the quotes within a text.
     options: of the reader.
     """
     # A description that says how its files are quoted knows better.
-    if options["sep"] != "\t" or not options.keys().isdisjoint(_QUOTING):
+    separator = options.get("delimiter") or options["sep"]
+    if len(separator) > 1 or not options.keys().isdisjoint(_QUOTING):
         return
     arrow = importlib.import_module("pyarrow")
-    widths: set[int] = set()  # tabs in a line
+    widths: set[int] = set()  # separators in a line
 
     def lines(text: io.TextIOWrapper) -> Iterator[str]:
         for line in text:
             if line.strip():
-                widths.add(line.count("\t"))
+                widths.add(line.count(separator))
             yield line
 
     why = ""
-    spans_lines = False
+    first_line = 1  # of the row that is read
+    spans_lines = 0  # the first line of the first row of several lines
     limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with (
             arrow.input_stream(str(file), compression="detect") as stream,
             io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text,
         ):
-            rows = csv.reader(lines(text), delimiter="\t", strict=True)
-            # What begins with a quote must end with one, before a tab or the end of a line.
+            rows = csv.reader(lines(text), delimiter=separator, strict=True)
+            # What begins with a quote must end with one, before a separator or the end of a line.
             try:
-                for row in rows:
-                    spans_lines = spans_lines or any("\n" in field for field in row)
+                for _ in rows:
+                    if rows.line_num > first_line and not spans_lines:
+                        spans_lines = first_line
+                    first_line = rows.line_num + 1
             except csv.Error as error:
-                why = f"line {rows.line_num}: {error}"
+                until = f" to {rows.line_num}" if rows.line_num > first_line else ""
+                why = f"line {first_line}{until}: {error}"
     except (OSError, ValueError):
         return  # the library reads it too, and says what is wrong
     finally:
@@ -380,10 +464,11 @@ def _check_quotes(file: Path, options: Mapping[str, Any]) -> None:
 
     # Every line is a row by itself, and yet quotes would join some.
     if not why and spans_lines and len(widths) == 1 and widths != {0}:
-        why = "quotes would join lines, and yet every line has as many tabs as the first"
+        joins = f"line {spans_lines}: its quote would join lines"
+        why = f"{joins}, and yet every line has as many separators as the first"
     if why:
         what = "has quotes that quote nothing: rows between two of them would become one text"
-        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES))
+        raise DataError(Problem(what, f"data.path: {file}", why, _FIX_QUOTES.format(separator)))
 
 
 class Parquet(Rows):
@@ -394,8 +479,8 @@ class Parquet(Rows):
     reader = "parquet.parquet.Parquet"
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
-        names = _parquet(path).schema.to_arrow_schema().names
-        column = _column(key, names, path)
+        schema = _parquet(path).schema.to_arrow_schema()
+        column = _column(key, Columns(schema.names, _fix_of(schema)), path)
         return {"features": _features(column), "columns": [column], "batch_size": _TABLE_ROWS}
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
@@ -449,7 +534,7 @@ class WebDataset(Rows):
         _check_tar(file)
         return super()._divide(file, size)
 
-    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Sequence[str]]]:
+    def _tables(self, path: str, key: str) -> Iterator[tuple[Any, Columns]]:
         arrow = importlib.import_module("pyarrow")
         manager = importlib.import_module("datasets").StreamingDownloadManager()
         first: dict[str, None] = {}  # endings in the first samples
@@ -464,7 +549,7 @@ class WebDataset(Rows):
                 if len(looked) == _LOOKED_AT:
                     break
             if looked:
-                _column(key, list(first), path)
+                _column(key, Columns(list(first), _FIX_KEY), path)
             for sample in itertools.chain(looked, samples):
                 self._sample = sample["__key__"]
                 names = [name for name in sample if not name.startswith("__")]
@@ -472,7 +557,7 @@ class WebDataset(Rows):
                 for step in _steps(key, names):
                     value = value.get(step) if isinstance(value, dict) else None
                 texts = arrow.table({key: arrow.array([value])})
-                yield _texts(texts, key, path).column(0), names
+                yield _texts(texts, key, path).column(0), Columns(names, _FIX_KEY)
 
     def _where(self, path: str, row: int) -> str:
         return f"{path}, row {row}, sample {self._sample}"
@@ -631,13 +716,67 @@ def _steps(key: str, names: Sequence[str]) -> list[str]:
     return [key] if key in names else key.split(".")
 
 
-def _column(key: str, names: Sequence[str], path: str) -> str:
+def _column(key: str, columns: Columns, path: str) -> str:
     """The column that `key` is, or lies in. Raises DataError if there is none."""
-    column = _steps(key, names)[0]
-    if column not in names:
-        why = f"it has {some(names, _COLUMNS_NAMED)}"
-        raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, _FIX_KEY))
+    column = _steps(key, columns.names)[0]
+    if column not in columns.names:
+        why = f"it has {some(columns.names, _COLUMNS_NAMED)}"
+        raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, columns.fix))
     return column
+
+
+def _columns(table: Any, key: str) -> Columns:
+    names = table.column_names
+    wordless: list[str] = []
+    if _steps(key, names)[0] not in names:
+        # Dates are text in a csv.
+        compute = importlib.import_module("pyarrow.compute")
+        for name, column in zip(names, table.columns, strict=True):
+            has_letter = (
+                compute.match_substring_regex(column, r"\pL") if _is_text(column.type) else None
+            )
+            if has_letter is not None and not compute.any(has_letter).as_py():
+                wordless.append(name)
+    return Columns(names, _fix_of(table.schema, wordless))
+
+
+def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
+    """How rows of these columns can be trained on. wordless: columns without a letter in any of some rows."""
+    types = importlib.import_module("pyarrow").types
+    chats: dict[str, list[str]] = {}  # the names of a message's parts
+    lists: list[str] = []  # jq's way to what is within
+    texts: list[str] = []
+    for field in schema:
+        kind = field.type
+        values = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
+        if values is not None and types.is_struct(values):
+            parts = [values.field(number).name for number in range(values.num_fields)]
+            if "role" in parts or "from" in parts:
+                chats[field.name] = parts
+            else:
+                lists.append(f".{field.name}[]")
+        elif values is not None and _is_text(values):
+            lists.append(f"{{{field.name}: .{field.name}[]}}")
+        # Within a column of fields there may be texts, too.
+        elif _is_text(kind) or types.is_struct(kind):
+            texts.append(field.name)
+
+    if chats:
+        name = next(iter(chats))
+        messages = f"row['{name}']"
+        if {"prompt", "completion"} <= chats.keys():
+            messages = "row['prompt'] + row['completion']"
+        if "role" in chats[name]:
+            return _FIX_CHAT.format("", messages, "FILE")
+        return _FIX_CHAT.format(_NAME_ROLES.format(name), messages, "ROLES")
+    asked = [name for name in texts if name.lower() in _ASKED]
+    answered = [name for name in texts if name.lower() in _ANSWERED]
+    if asked and answered:
+        joined = ' + "\\n" + '.join(f".{name}" for name in texts if name in (*asked, *answered))
+        return _FIX_PAIR.format(joined)
+    if set(texts) > set(wordless):
+        return _FIX_KEY
+    return _FIX_LIST.format(lists[0]) if lists else _FIX_NUMBERS
 
 
 def _texts(
@@ -670,27 +809,34 @@ def _texts(
         else:
             column = missing
 
-    # Arrow has several types of text. Lists of whole numbers are token ids, which have a better way than this one.
-    # A dictionary's values are what its rows hold.
+    # Lists of whole numbers are token ids, which have a better way than this one.
     kind = column.type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-    if not any(is_type(kind) for is_type in is_text):
+    if not _is_text(kind) and not types.is_null(kind):
         is_ids = types.is_list(kind) and types.is_integer(kind.value_type)
         what = f'"{key}" has {column.type}, not text'
-        fix = _FIX_IDS if is_ids else _FIX_KEY
+        fix = _FIX_IDS if is_ids else _fix_of(table.schema)
+        if types.is_binary(kind) or types.is_large_binary(kind):
+            fix = _FIX_BYTES.format(key)
         raise DataError(Problem(what, f"data.path: {path}", fix=fix))
     return arrow.table({key: column.cast(arrow.large_string())})
 
 
-def _piece(text: str | None, key: str, where: str, names: Sequence[str]) -> Piece:
+def _is_text(kind: Any) -> bool:
+    """Whether values of an Arrow type are text. Of a dictionary, its values are."""
+    types = importlib.import_module("pyarrow").types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _piece(text: str | None, key: str, where: str, columns: Columns) -> Piece:
     # null, or a row without the key.
     if text is None:
-        columns = some(names, _COLUMNS_NAMED) or "no keys"
-        hint = f"the row has {columns}"[:_LETTERS]
-        return Piece("", where, fault=f'"{key}" is missing', hint=hint)
-    return Piece(text, where, fault="" if text else "empty")
+        names = some(columns.names, _COLUMNS_NAMED) or "no keys"
+        hint = f"the row has {names}"[:_LETTERS]
+        fix = f"{columns.fix}. {_SKIP_ROWS}"
+        return Piece("", where, fault=f'"{key}" is missing', hint=hint, fix=fix)
+    return Piece(text, where, fault="" if text else "empty", fix=_SKIP_ROWS)
 
 
 ROWS: dict[Documents, type[Rows]] = {

@@ -7,7 +7,7 @@ sample that can be read gives the form, and every other must have it. Samples ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -64,27 +64,34 @@ def first_form(
     first: object,
     collate: Callable[[list[Any]], object] | None,
     pad_id: int,
+    others: Iterable[object],
 ) -> Form:
-    """The form of a data set, from one of its samples. Raises OddSampleError if that is no sample."""
-    return Stacked(first, pad_id) if collate is None else Collated(first, collate)
+    """The form of a data set, from one of its samples; `others` as for `Stacked`.
+
+    Raises OddSampleError if `first` is no sample.
+    """
+    return Stacked(first, pad_id, others) if collate is None else Collated(first, collate)
 
 
 class Stacked:
     """Every sample has the form of the first. Samples are stacked, and texts padded.
 
     A text is a one-dimensional field of whole numbers. It may have another length in every sample; texts that are
-    equally long in the first sample must be so in every sample.
+    equally long in the first sample, and in most of the others that are looked at, must be so in every sample.
     """
 
-    def __init__(self, first: object, pad_id: int = 0) -> None:
-        """Raises OddSampleError if `first` is no sample."""
+    def __init__(self, first: object, pad_id: int = 0, others: Iterable[object] = ()) -> None:
+        """others: some more samples, read if texts of the first are equally long: by chance, if in most of these they
+        are not.
+
+        Raises OddSampleError if `first` is no sample.
+        """
         self._pad_id = pad_id
+        sample = as_sample(first)
+        groups = _groups(sample, others)
         self.fields: dict[str, Field] = {}
-        # Number of each group of texts, by their length in this sample.
-        groups: dict[int, int] = {}
-        for name, value in as_sample(first).items():
-            group = _group(value, groups)
-            self.fields[name] = Field(value.dtype, tuple(value.shape), group)
+        for name, value in sample.items():
+            self.fields[name] = Field(value.dtype, tuple(value.shape), groups.get(name))
 
     def taken(self, given: object) -> Batch:
         """A sample as tensors. Raises OddSampleError naming everything in which it is not like the first."""
@@ -199,14 +206,50 @@ class Collated:
         return batch
 
 
-def _group(value: Tensor, groups: dict[int, int]) -> int | None:
-    """The number of a text's group; `groups` has those so far, by length. None if the value is no text."""
-    # Whole numbers, but neither pixels nor a mask of booleans.
+def _groups(sample: Batch, others: Iterable[object]) -> dict[str, int]:
+    """The number of each text's group. A group is named by the first of its texts."""
+    looked_at: list[Batch] | None = None
+    leaders: list[str] = []
+    groups: dict[str, int] = {}
+    for name, value in sample.items():
+        if not _is_text(value):
+            continue
+        for number, leader in enumerate(leaders):
+            if len(sample[leader]) != len(value):
+                continue
+            if looked_at is None:
+                looked_at = _readable(others)
+            if _mostly_alike(leader, name, looked_at):
+                groups[name] = number
+                break
+        else:
+            groups[name] = len(leaders)
+            leaders.append(name)
+    return groups
+
+
+def _is_text(value: Tensor) -> bool:
+    """Whole numbers in a row, but neither pixels nor a mask of booleans."""
     if value.is_floating_point() or value.dtype in (torch.uint8, torch.bool):
-        return None
-    if value.ndim != 1:
-        return None
-    return groups.setdefault(len(value), len(groups))
+        return False
+    return value.ndim == 1
+
+
+def _readable(others: Iterable[object]) -> list[Batch]:
+    found: list[Batch] = []
+    for other in others:
+        try:
+            found.append(as_sample(other))
+        except OddSampleError:
+            continue  # named when its turn comes
+    return found
+
+
+def _mostly_alike(one: str, other: str, samples: Sequence[Batch]) -> bool:
+    """Whether two texts are equally long in at least half of the samples that have both."""
+    have_both = [sample for sample in samples if one in sample and other in sample]
+    alike = [sample for sample in have_both if sample[one].shape == sample[other].shape]
+    return 2 * len(alike) >= len(have_both)
 
 
 def as_sample(given: object) -> Batch:
@@ -221,12 +264,20 @@ def as_sample(given: object) -> Batch:
     elif isinstance(given, tuple | list) and len(cast("Sequence[Any]", given)) == 2:
         items["inputs"], items["targets"] = cast("Sequence[Any]", given)
     else:
-        items["inputs"] = given
+        # A TensorDataset of one tensor gives it in a tuple.
+        values = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
+        items["inputs"] = values[0] if len(values) == 1 else given
+        if len(values) > 2 and any(isinstance(value, Tensor | np.ndarray) for value in values):
+            what = f"it is a tuple of {len(values)}: which of them is what?"
+            raise OddSampleError(f"{what} A dict has their names, such as inputs and targets")
 
     # Go on after a bad value: the error names all of them.
     sample: Batch = {}
     wrong: list[str] = []
     for name, value in items.items():
+        if odd := _hides_values(value):
+            wrong.append(f"{name} is {odd}")
+            continue
         try:
             sample[name] = _tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -236,9 +287,19 @@ def as_sample(given: object) -> Batch:
     return sample
 
 
+def _hides_values(value: object) -> str:
+    """What an array is of which NumPy would give other numbers than are meant; empty for any other."""
+    if getattr(value, "mode", None) in ("P", "PA"):
+        return "a picture of numbers of a palette: .convert('RGB') gives colours"
+    if np.ma.is_masked(value):
+        return "an array with masked values: .filled(VALUE) says what they count as"
+    return ""
+
+
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
+        # A copy: a data set may write each sample into the memory of the one before.
+        tensor = value.detach().cpu().clone()
     else:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":

@@ -30,6 +30,7 @@ from harness.core.errors import DataError, Problem
 from harness.data.arrays import Ints
 from harness.data.blocks import BLOCK, Stamp, block_digests
 from harness.data.splits import LeftOut
+from harness.data.text import IS_LFS, LFS
 from harness.data.widths import other_width
 
 HEADER_BYTES = 1024
@@ -40,6 +41,7 @@ _MAGICS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 # Other contents that are often called .bin.
 _OTHERS = {
     b"\x93NUMPY": "a NumPy array (.npy)",
+    LFS: IS_LFS,
     b"PK\x03\x04": "a zip archive (torch.save writes such)",
     b"\x1f\x8b\x08": "compressed by gzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",

@@ -38,6 +38,10 @@ INSIDE = "link within the folder"
 BadFiles = Literal["auto", "skip", "fail"]
 """What to do about files of a folder that are no text."""
 
+LFS = b"version https://git-lfs.github.com/spec/"
+"""How a pointer of Git LFS begins, which is there until the file itself is fetched."""
+IS_LFS = "a pointer of Git LFS, not the file itself (git lfs pull)"
+
 _CHUNK = 1 << 20
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # its byte-order marks; UTF-8 cannot begin with either
 
@@ -214,6 +218,8 @@ def no_text(content: bytes, whole: bool = True) -> str:
         return "empty"
     if content.startswith(_UTF16):
         return "UTF-16, not UTF-8"
+    if content.startswith(LFS):
+        return IS_LFS
     if b"\0" in content:
         return "binary: it has NUL bytes"
 

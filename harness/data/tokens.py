@@ -311,6 +311,16 @@ def _token_files(config: DataConfig, path: Path, folder: Path) -> dict[str, Any]
     info = describe_corpus(
         folder, str(path), "tokens", shards, vocabulary, separator, _hold_out(config)
     )
+    # Files to validate on that are copies of one to train on. Training files come first.
+    content = [(file["dtype"], file["offset"], file["blocks"]) for file in info["files"]]
+    trained = set(content[: len(train)])
+    copies: list[str] = []
+    for file, own in zip(val, content[len(train) :], strict=True):
+        if own in trained:
+            copies.append(file.name)
+    if copies:
+        info["repeated"] = copies
+
     # The ids are not copied and have hashes of their own: only a change of the tokenizer is to be reported.
     if config.tokenizer:
         file = tokenizer_file(Path(config.tokenizer)).resolve()
@@ -368,6 +378,9 @@ def _prepared(
         nats = float(made["unigram_nats"])
         source, kind = str(made["source"]), str(made["kind"])
         source_files = int(made["source_files"])
+        counted: dict[str, list[int]] = {}
+        for key in ("repeated_documents", "kept_characters"):
+            counted[key] = [int(count) for count in made.get(key, ())]
         if made["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {made['block_bytes']} bytes, not {BLOCK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -397,7 +410,7 @@ def _prepared(
     info = describe_corpus(
         folder, source, kind, shards, vocabulary, separator, held_out, earlier, nats
     )
-    return {**info, "source_files": source_files}
+    return {**info, "source_files": source_files, **counted}
 
 
 def _hold_out(config: DataConfig) -> Callable[[int], int]:

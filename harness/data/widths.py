@@ -16,6 +16,7 @@ chance does not explain what was found.
 
 | declared | refused as | by |
 |---|---|---|
+| any | whole numbers of float32 or float64 | `_whole_floats` |
 | any | int64, uint32, either byte order | `_wide` |
 | uint8 | uint16, either byte order | `_pairs_in_bytes` |
 | uint16 | uint8, big-endian uint16; float32 | `_bytes_in_pairs`; `_floats` |
@@ -60,7 +61,7 @@ def other_width(path: Path, size: int, dtype: str) -> Other | None:
     data = _sampled(path, size)
     if len(data) < _LEAST_BYTES:
         return None
-    found = _wide(data, dtype, path)
+    found = _whole_floats(data, path) or _wide(data, dtype, path)
     if found is None and dtype == "uint8":
         found = _pairs_in_bytes(data, path)
     elif found is None and dtype == "uint16":
@@ -81,6 +82,19 @@ def _sampled(path: Path, size: int) -> npt.NDArray[np.uint8]:
         offset = number * step
         samples.append(np.fromfile(path, np.uint8, SAMPLE_BYTES, offset=offset))
     return np.concatenate(samples)
+
+
+def _whole_floats(data: npt.NDArray[np.uint8], path: Path) -> Other | None:
+    """Ids that were written as floats. Ids of any other width are no whole numbers if they are read as floats."""
+    for dtype, name in (("<f4", "float32"), ("<f8", "float64")):
+        # Signals and overflows are floats, too.
+        with np.errstate(all="ignore"):
+            numbers = data.view(dtype)
+            is_id = (numbers >= 0) & (numbers < _MOST_UPPER << 16) & (numbers == np.floor(numbers))
+        if is_id.all() and len(np.unique(numbers)) > 2:
+            why = f"all are whole numbers if they are read as {name}"
+            return Other(why, _rewritten(path, dtype))
+    return None
 
 
 def _wide(data: npt.NDArray[np.uint8], dtype: str, path: Path) -> Other | None:

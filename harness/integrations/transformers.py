@@ -33,6 +33,8 @@ STATE = "harness_precision.pt"
 _CONFLICTS = {
     "bf16": "its autocast would go against the plan",
     "fp16": "its autocast and GradScaler would go against the plan; the recipe fp16_scaler has a loss scale",
+    "bf16_full_eval": "the evaluation after training would cast the model; without it it runs in the plan's precision",
+    "fp16_full_eval": "the evaluation after training would cast the model; without it it runs in the plan's precision",
     "torch_compile": "the Trainer would compile the model by itself, before it is prepared; compile block by block",
     "deepspeed": "its engine owns gradients and the step",
     "fsdp": "it shards the model by itself, which was never tried with a prepared one",
@@ -66,6 +68,10 @@ class PrecisionMixin(Trainer):
             if getattr(self.args, name, None):
                 fix = f"leave out {name}"
                 problems.append(Problem(f"{name} is set", "TrainingArguments", why, fix))
+        if self.model_init is not None:
+            why = "train() would build another model than the one that is prepared here"
+            fix = "give the model itself, and each trial a trainer and a Precision of its own"
+            problems.append(Problem("model_init is given", "Trainer", why, fix))
         if self.args.n_gpu > 1:
             what = f"{self.args.n_gpu} cards in one process"
             why = "DataParallel copies the model in every step"
@@ -96,6 +102,11 @@ class PrecisionMixin(Trainer):
         if self.watch is not None:
             self.watch.end()
         return result
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # It begins by zeroing all gradients: after auto_find_batch_size, or an interrupted train(), those of a window.
+        self.harness.drop_window()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as the Trainer does, and write the loss to the telemetry."""

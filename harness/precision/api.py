@@ -559,6 +559,8 @@ class Precision:
             what, why = "called inside evaluating()", "nothing trains in there"
             raise misuse(call, what, why, f"leave it before {call}")
         if self._inside:
+            self._hooks.leave_interrupted()
+        if self._inside:
             what = "called inside context(), which is for one forward and its loss"
             fix = f"leave context() before {call}"
             if call == "context()":

@@ -122,10 +122,19 @@ def step_problems(optimizers: Sequence[object], backwards: int) -> list[Problem]
     # What is no optimizer at all is reported by `optimizer_problems`.
     real = [each for each in optimizers if isinstance(each, Optimizer)]
     gradients: list[torch.Tensor] = []
+    narrow: list[torch.dtype] = []
     for parameter in parameters_of(real):
         if parameter.grad is None:
             continue
         gradients.append(parameter.grad)
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            narrow.append(parameter.dtype)
+    # prepare() refuses them where they train from the start, but not what is unfrozen or added later.
+    if narrow:
+        what = f"{len(narrow)} of the parameters that train are {narrow[0]}"
+        why = "weights in less than float32 lose small updates"
+        fix = "call .float() on what will be unfrozen before prepare(), and on adapters before they are added"
+        problems.append(Problem(what, "step()", why, fix))
     if any(grad.is_sparse for grad in gradients):
         what = "a gradient is sparse, and cannot be gated"
         fix = "nn.Embedding(..., sparse=False), with an optimizer for dense gradients"

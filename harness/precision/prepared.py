@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from harness.capability.cards import Tier, check_usable, tier_of
@@ -642,12 +643,20 @@ def _parameter_problems(model: nn.Module) -> list[Problem]:
     problems: list[Problem] = []
     trainable: list[str] = []
     odd: list[str] = []
+    lazy: list[str] = []
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            lazy.append(name)
         if not parameter.requires_grad:
             continue
         trainable.append(name)
         if parameter.dtype != torch.float32:
             odd.append(f"{name} ({parameter.dtype})")
+    if lazy:
+        what = f"{len(lazy)} parameters have no size yet, such as {lazy[0]}"
+        why = "a lazy module gets its size in its first call, and the plan depends on it"
+        fix = "call the model once on a batch, under torch.no_grad(), before prepare()"
+        problems.append(Problem(what, "prepare()", why, fix))
     if not trainable:
         what = "the model has no trainable parameter"
         problems.append(Problem(what, "prepare()", fix="give the model to train"))

@@ -18,11 +18,13 @@ because clipping by value would hide it later.
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from threading import get_ident, local
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -260,11 +262,13 @@ class Standard:
         self.gradients: TrueGradients | None = None
         self.skipped: nn.Module | None = None
 
-        # The open context: what was entered, by the call of which module, how deep it calls itself, in which thread.
+        # The open context: what was entered, by the call of which module, how deep it calls itself, in which thread,
+        # and the frame of that call; None where it is compiled.
         self._entered: AbstractContextManager[Any] | None = None
         self._entrance: nn.Module | None = None
         self._depth = 0
         self._thread = 0
+        self._frame: FrameType | None = None
         # The autocast that each entrance computed in, for checkpoints that compute it again.
         self._autocast: WeakKeyDictionary[nn.Module, tuple[bool, torch.dtype]] = WeakKeyDictionary()
 
@@ -308,15 +312,15 @@ class Standard:
         A compiled graph ends here if a context has to be entered. A new one begins with the model's forward.
         """
         if not torch.compiler.is_compiling():
-            self._enter(module)
+            self._enter(module, sys._getframe(1))
         elif not self._precision.busy:
             self._enter_compiled(module)
 
     @torch.compiler.disable(reason=_NO_FULL_GRAPH)
     def _enter_compiled(self, module: nn.Module) -> None:
-        self._enter(module)
+        self._enter(module, None)
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, frame: FrameType | None) -> None:
         # A deep copy carries these hooks along. With gradients on it may be trained, and then its optimizer is refused.
         if module not in self._own and torch.is_grad_enabled():
             self._ready.window.copies.add(module)
@@ -326,6 +330,8 @@ class Standard:
         if not self.begun and not self._precision.is_evaluating:
             return
 
+        if module is self._entrance:
+            self.leave_interrupted()
         # Four cases: a call to skip, a call within the module's own call, one from outside, and one that activation
         # checkpointing runs again.
         busy = self._precision.busy
@@ -336,7 +342,7 @@ class Standard:
             self._depth += 1
         elif not busy:
             self._ready.find_shards(f"{type(module).__name__}()", in_forward=True)
-            self._open(module, self._precision.context())
+            self._open(module, self._precision.context(), frame)
             self._autocast[module] = self._autocast_now()
         elif self._precision.in_backward and self._entrance is None and module in self._autocast:
             # Activation checkpointing runs this forward again in backward. The context is closed by then, so the same
@@ -344,15 +350,36 @@ class Standard:
             enabled, dtype = self._autocast[module]
             if (enabled, dtype) != self._autocast_now():
                 kind = self._ready.device.type
-                self._open(module, torch.autocast(kind, dtype=dtype, enabled=enabled))
+                again = torch.autocast(kind, dtype=dtype, enabled=enabled)
+                self._open(module, again, frame)
 
-    def _open(self, module: nn.Module, context: AbstractContextManager[Any]) -> None:
-        """Enter `context`, which the end of this call of `module` leaves."""
+    def _open(
+        self, module: nn.Module, context: AbstractContextManager[Any], frame: FrameType | None
+    ) -> None:
+        """Enter `context`, which the end of this call of `module` leaves. frame: of that call."""
         context.__enter__()
         self._entered = context
         self._entrance = module
         self._depth = 1
         self._thread = get_ident()
+        self._frame = frame
+
+    def leave_interrupted(self) -> None:
+        """Leave a context whose call is over. torch skips hooks after a Ctrl-C, as in a notebook that goes on."""
+        if self._entered is None or self._frame is None or self._thread != get_ident():
+            return
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
+            self._close()
+
+    def _close(self) -> None:
+        # Forget the context before it is left: whatever its exit raises, it must not be left twice.
+        entered = self._entered
+        self._entered = self._entrance = self._frame = None
+        if entered is not None:
+            entered.__exit__(None, None, None)
 
     def _autocast_now(self) -> tuple[bool, torch.dtype]:
         kind = self._ready.device.type
@@ -382,11 +409,7 @@ class Standard:
         if self._depth or self._entered is None:
             return None
 
-        # Forget the context before it is left: whatever its exit raises, it must not be left twice.
-        entered = self._entered
-        self._entered = None
-        self._entrance = None
-        entered.__exit__(None, None, None)
+        self._close()
         # Losses are computed in float32, as outside of any autocast.
         return widened(result)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from harness.core.config import Documents, HubConfig
+from harness.core.config import Documents, HubConfig, text_doubts
 from harness.core.errors import ConfigError, DataError, ExitCode, Problem, number_of
 from harness.data.detect import look, no_such
 from harness.data.hub import PREFIX, fetch
@@ -144,6 +144,8 @@ def _summarize(made: dict[str, Any], out: Path) -> None:
     more = len(skipped) - _NAMED
     if more > 0:
         print(f"left out: {more} more, in {out / 'dataset.json'}")
+    for text in text_doubts(made):
+        print(f"note: {text}")
     print(f"train on it: harness train data.path={out}")
 
 

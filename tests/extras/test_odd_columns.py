@@ -73,6 +73,17 @@ def test_a_column_that_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
         prepare(config(write(tmp_path / "rows.parquet", column)), tmp_path / "run")
 
 
+def test_bytes_are_text_after_the_command_of_the_error(tmp_path: Path) -> None:
+    """Spark writes such columns unless it is told that they are text."""
+    column = pa.array([line.encode() for line in LINES])
+    write(tmp_path / "FILE", column)
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path / "FILE", format="Parquet"), tmp_path / "run")
+    command = caught.value.problems[0].fix.partition("python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, cwd=tmp_path)
+    assert sorted(lines(tmp_path / "NEW.parquet", tmp_path / "again")) == sorted(LINES)
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(LINES), pa.array(LINES)], names=["text", "text"])
     pa.parquet.write_table(table, tmp_path / "rows.parquet")

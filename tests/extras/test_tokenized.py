@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +19,16 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from harness.core.config import DataConfig
 from harness.core.errors import ConfigError, DataError, ExitCode, MachineError
 from harness.data import documents as text_files
 from harness.data import prepare as preparing
 from harness.data.corpus import Tokens
+from harness.data.dataset import DatasetBatches
 from harness.data.prepare import Preparation, prepare_dataset
+from harness.data.tokenizer import load_encoder
 from harness.data.tokens import TokenData, prepare
-from tests.support.runs import harness, train
+from tests.support.runs import ROOT, harness, train
 from tests.unit.data.token_files import config, headerless
 
 DOCUMENTS = [
@@ -350,3 +357,123 @@ def test_workers_make_what_one_process_makes_and_one_that_dies_is_told(
         prepare_dataset(wanted, tmp_path / "two", 2, kill)
     assert prepare_dataset(wanted, tmp_path / "two", 2)["sha256"] == one["sha256"]
     assert not multiprocessing.active_children()
+
+
+CHATS = [
+    [
+        {"role": "user", "content": f"Question {number}?"},
+        {"role": "assistant", "content": f"The answer is {number}, and no other."},
+    ]
+    for number in range(60)
+]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def from_docs(page: str, heading: str) -> str:
+    """The program under a heading of the guide."""
+    section = (ROOT / "docs" / "guide" / page).read_text().split(f"## {heading}\n")[1]
+    return section.split("```py\n")[1].split("```\n")[0]
+
+
+@pytest.fixture(scope="module")
+def chatting(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chatting")
+    shutil.copyfile(tokenizer / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize("how", ["messages", "conversations", "prompt"])
+def test_chats_become_text_by_the_command_of_the_error(
+    tmp_path: Path, chatting: Path, how: str
+) -> None:
+    roles = {"user": "human", "assistant": "gpt"}
+    rows: list[dict[str, Any]] = []
+    for chat in CHATS:
+        if how == "conversations":
+            chat = [{"from": roles[each["role"]], "value": each["content"]} for each in chat]
+        rows.append(
+            {"prompt": chat[:1], "completion": chat[1:]} if how == "prompt" else {how: chat}
+        )
+    (tmp_path / "FILE").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path / "FILE", format="JSONL"), tmp_path / "one")
+    command = caught.value.problems[0].fix.split(": ", 1)[1].split("; then data.path")[0]
+    command = command.replace("TOKENIZER <", f"{chatting} <").replace(
+        "python -c", f"{sys.executable} -c"
+    )
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+
+    data = prepare(config(tmp_path / "NEW.jsonl", tokenizer=str(chatting)), tmp_path / "two")
+    ids: list[int] = []
+    for split in (data.train, data.val):
+        ids += split.read(np.arange(len(split))[None])[0][0].tolist()
+    text = load_encoder(str(chatting)).decode(ids)
+    for number in range(60):
+        turn = f"<|user|>Question {number}?{END}<|assistant|>The answer is {number}, and no other.{END}"
+        assert turn in text
+
+
+def test_the_guide_renders_chats(tmp_path: Path, chatting: Path) -> None:
+    (tmp_path / "render.py").write_text(from_docs("data.md", "Chats"))
+    given = "\n".join(json.dumps({"messages": chat}) for chat in CHATS)
+    made = subprocess.run([sys.executable, "render.py", chatting], cwd=tmp_path, input=given,
+                          capture_output=True, text=True, check=True).stdout  # fmt: skip
+    first = json.loads(made.splitlines()[0])["text"]
+    assert first == f"<|user|>Question 0?{END}<|assistant|>The answer is 0, and no other.{END}"
+
+
+def test_chats_of_the_guide_have_a_loss_on_answers_alone(
+    tmp_path: Path, chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_chats.py").write_text(from_docs("datasets.md", "Chats: the answers alone"))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(json.dumps({"messages": chat}) for chat in CHATS))
+    monkeypatch.syspath_prepend(tmp_path)
+    data = DatasetBatches(
+        DataConfig(target="my_chats:load", args={"path": str(chats), "tokenizer": str(chatting)}),
+        seed=0, global_batch=4, micro_batch=4,
+    )  # fmt: skip
+    (batch,) = data.micro_batches(data.window(0), 0, 1)
+    encoder = load_encoder(str(chatting))
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        answer = encoder.decode(labels[labels != -100].tolist())
+        number = answer.split(",")[0].rpartition(" ")[2]
+        assert answer == f"The answer is {number}, and no other.{END}"
+        whole = f"<|user|>Question {number}?{END}<|assistant|>{answer}"
+        assert encoder.decode(ids.tolist()).startswith(whole)
+
+
+@pytest.mark.parametrize("kept", ["all", "ascii"])
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_told(
+    tmp_path: Path, tokenizer: Path, kept: str
+) -> None:
+    """A BPE without bytes and without an unknown token drops a character in silence."""
+    texts = [
+        f"{number}: the quick \u6f22\u5b57\u304b\u306a\u6df7\u3058\u308a\u6587 fox"
+        for number in range(400)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    given = tokenizer
+    if kept == "ascii":
+        given = tmp_path / "tokenizer.json"
+        letters = "0123456789:thequickfox "
+        Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, [])).save(str(given))
+    made = harness(
+        tmp_path, "data", "prepare", "rows.jsonl", "--tokenizer", str(given), "--out", "made"
+    )
+    assert made.returncode == 0, made.stderr
+    told = re.search(r"note: of the text that was looked at, (\d+)% comes back", made.stdout)
+    if kept == "all":
+        assert told is None
+        return
+    # As it is written: 13 letters and a number of up to 3 digits come back, 8 signs do not.
+    assert told is not None
+    assert 60 <= int(told[1]) <= 66
+    done = train(tmp_path, "--recipe", "bf16", "--dry-run", "data.path=made")
+    assert "comes back from its token ids" in done.stdout.replace("\n", " ")

@@ -220,13 +220,40 @@ def test_training_goes_on_where_the_first_call_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"), [({"bf16": True}, "bf16 is set"), ({"torch_compile": True}, "compile")]
+    ("setting", "told"),
+    [
+        ({"bf16": True}, "bf16 is set"),
+        ({"torch_compile": True}, "compile"),
+        ({"bf16_full_eval": True}, "bf16_full_eval is set[\\s\\S]*after training"),
+    ],
 )
 def test_what_would_change_the_precision_besides_is_refused(
     setting: dict[str, bool], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(MisuseError, match=told):
         ours(recipe(), tmp_path, 4, **setting)
+
+
+def test_a_model_that_training_would_replace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="model_init is given"):
+        Ours(model_init=llama, args=arguments(tmp_path), precision=Precision(recipe()))
+
+
+def test_a_window_that_runs_out_of_memory_is_dropped_with_its_gradients(tmp_path: Path) -> None:
+    class Large(Ours):
+        calls = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    settings = arguments(tmp_path, auto_find_batch_size=True, gradient_accumulation_steps=2)
+    trainer = Large(llama(), settings, train_dataset=Tokens(8), precision=Precision(recipe()))
+    trainer.losses = []
+    trainer.train()
+    assert trainer.harness.prepared.state.step == trainer.state.global_step > 0
 
 
 def test_the_version_that_this_was_written_for() -> None:

@@ -285,4 +285,25 @@ LOOP = (
         "                raise\n",
         "tests/unit/core/test_timing.py",
     ),
+    Mutation(
+        8,
+        "a context that Ctrl-C left open is left",
+        "        if frame is None:\n            self._close()\n",
+        "",
+        "tests/unit/precision/test_standard_loop.py -k ctrl_c",
+    ),
+    Mutation(
+        8,
+        "weights that are unfrozen in bfloat16 are not trained",
+        '    if narrow:\n        what = f"{len(narrow)} of',
+        '    if False:\n        what = f"{len(narrow)} of',
+        "tests/unit/precision/test_standard_refusals.py -k unfrozen",
+    ),
+    Mutation(
+        8,
+        "a window that the Trainer gives up is dropped",
+        "        self.harness.drop_window()\n        return super()._inner_training_loop(*args, **kwargs)\n",
+        "        return super()._inner_training_loop(*args, **kwargs)\n",
+        "tests/extras/test_trainer.py -k runs_out",
+    ),
 )

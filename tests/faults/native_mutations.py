@@ -152,4 +152,25 @@ NATIVE = (
         "Fp8Pair(None, kept, _inverse(scales, _INPUT))",
         "tests/unit/precision/test_native_compile.py -k between_a_forward",
     ),
+    Mutation(
+        16,
+        "a layer that no training step has measured is evaluated in BF16",
+        "return not record and self.slot_buffers.unmeasured(self.slot, self.training)",
+        "return False",
+        "tests/unit/precision/test_native_copy.py -k measured",
+    ),
+    Mutation(
+        16,
+        "a loaded state says itself what was measured",
+        '        self.state_loaded()\n        if not meta["slots"]',
+        '        if not meta["slots"]',
+        "tests/unit/precision/test_native_copy.py -k measured",
+    ),
+    Mutation(
+        16,
+        "a reentrant checkpoint's first forward is in FP8, as its second",
+        "if training and not any(self._measured):",
+        "if False:",
+        "tests/unit/precision/test_standard_loop.py -k a_checkpoint_that_the_loop",
+    ),
 )

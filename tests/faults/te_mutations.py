@@ -106,7 +106,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demoted layer computes in BF16 under TE",
-        "in_fp8 = watch.active and not self.demoted",
+        "in_fp8 = watch.active and not self.in_bf16",
         "in_fp8 = watch.active",
         _SAME,
     ),
@@ -288,7 +288,7 @@ TRANSFORMER_ENGINE = (
     Mutation(
         16,
         "a demotion unfuses",
-        "return self.shared.delayed and self.shared.watch.active and not self.demoted",
+        "return self.shared.delayed and self.shared.watch.active and not self.in_bf16",
         "return self.shared.delayed and self.shared.watch.active",
         "tests/te_cpu/test_te_fused.py -k demoted",
     ),

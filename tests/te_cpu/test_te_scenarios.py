@@ -63,6 +63,15 @@ class Shared(MLP):
         return self.b(torch.tanh(self.a(x) + self.again(3 * x)))
 
 
+class Taught(MLP):
+    """Its first layer is only called without gradients: BF16, once the first step has set the other's scales."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.a(x)
+        return self.b(torch.tanh(known))
+
+
 class Checkpointed(MLP):
     """Computes its layers again in backward. with_te: by te.checkpoint."""
 
@@ -247,6 +256,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "frozen first layer": {"make": Frozen},
     "first layer not in the loss": {"make": SideBranch},
+    "first layer without gradients": {"make": Taught},
     "one layer under two names": {"make": Shared},
     "evaluation": {"window": evaluated},
     "evaluation between forward and backward": {"window": evaluated_between},
@@ -299,9 +309,11 @@ def test_the_same_bits(name: str, roll: str) -> None:
         assert found, "this difference is gone: take it out of the docs"
         found = disagreements(native, transformer_engine)
     assert found == []
-    never = {"first layer not in the loss": [8], "frozen first layer": [2]}.get(
-        name, []
-    )  # no gradient comes there
+    never = {  # no gradient comes there
+        "first layer not in the loss": [8],
+        "frozen first layer": [2],
+        "first layer without gradients": [0, 1, 2],
+    }.get(name, [])
     assert moved(transformer_engine) == [
         slot not in never for slot in range(len(transformer_engine[0]["amax"]))
     ]

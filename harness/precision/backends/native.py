@@ -125,6 +125,12 @@ class NativeLayer(nn.Module):
         """Whether it runs in BF16 now. It still records amaxes, so that it can return to FP8 with a warm scale."""
         return self.slot in self.slot_buffers.demoted
 
+    def in_bf16(self, record: bool) -> bool:
+        """Whether a forward multiplies in BF16: the layer is demoted, or nothing has set its scales yet."""
+        if self.demoted:
+            return True
+        return not record and self.slot_buffers.unmeasured(self.slot, self.training)
+
     def forward(self, input: Tensor) -> Tensor:
         # Integers go to F.linear too: its error says what is wrong with them.
         if not self.slot_buffers.active or not input.is_floating_point():
@@ -158,7 +164,8 @@ class NativeLayer(nn.Module):
         if self.slot_buffers.traced is None:
             return linear_operator(rows.to(torch.bfloat16), *given, self.wide)[0]
         linear, switching = self.slot_buffers.traced
-        if self.block.switching:
+        # What records nothing may have no scales yet: only when it runs is it known whether that is in BF16.
+        if self.block.switching or not record:
             return switching(rows.to(torch.bfloat16), *given, self.wide)
         buffers = self.slot_buffers
         return linear(rows, *given, buffers.gradient, buffers.own_casts, self.wide)
@@ -228,10 +235,10 @@ class NativeLayer(nn.Module):
         rows: x [m, k] of any float dtype.
         needs: which gradients autograd will want. x serves the weight gradient, and W the input gradient.
 
-        A demoted layer's operands are plain bfloat16.
+        In BF16 the operands are plain bfloat16.
         """
         buffers, slot = self.slot_buffers, self.slot
-        if self.demoted:
+        if self.in_bf16(record):
             # BF16 needs no scale, but the layer's return to FP8 does: amaxes are recorded all the same.
             left, right = plain_operand(rows), plain_operand(weight)
             if record:
@@ -407,7 +414,7 @@ def _linear_backward(
     layer: NativeLayer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
         x: Operand = Carrier(left)
-        if layer.demoted:
+        if layer.in_bf16(record):
             w: Operand = plain_operand(weight)
         else:
             # The weight is forward's operand, or one under a newer scale if scales moved since. Both are right.

@@ -394,7 +394,7 @@ def _fp8_switching_backward(
     """
     layer = layer_of(handle)
     with operands_as_they_are(grad.device.type):
-        if layer.demoted:
+        if layer.in_bf16(record):
             left: Operand = Carrier(rows)
             right: Operand = plain_operand(weight)
         else:

@@ -49,6 +49,9 @@ class ScalingState:
         self.scrubbed = fp8_max.new_zeros(())
         # History and scale as they were when the window began.
         self._entry = (self.history, self.scale)
+        # Which slots have an amax in the history, as last read from the device, and whether that is still so.
+        self._measured = [False] * len(fp8_max)
+        self._read = True
 
     def begin_window(self) -> None:
         """Drop amaxes staged since the last window, and copy the state that a skipped step must restore."""
@@ -80,6 +83,31 @@ class ScalingState:
         self.history.copy_(torch.where(skipped, history, self.history))
         self.scale.copy_(torch.where(skipped, scale, self.scale))
         self.history[0].zero_()
+        self._read = False
+
+    def unmeasured(self, slot: int, training: bool) -> bool:
+        """Whether a forward that records nothing must do without this slot's scale, as no training step has set it.
+
+        So it is before the first step, and for good where a layer is only called without gradients (a frozen teacher).
+        The host waits for the device, at most once a window until the slot is measured.
+
+        training: whether the layer is in train mode.
+        """
+        if self._measured[slot]:
+            return False
+        if not self._read:
+            self._measured = (self.history[1:] != 0).any(dim=0).cpu().tolist()
+            self._read = True
+        # In the first step nothing has a scale. In train mode this may then be a reentrant checkpoint's forward, which
+        # backward runs again with gradients, in FP8.
+        if training and not any(self._measured):
+            return False
+        return not self._measured[slot]
+
+    def state_loaded(self) -> None:
+        """History and scale are those of another moment."""
+        self._measured = [False] * len(self._measured)
+        self._read = False
 
     def window_stats(self) -> Tensor:
         """float32 [3, slots] of the window that ended: peak amax, the scale in use when it began, saturation."""
@@ -105,6 +133,7 @@ class ScalingState:
         # In place: casts hold views of both.
         self.history.copy_(history)
         self.scale.copy_(scale)
+        self._read = False
         self.scrubbed += dropped
 
 
@@ -273,6 +302,7 @@ class SlotBuffers(ScalingState):
 
         Raises CheckpointError if slots, formats or history length differ.
         """
+        self.state_loaded()
         if not meta["slots"]:
             self.history.zero_()
             self.scale.fill_(1.0)

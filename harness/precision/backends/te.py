@@ -144,7 +144,9 @@ class TransformerEngineBackend:
         fp8_max = torch.tensor(largest, device=device)
         self._scales: Scales
         if fp8.scaling == "delayed":
-            self._scales = DelayedScales(list(self.modules.values()), fp8, fp8_max, library.version)
+            delayed = DelayedScales(list(self.modules.values()), fp8, fp8_max, library.version)
+            self._scales = delayed
+            self._watch.unmeasured = delayed.unmeasured
         else:
             self._scales = TensorScales(fp8_max, self._watch.amax, blocks=fp8.scaling == "block")
         self.fell_back_to = ""

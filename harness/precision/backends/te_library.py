@@ -346,6 +346,7 @@ class DelayedScales(ScalingState):
         of_slots: list[int] = []
         for index in range(len(modules)):
             of_slots += [width * index + slot for slot in _SLOTS]
+        self._of_slots = of_slots
         self._columns = torch.tensor(of_slots, device=device)
 
         # The columns without a slot need some limit: 1.
@@ -374,6 +375,10 @@ class DelayedScales(ScalingState):
         self.end_window(of_columns, skip)
         return self.window_stats()[:, self._columns]
 
+    def unmeasured(self, slot: int, training: bool) -> bool:
+        """As `ScalingState.unmeasured`."""
+        return super().unmeasured(self._of_slots[slot], training)
+
     def tensors(self) -> TensorDict:
         """Copies; the same layout as the native backend's."""
         return {"history": self.history[:, self._columns], "scale": self.scale[self._columns]}
@@ -383,6 +388,7 @@ class DelayedScales(ScalingState):
         device = self.scale.device
         self.history[:, self._columns] = tensors["history"].to(device)
         self.scale[self._columns] = tensors["scale"].to(device)
+        self.state_loaded()
 
 
 def _check_layout(modules: Sequence[Any], length: int, version: str) -> None:

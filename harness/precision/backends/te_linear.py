@@ -47,6 +47,7 @@ class Watch:
     sampled: sums of what casts lose; None under block scaling, whose casts have a scale for every block.
     everything: whether hooks measure layers in FP8 too, as TE keeps no amax.
     demoted: first slots of the layers in BF16.
+    unmeasured: under delayed scaling, `ScalingState.unmeasured`.
     active: whether a forward or backward runs in the precision context.
     with_gradients: whether that context was entered with gradients on.
     in_backward: whether backward runs, so that a forward now is a recomputation.
@@ -68,6 +69,7 @@ class Watch:
         self.sampled = sampled
         self.everything = everything
         self.demoted: set[int] = set()
+        self.unmeasured: Callable[[int, bool], bool] | None = None
         self.active = False
         self.with_gradients = False
         self.in_backward = False
@@ -171,9 +173,9 @@ class PlannedLinear(nn.Module):
     A number of tokens that TE's GEMMs do not take is padded with zeros, which change no sum and no amax. If a layer is
     called several times in a forward, all calls share one scale, and its amax is the largest of them.
 
-    A forward without gradients computes in FP8 and records nothing, wherever it is called. A deep copy (an EMA of the
-    weights, a teacher) computes in FP8 or BF16 as the original does, with the same scales, and records nothing. A
-    pickle of the layer is that of a plain Linear.
+    A forward without gradients computes in FP8, or in BF16 until a training step has set the scales, and records
+    nothing, wherever it is called. A deep copy (an EMA of the weights, a teacher) computes in FP8 or BF16 as the
+    original does, with the same scales, and records nothing. A pickle of the layer is that of a plain Linear.
     """
 
     # Attributes of te.Linear.
@@ -202,6 +204,15 @@ class PlannedLinear(nn.Module):
     def demoted(self) -> bool:
         """Whether it runs in BF16 now. Its three tensors are measured all the same."""
         return self.slot in self.shared.watch.demoted
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether a forward multiplies in BF16 now: the layer is demoted, or nothing has set its scales yet."""
+        watch = self.shared.watch
+        if self.demoted or watch.unmeasured is None:
+            return self.demoted
+        sets_scales = self._records() and not self.follows
+        return not sets_scales and watch.unmeasured(self.slot, self.training)
 
     @property
     def window(self) -> int | None:
@@ -236,7 +247,7 @@ class PlannedLinear(nn.Module):
             input = input.to(torch.bfloat16 if watch.active else own_dtype)
 
         # TE computes in the dtype of torch's autocast: it is entered where the model has switched it off.
-        in_fp8 = watch.active and not self.demoted
+        in_fp8 = watch.active and not self.in_bf16
         needs_autocast = watch.active and not autocast_on
         with _bf16_autocast(input.device.type, needs_autocast):
             out = self._product(input, before, in_fp8)
@@ -356,7 +367,7 @@ class PlannedLinear(nn.Module):
 
     def _fuses(self) -> bool:
         """Whether it may run in a fused block now: in FP8, under delayed scaling."""
-        return self.shared.delayed and self.shared.watch.active and not self.demoted
+        return self.shared.delayed and self.shared.watch.active and not self.in_bf16
 
     def _with(self, before: Sequence[Any], rows: Tensor) -> Tensor:
         """The TE block of `before` and this layer, on `rows`."""

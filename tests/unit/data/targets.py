@@ -147,3 +147,95 @@ def flat() -> Made:
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
     """As scikit-learn has them: inputs and labels."""
     return torch.zeros(40, 8), torch.zeros(40, dtype=torch.int64)
+
+
+class Rows(torch.utils.data.IterableDataset[Any]):
+    """Samples one after the other, of which there is a number."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(2), 0)] * SIZE)
+
+
+def iterable() -> Rows:
+    return Rows()
+
+
+def loader() -> Any:
+    data: Any = pairs()
+    return torch.utils.data.DataLoader(data)
+
+
+def frame(names: str = "columns") -> Any:
+    """A table of 40 rows; with numbers for the names of its columns frame[0] is a column."""
+    import pandas
+
+    columns = ["a", "b", "y"] if names == "columns" else list(range(60))
+    return pandas.DataFrame(np.zeros((SIZE, len(columns))), columns=columns)
+
+
+def named_arrays() -> dict[str, Any]:
+    return {"inputs": np.zeros((SIZE, 8)), "targets": np.zeros(SIZE)}
+
+
+def listed_arrays() -> list[Any]:
+    return [np.zeros((SIZE, 8)), np.zeros(SIZE)]
+
+
+def three_splits() -> Any:
+    data: Any = pairs()
+    return torch.utils.data.random_split(data, [30, 5, 5])
+
+
+def strings() -> Made:
+    return Made(lambda index: {"text": f"words {index}", "label": index % 3})
+
+
+def in_tuples(tensors: int) -> Any:
+    """As a TensorDataset gives them: a tuple, whatever it has."""
+    values = torch.arange(float(SIZE))[:, None].repeat(1, 3)
+    return torch.utils.data.TensorDataset(*[values] * tensors)
+
+
+def translations(alike: bool = False, odd: int = 0) -> Made:
+    """Texts and their translations, which are equally long or not; in the sample `odd` it is the other way round."""
+
+    def sample(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        length = 5 + index % 7
+        is_alike = alike != (index == odd)
+        others = length if is_alike else length + 1 + index % 3
+        return torch.full((length,), index), torch.full((others,), index)
+
+    return Made(sample)
+
+
+def one_buffer(kind: str = "tensor") -> Made:
+    """Each sample is written into the memory of the one before."""
+    buffer = torch.zeros(1, 4, 4)
+
+    def sample(index: int) -> tuple[Any, int]:
+        buffer.fill_(index)
+        return buffer if kind == "tensor" else buffer.numpy(), index % 3
+
+    return Made(sample)
+
+
+def one_twice() -> tuple[Made, Made]:
+    data = pairs()
+    return data, data
+
+
+def hidden(kind: str) -> Made:
+    """Arrays whose plain numbers are not what is meant."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    values = {
+        "palette": picture.quantize(16),
+        "colours": picture,
+        "masked": np.ma.masked_greater(np.arange(8.0), 5),
+        "unmasked": np.ma.masked_greater(np.arange(8.0), 9),
+    }
+    return Made(lambda index: (values[kind], index % 3))

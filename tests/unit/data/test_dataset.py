@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from harness.core.config import DataConfig, RunConfig, load_config
+from harness.core.config import DataConfig, RunConfig, data_doubts, load_config
 from harness.core.errors import ConfigError, DataError
-from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE, StepFacts
+from harness.core.facts import BAD_LABEL, IGNORED, NON_FINITE_INPUT, UNREADABLE, StepFacts, Window
 from harness.core.health import Flawed, check_batch, harmless, name_faults, one_sample
 from harness.core.protocols import Batch, Batches
 from harness.core.state import seed_everything
@@ -231,6 +231,13 @@ def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
     [
         ("stream", "have no __len__ and no __getitem__"),
         ("streaming", r"have no __len__(.|\n)*streaming=False(.|\n)*data\.path=hf:NAME"),
+        ("iterable", r"a Rows, are read from the beginning only(.|\n)*return list\(data\)"),
+        ("loader", r"a DataLoader, have no __getitem__(.|\n)*return its data set"),
+        ("frame", r"a DataFrame of pandas, have no samples by number(.|\n)*to_numpy\("),
+        ("named_arrays", r"a dict, are of names(.|\n)*inputs, targets(.|\n)*TensorDataset"),
+        ("listed_arrays", r"two arrays of one length, \[40, 8\] and \[40\]: inputs and labels\?"),
+        ("three_splits", r"3 data sets(.|\n)*return a pair"),
+        ("strings", r"\Adata.target .*: sample 0 cannot be read: text is a str.*\n.*\n.*\Z"),
         ("nothing", "its training data have no sample"),
         ("missing", 'no function "missing"'),
         ("arrays", r"two arrays of one length, \[40, 8\] and \[40\]: inputs and labels\?"),
@@ -240,6 +247,69 @@ def test_a_generator_of_its_own_is_refused_unless_it_can_be_seeded() -> None:
 def test_what_is_no_data_set_is_refused(target: str, told: str) -> None:
     with pytest.raises((ConfigError, DataError), match=told):
         source(target)
+
+
+def test_a_table_is_refused_whatever_its_columns_are_called() -> None:
+    """By number it would give columns in place of rows, all of one length."""
+    with pytest.raises(ConfigError, match="a DataFrame of pandas"):
+        source("frame", args={"names": "numbers"})
+
+
+def test_a_tuple_of_one_is_its_sample_and_one_of_three_is_refused() -> None:
+    (batch,) = source("in_tuples", args={"tensors": 1}).micro_batches(Window(0, np.arange(4)), 0, 1)
+    assert batch["inputs"].shape == (4, 3)
+    with pytest.raises(DataError, match=r"a tuple of 3: which of them is what\?"):
+        source("in_tuples", args={"tensors": 3})
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_samples_in_one_buffer_are_kept_apart(kind: str) -> None:
+    data = source("one_buffer", args={"kind": kind}, global_batch=36, micro_batch=36)
+    window = data.window(0)
+    batches = data.micro_batches(window, 0, 1)
+    assert numbers(batches) == _taken(data, window)
+    assert batches[0]["targets"].tolist() == [number % 3 for number in _taken(data, window)]
+
+
+def test_arrays_that_hide_their_values_are_refused() -> None:
+    """Numbers of a palette and what lies under a mask would be trained on."""
+    for kind, told in (("palette", r"convert\('RGB'\)"), ("masked", r"\.filled\(VALUE\)")):
+        with pytest.raises(DataError, match=told):
+            source("hidden", args={"kind": kind})
+    assert source("hidden", args={"kind": "colours"}).facts()["fields"]["inputs"][1:] == [8, 8, 3]
+    assert source("hidden", args={"kind": "unmasked"}).facts()["fields"]["inputs"][1:] == [8]
+
+
+def test_a_validation_that_is_trained_on_is_told() -> None:
+    told = "8 of the 8 samples to validate on that were looked at equal one to train on"
+    for target in ("one_twice", "both", "with_validation", "pairs"):
+        doubts = "".join(data_doubts(run_of(target), source(target).facts()))
+        # All of `both`'s validation are the first of its training samples.
+        assert (told in doubts) == (target == "one_twice")
+        assert ("equal one to train on" in doubts) == (target in ("one_twice", "both"))
+
+
+def test_texts_that_are_equally_long_by_chance_may_differ() -> None:
+    data = source("translations", global_batch=36, micro_batch=36)
+    assert data._train.places(0) == 0, "the first sample is the one of equal lengths"
+    (batch,) = data.micro_batches(data.window(0), 0, 1)
+    assert not isinstance(batch, Flawed)
+    for ids, translated, mask in zip(
+        batch["inputs"], batch["targets"], batch["attention_mask"], strict=True
+    ):
+        number, length = int(ids[0]), int(mask.sum())
+        assert length == 5 + number % 7
+        expected = length if number == 0 else length + 1 + number % 3
+        assert translated[translated != IGNORED].tolist() == [number] * expected
+
+
+def test_a_text_unlike_its_labels_in_one_sample_is_named() -> None:
+    data = source("translations", args={"alike": True, "odd": 19}, global_batch=36, micro_batch=36)
+    (batch,) = data.micro_batches(data.window(0), 0, 1)
+    assert isinstance(batch, Flawed)
+    assert [fault.text.partition(" (")[0] for fault in batch.faults] == [
+        "targets has 12 values, inputs has 10"
+    ]
 
 
 def test_too_few_to_hold_out_and_two_sources_are_refused() -> None:

@@ -106,6 +106,15 @@ def test_without_a_boundary_it_is_refused(tmp_path: Path) -> None:
         packed(path, tmp_path / "run")
 
 
+@pytest.mark.parametrize("separator", [50, 60, 70_000])
+def test_a_separator_that_no_token_is_is_refused(tmp_path: Path, separator: int) -> None:
+    """Every file would be one document, and packing without an effect."""
+    path = headerless(tmp_path / "train.bin", np.arange(4000) % 50)
+    with pytest.raises(DataError, match=rf"no token of the files is {separator}"):
+        packed(path, tmp_path / "run", separator=separator)
+    packed(path, tmp_path / "again", separator=49)
+
+
 def test_a_validation_split_is_cut_where_a_document_begins(tmp_path: Path) -> None:
     docs = documents(300)
     data = prepare(

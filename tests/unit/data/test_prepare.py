@@ -21,7 +21,7 @@ from harness.data.prepare import Preparation, Progress, prepare_dataset
 from harness.data.rows import JsonLines
 from harness.data.text import BadFiles, read_text
 from harness.data.tokens import prepare
-from tests.support.runs import harness
+from tests.support.runs import harness, train
 from tests.unit.data.token_files import config, headerless, some_ids
 
 
@@ -194,6 +194,30 @@ def test_as_much_is_held_out_as_was_asked_for(tmp_path: Path, share: float) -> N
     assert held / every == pytest.approx(share, abs=0.02 * min(1, 10 * share))
 
 
+@pytest.mark.usefixtures("small")
+def test_documents_of_both_splits_are_counted_across_tasks_and_tries(tmp_path: Path) -> None:
+    texts = documents()
+    source = jsonl(tmp_path / "a.jsonl", [*texts, *texts[:150]])
+    wanted = Preparation(str(source), "JSONL", val_fraction=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(wanted, tmp_path / "out", 1, lambda progress: _interrupt(progress, 3))
+    made = prepare_dataset(wanted, tmp_path / "out", processes=1)
+    found = read(tmp_path / "out", tmp_path / "run")
+    copies, count = made["repeated_documents"]
+    trained, val = found[:-count], found[-count:]
+    assert copies == len([text for text in val if text in trained])
+    assert (
+        10
+        < copies
+        < count
+        == sum(part["documents"] for part in made["shards"] if part["split"] == "val")
+    )
+    assert not list((tmp_path / "out").glob("hashes-*"))
+    unique = jsonl(tmp_path / "b.jsonl", texts)
+    made = prepare_dataset(Preparation(str(unique), "JSONL"), tmp_path / "b", processes=1)
+    assert made["repeated_documents"][0] == 0
+
+
 def test_another_preparation_in_the_folder_is_refused(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", documents())
     prepare_dataset(Preparation(str(source), "JSONL"), tmp_path / "out")
@@ -274,3 +298,14 @@ def test_the_command_says_what_it_made_and_what_it_will_not(tmp_path: Path) -> N
         refused = harness(tmp_path, "data", "prepare", source, "--out", "other")
         assert refused.returncode == ExitCode.USAGE
         assert message in refused.stderr
+
+
+def test_a_validation_that_is_trained_on_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "val"):
+        jsonl(tmp_path / "rows" / f"{name}.jsonl", documents())
+    told = "300 of the 300 documents to validate on are among those to train on, too"
+    made = harness(tmp_path, "data", "prepare", "rows", "--out", "made")
+    assert told in made.stdout, made.stdout + made.stderr
+    done = train(tmp_path, "--recipe", "bf16", "--dry-run", "data.path=rows")
+    assert f"data note: {told}" in done.stdout.replace("\n", " "), done.stdout

@@ -195,7 +195,7 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 
 NUMPY = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8", "big-endian uint16": ">u2",
-         "big-endian uint32": ">u4", "big-endian int64": ">i8"}  # fmt: skip
+         "big-endian uint32": ">u4", "big-endian int64": ">i8", "float32": "<f4", "float64": "<f8"}  # fmt: skip
 
 
 def frequent(ids: int, count: int = 30000, seed: int = 0) -> Ids:
@@ -226,7 +226,7 @@ def test_ids_are_read_as_what_they_are_or_refused(
     """Ids of another width, and bytes the other way round, train without a complaint."""
     ids, file = VOCABULARIES[vocabulary], tmp_path / "train.bin"
     dtype = np.dtype(NUMPY[written])
-    if int(ids.max()) > np.iinfo(dtype).max:
+    if dtype.kind != "f" and int(ids.max()) > np.iinfo(dtype).max:
         ids = ids[ids <= np.iinfo(dtype).max]
     ids = ids[: len(ids) // 8 * 8]  # whole numbers of every width
     file.write_bytes(ids.astype(dtype).tobytes())
@@ -279,7 +279,9 @@ def test_bytes_in_pairs_are_taken_with_an_index(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("written", rest_slow(["<i8", ">i8", ">u2", ">u4"], ">u2"))
+@pytest.mark.parametrize(
+    "written", rest_slow(["<i8", ">i8", ">u2", ">u4", "<f4", "<f8"], ">u2", "<f4")
+)
 @pytest.mark.parametrize("folder", [False, True])
 def test_the_command_that_an_error_names_makes_ids_that_are_read(
     tmp_path: Path, written: str, folder: bool
@@ -436,6 +438,15 @@ def test_a_damaged_description_is_named(tmp_path: Path, name: str) -> None:
     corpus.write_text("{" if name == "not JSON" else json.dumps(info))
     with pytest.raises(DataError, match=r"corpus\.json"):
         prepare(settings, tmp_path / "run")
+
+
+def test_a_copy_of_a_training_file_is_told(tmp_path: Path) -> None:
+    ids = some_ids(5000)
+    for name in ("train_0", "train_1", "val_0", "val_1"):
+        headerless(tmp_path / f"{name}.bin", ids if name in ("train_1", "val_0") else ids[::-1])
+    headerless(tmp_path / "val_1.bin", ids[:4000])
+    data = prepare(config(tmp_path), tmp_path / "run")
+    assert data.info["repeated"] == ["val_0.bin"]
 
 
 def test_facts_say_what_is_trained_on(tmp_path: Path) -> None:

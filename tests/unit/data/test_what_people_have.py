@@ -197,10 +197,12 @@ pandas_leaves_open = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisable
 
 
 @pandas_leaves_open
-@pytest.mark.parametrize("row", ["1,a,b,c", '1,"a'])
-def test_a_broken_table_is_refused(tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "message"), [("1,a,b,c", "cannot be read as csv"), ('1,"a', "line 402: unexpected end")]
+)
+def test_a_broken_table_is_refused(tmp_path: Path, row: str, message: str) -> None:
     path = written(tmp_path / "table.csv", "n,text\n" + "0,some words\n" * 400 + row + "\n")
-    with pytest.raises(DataError, match=r"table\.csv(.|\n)*cannot be read as csv"):
+    with pytest.raises(DataError, match=rf"table\.csv(.|\n)*{message}"):
         prepare(config(path), tmp_path / "run")
     gc.collect()
 
@@ -243,24 +245,62 @@ def test_a_table_with_more_fields_than_names_is_refused(
 @pytest.mark.parametrize(
     ("first", "last"), [('"Hello" he said', '"Bye" she said'), ('"unpaired', 'a nail of 6"')]
 )
-@pytest.mark.parametrize("suffix", ["tsv", "tsv.gz"])
-def test_tabs_without_quoting_are_refused_with_a_way_in(
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "tsv.gz"])
+def test_a_table_without_quoting_is_refused_with_a_way_in(
     tmp_path: Path, first: str, last: str, suffix: str
 ) -> None:
     """pandas makes one text of all rows from one quote to the next."""
     lines = [line.strip() for line in LINES]
     lines[10], lines[50] = first, last
-    content = "n\ttext\n" + "".join(f"{n}\t{line}\n" for n, line in enumerate(lines))
+    mark = TABLE[suffix.partition(".")[0]]
+    content = f"n{mark}text\n" + "".join(f"{n}{mark}{line}\n" for n, line in enumerate(lines))
     raw = gzip.compress(content.encode()) if suffix == "tsv.gz" else content.encode()
     path = written(tmp_path / f"table.{suffix}", raw)
-    with pytest.raises(DataError, match=r"table\.tsv.*: has quotes that quote nothing") as caught:
+    message = rf"table\.{suffix}: has quotes that quote nothing(.|\n)*why: line 12"
+    with pytest.raises(DataError, match=message) as caught:
         prepare(config(path), tmp_path / "run")
-    command = re.search(r"python (-c .*)", caught.value.problems[0].fix)
+    command = re.search(r"python (-c .*? > NEW\.csv)", caught.value.problems[0].fix)
     assert command is not None
-    if suffix == "tsv" and first == '"unpaired':
+    if suffix != "tsv.gz" and first == '"unpaired':
         words = command[1].replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
         subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
         assert texts(tmp_path / "NEW.csv", tmp_path / "two") == sorted(lines)
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_table_with_another_separator_names_the_command(tmp_path: Path, mark: str) -> None:
+    rows = [f'{n}{mark}"{line.strip()}, indeed{mark}"\n' for n, line in enumerate(LINES)]
+    path = written(tmp_path / "table.csv", f"n{mark}text\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"between its columns, not ','") as caught:
+        prepare(config(path), tmp_path / "run")
+    command = caught.value.problems[0].fix.partition("python ")[2].split("; then")[0]
+    words = command.replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
+    subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
+    expected = sorted(f"{line.strip()}, indeed{mark}".strip() for line in LINES)
+    assert [each.strip() for each in texts(tmp_path / "NEW.csv", tmp_path / "two")] == expected
+    single = written(tmp_path / "one.csv", f"a{mark}b\n" + "".join(LINES))
+    assert texts(single, tmp_path / "three", text_key=f"a{mark}b") == EXPECTED
+
+
+def test_quotes_after_a_backslash_are_refused_with_a_way_in(tmp_path: Path) -> None:
+    """pandas ends the field at such a quote; the rest of the text loses its quotes, or runs into the next rows."""
+    rows = [f'{n},"{line.strip()} \\"so it says\\""\n' for n, line in enumerate(LINES)]
+    path = written(tmp_path / "table.csv", "n,text\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"line 2: ',' expected after '\"'") as caught:
+        prepare(config(path), tmp_path / "run")
+    command = re.search(r"python (-c .*? > NEW\.csv)", caught.value.problems[0].fix)
+    assert command is not None
+    words = command[1].replace("quoting=csv.QUOTE_NONE", "escapechar=chr(92), doublequote=False")
+    words = words.replace("FILE", str(path), 1).replace("NEW", str(tmp_path / "NEW"))
+    subprocess.run(f"{sys.executable} {words}", shell=True, check=True)
+    expected = sorted(f'{line.strip()} "so it says"' for line in LINES)
+    assert texts(tmp_path / "NEW.csv", tmp_path / "two") == expected
+
+
+def test_commas_and_lines_within_quotes_are_text(tmp_path: Path) -> None:
+    rows = [f'{n},"{n}, one\ntwo, ""three"""\r\n' for n in range(40)]
+    path = written(tmp_path / "table.csv", "n,text\r\n" + "".join(rows))
+    assert len(texts(path, tmp_path / "run")) == 80
 
 
 def test_tabs_and_lines_within_quotes_are_text(tmp_path: Path) -> None:
@@ -682,3 +722,90 @@ def test_links_to_token_files_elsewhere_are_read(tmp_path: Path) -> None:
     data = prepare(config(folder), tmp_path / "run")
     assert len(data.train) + len(data.val) == 3000
     assert "link" in left_out(data)["train.bin"], "each file once"
+
+
+CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
+SHARED = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [
+        ({"messages": CHAT}, r"AutoTokenizer.*render\(row\['messages'\].*data.tokenizer="),
+        ({"conversations": SHARED}, r"jq -c '\.conversations \|= .*row\['conversations'\]"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, r"row\['prompt'\] \+ row\['completion'\]"),
+        ({"instruction": "go", "input": "", "output": "ok", "id": "x"},
+         r"\.instruction \+ \"\\n\" \+ \.input \+ \"\\n\" \+ \.output\)"),
+        ({"title": "one", "body": "two", "n": 1}, "set data.text_key to the one that has the text"),
+        ({"data": [{"text": "one"}, {"text": "two"}]}, r"jq -c '\.data\[\]' FILE"),
+        ({"story": ["one", "two"], "n": 1}, r"jq -c '\{story: \.story\[\]\}' FILE"),
+        ({"day": "2020-01-01", "n": 1, "share": 0.5, "tags": [1.5]}, "if there is one. Numbers, dates"),
+    ],
+)  # fmt: skip
+def test_rows_without_a_text_name_the_way_to_one(
+    tmp_path: Path, row: dict[str, object], way: str
+) -> None:
+    path = written(tmp_path / "rows.jsonl", (json.dumps(row) + "\n") * 50)
+    names = ", ".join(row)
+    with pytest.raises(
+        DataError, match=rf'"text" is missing\n    why: .*{names}\n    fix: .*{way}'
+    ):
+        prepare(config(path), tmp_path / "one")
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 50), tmp_path / "rows.parquet")
+    if "day" not in row:
+        with pytest.raises(DataError, match=rf"it has {names}\n    fix: .*{way}"):
+            prepare(config(tmp_path / "rows.parquet"), tmp_path / "two")
+    first = next(iter(row))
+    if not isinstance(row[first], str):
+        with pytest.raises(DataError, match=rf'"{first}" has list<.*, not text\n    fix: .*{way}'):
+            prepare(config(path, text_key=first), tmp_path / "three")
+
+
+def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:
+    rows = [f"{n},2020-01-{n % 28 + 1:02},2020-01-01 10:00\n" for n in range(50)]
+    path = written(tmp_path / "table.csv", "n,day,time\n" + "".join(rows))
+    with pytest.raises(DataError, match=r"why: the row has n, day, time\n.*data.target"):
+        prepare(config(path), tmp_path / "run")
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a" * 16 + b"\nsize 12345\n"
+)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.tar", "train.bin", "a.txt"])
+def test_a_pointer_of_git_lfs_is_called_so(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / name, POINTER)
+    with pytest.raises(
+        DataError, match=r"pointer of Git LFS, not the file itself \(git lfs pull\)"
+    ):
+        prepare(config(path), tmp_path / "run")
+
+
+def test_a_pointer_among_text_is_left_out(tmp_path: Path) -> None:
+    written(tmp_path / "in" / "a.txt", "".join(LINES))
+    written(tmp_path / "in" / "b.txt", POINTER)
+    data = prepare(config(tmp_path / "in"), tmp_path / "run")
+    assert "Git LFS" in left_out(data)["b.txt"]
+    assert b"git-lfs" not in split(data, "train") + split(data, "val")
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.jl"])
+def test_rows_of_json_under_a_name_of_text_are_refused(tmp_path: Path, name: str) -> None:
+    """They would train on braces and keys."""
+    path = written(tmp_path / "in" / name, "\n".join(ROWS))
+    with pytest.raises(DataError, match=r"a JSON object in every line(.|\n)*data.format=JSONL"):
+        prepare(config(path), tmp_path / "one")
+    assert texts(path, tmp_path / "two", format="JSONL") == EXPECTED
+    assert texts(path, tmp_path / "three", format="text") == sorted(ROWS)
+    with pytest.raises(DataError, match=r"1 of 1 files with a JSON object(.|\n)*call them \.jsonl"):
+        prepare(config(path.parent), tmp_path / "four")
+    path.rename(path.with_suffix(".jsonlines"))
+    assert texts(path.parent, tmp_path / "five") == EXPECTED
+
+
+def test_json_that_is_no_rows_and_a_few_rows_among_text_are_text(tmp_path: Path) -> None:
+    written(tmp_path / "a.txt", "{\n" + "".join(LINES) + "}\n")
+    written(tmp_path / "b.txt", "{}\nnot {}\n")
+    written(tmp_path / "c.txt", "{}\n{}\n")
+    assert look(tmp_path) == look(tmp_path / "a.txt") == look(tmp_path / "b.txt") == "text"

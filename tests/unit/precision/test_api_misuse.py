@@ -77,6 +77,10 @@ def on_meta(model: nn.Sequential) -> nn.Module:
     return model.to("meta")
 
 
+def lazy(model: nn.Sequential) -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), *model)
+
+
 def frozen(model: nn.Sequential) -> nn.Module:
     return model.requires_grad_(False)
 
@@ -90,10 +94,12 @@ def wrapped(model: nn.Sequential) -> nn.Module:
     [
         (half, "4 trainable parameters are not float32, such as 0.weight"),
         (on_meta, "the parameters are on meta"),
+        (lazy, r"2 parameters have no size yet, such as 0.weight[\s\S]*call the model once"),
         (frozen, "no trainable parameter"),
         (wrapped, "wrapped in DataParallel"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_a_model_that_cannot_be_prepared(
     spoil: Callable[[nn.Sequential], nn.Module], expected: str
 ) -> None:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from native_support import APPLY, backend_for, same, window
+from native_support import APPLY, SKIP, backend_for, same, window
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -102,3 +102,59 @@ def test_weights_swapped_between_two_evaluations_are_seen() -> None:
         for linear in model:
             linear.get_parameter("weight").data.mul_(2)  # as EMA swaps do: no version counter moves
         assert not torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_a_layer_that_no_training_step_has_measured_runs_in_bf16(units: bool) -> None:
+    """A frozen teacher under no_grad: nothing ever sets its scales, and at scale 1 its small weights would vanish."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"teacher": nn.Linear(32, 32), "student": nn.Linear(32, 32)})
+    with torch.no_grad():
+        model.get_parameter("teacher.weight").mul_(2.0**-9)
+    teacher = copy.deepcopy(model["teacher"])
+    backend = backend_for(model, fp8_units=units)
+    student = model["student"]
+    x = torch.randn(16, 32)
+    seen: list[Tensor] = []
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                seen.append(model["teacher"](x))
+            return student(x)
+
+    def evaluated(layer: nn.Module) -> Tensor:
+        with torch.no_grad(), backend.context():
+            return layer(x)
+
+    in_bf16 = evaluated(teacher)
+    model.eval()
+    before = evaluated(student)
+    assert torch.equal(evaluated(model["teacher"]), in_bf16), "before the first step"
+    model.train()
+    for _ in range(2):
+        window(backend, Pair(), x)
+    assert not torch.equal(seen[0], in_bf16), "in train mode it may be a reentrant checkpoint's"
+    assert torch.equal(seen[1], in_bf16), "from the second step on"
+    model.eval()
+    assert backend.slot_buffers.scale[0] == 1.0, "it leaves no trace"
+    assert not torch.equal(evaluated(student), before), "the student has scales now"
+
+    tensors, meta = backend.state_dict()
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    backend.load_state_dict({}, {**meta, "slots": []})
+    assert torch.equal(evaluated(student), before), "as in a run that loads no FP8 state"
+    backend.load_state_dict(kept, meta)
+    assert not torch.equal(evaluated(student), before)
+
+
+def test_a_skipped_first_step_sets_no_scale() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32)).eval()
+    backend = backend_for(model)
+    x = torch.randn(16, 32)
+    with torch.no_grad(), backend.context():
+        before = model(x)
+    window(backend, model, x, SKIP)
+    with torch.no_grad(), backend.context():
+        assert torch.equal(model(x), before)

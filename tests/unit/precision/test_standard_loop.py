@@ -438,6 +438,54 @@ def test_a_module_that_calls_itself() -> None:
     assert differences(*both_loops(recipe(), Twice)) == []
 
 
+class Interrupted(nn.Module):
+    """Ends its `at`-th call by `error`."""
+
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        super().__init__()
+        self.body, self.error, self.left = mlp(), error, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
+@pytest.mark.parametrize("then", ["train", "evaluate", "by hand"])
+def test_a_loop_goes_on_after_a_ctrl_c_as_after_an_error(name: str, then: str) -> None:
+    """In a notebook. torch runs no hooks after a KeyboardInterrupt, and the context stayed open for good."""
+    outcomes: list[list[Tensor]] = []
+    for error in (RuntimeError, KeyboardInterrupt):
+        precision = Precision(recipe(name))
+        model = precision.prepare(Interrupted(error, at=2))
+        optimizer = precision.wrap(adamw(model))
+        seen: list[Tensor] = []
+        for step in range(4):
+            x, y = batch(step)
+            try:
+                out = model(x)
+            except error:
+                if then == "evaluate":
+                    with precision.evaluating():
+                        seen.append(model(x))
+                if then == "by hand":
+                    with precision.context():
+                        model(x)
+                continue
+            nn.functional.mse_loss(out, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [out.detach(), *(p.detach().clone() for p in model.parameters())]
+        assert not torch.is_autocast_enabled("cpu")
+        outcomes.append(seen)
+    for after_error, after_interrupt in zip(*outcomes, strict=True):
+        assert after_interrupt.dtype == torch.float32
+        assert torch.equal(after_interrupt, after_error)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

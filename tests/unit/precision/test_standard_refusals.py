@@ -211,6 +211,21 @@ def test_what_would_go_wrong_is_refused(
         wrong(model, precision.wrap(adamw(model)))
 
 
+@pytest.mark.parametrize("name", ["fp8_hybrid", "bf16"])
+def test_what_is_unfrozen_in_bfloat16_is_not_trained(name: str) -> None:
+    """Gradual unfreezing of a trunk that was loaded in bfloat16: at small rates no weight of it would move."""
+    model = mlp()
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    precision = Precision(recipe(name))
+    precision.prepare(model)
+    wrapped = precision.wrap(torch.optim.SGD(model[2].parameters(), lr=0.1))
+    standard_step(model, wrapped, 0)
+    model[0].requires_grad_(True)
+    wrapped.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(MisuseError, match=r"2 of the parameters that train are torch.bfloat16"):
+        standard_step(model, wrapped, 1)
+
+
 # Evaluation
 
 
