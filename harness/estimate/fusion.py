@@ -11,7 +11,8 @@ backward of one micro-batch:
    forward's kernel had read.
 5. A float32 tensor that only this project's casts read is written in 16 bits.
 
-`tests/cuda_on_paper/test_fusion.py` holds the bytes against those of code that TorchInductor generates. Torch-free.
+`tests/cuda_on_paper/test_compiled_blocks.py` holds the bytes against those of code that TorchInductor generates.
+Torch-free.
 """
 
 from __future__ import annotations
