@@ -348,7 +348,7 @@ def test_a_run_goes_on_with_the_data_it_began_with_and_no_others(tmp_path: Path)
 
 def test_padded_samples_and_stand_ins_are_on_the_host_whatever_the_default_device() -> None:
     """A data set's own file may set torch's default device to a GPU. The meta device stands for it."""
-    form = first_form({"inputs": [1, 2, 3], "targets": [1, 2, 3]}, None, 0)
+    form = first_form({"inputs": [1, 2, 3], "targets": [1, 2, 3]}, None, 0, ())
     with torch.device("meta"):
         short = form.taken({"inputs": [4], "targets": [5]})
         batch = form.batch([form.stand_in(), short])
