@@ -51,7 +51,7 @@ def test_a_model_of_a_folder_is_tuned_and_loaded_back(tmp_path: Path) -> None:
     assert "loaded back: Qwen3ForCausalLM, qwen3" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_beside_a_frozen_base_learn(tmp_path: Path) -> None:
     told = shown(EXAMPLES[1], tmp_path)
     assert "fp8_hybrid runs as native:fp8: 14 FP8 layers, 14 frozen" in told

@@ -68,7 +68,7 @@ def test_a_secret_that_is_written_down_is_found(tmp_path: Path, form: str) -> No
     assert leaks(tmp_path, secrets_of(attack)) == ["runs/shipper.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sequences_end_well_and_are_written_down(tmp_path: Path) -> None:
     done = attack(
         tmp_path,

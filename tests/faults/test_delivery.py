@@ -138,7 +138,7 @@ def test_a_copy_of_the_store_gets_what_it_lacks(places: tuple[Path, Path]) -> No
     assert check_delivered(run, there / "copy.db") == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,7 @@ def test_a_run_whose_end_is_not_saved_is_not_done(disk: Disk) -> None:
     finishes(disk.folder)
 
 
+@pytest.mark.nightly
 def test_the_last_words_are_written_without_a_byte_free(disk: Disk) -> None:
     """Nor a name: the file that is kept in reserve becomes outcome.json."""
     job = disk.start(*HOLDING)

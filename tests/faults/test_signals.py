@@ -230,7 +230,7 @@ def test_a_signal_during_the_farewell_leaves_the_exit_code(tmp_path: Path) -> No
     finishes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_third_ctrl_c_ends_at_once_and_the_run_resumes(tmp_path: Path) -> None:
     first = at_step(tmp_path, 12)
     first.process.send_signal(signal.SIGINT)

@@ -234,7 +234,7 @@ def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_database_is_locked_to_its_end_is_synced_in_its_place(tmp_path: Path) -> None:
     with held(tmp_path / "mlflow.db"):
         done = train(tmp_path, *SHORT)

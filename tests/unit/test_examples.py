@@ -39,7 +39,7 @@ def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_guarded_loop(tmp_path: Path) -> None:
     """Five bad batches, a rollback, and a run folder that can be read."""
     done = program(GUARDED_LOOP, tmp_path)
@@ -71,7 +71,7 @@ def run_example(example: Path, folder: Path, *words: str) -> subprocess.Complete
     return done
 
 
-@pytest.mark.slow  # fp16 on a CPU
+@pytest.mark.nightly  # fp16 on a CPU
 def test_convnet_digits(tmp_path: Path) -> None:
     done = run_example(CONVNET_DIGITS, tmp_path)
     assert "fp16_scaler runs as autocast:fp16" in done.stdout

@@ -466,7 +466,7 @@ def test_other_types_may_be_compared() -> None:
     assert sys.getprofile() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_values_that_are_read_and_errors_of_other_tensors_can_be_recorded() -> None:
     """Values are computed where they are read; an error of a tensor with memory is the same in a whole build."""
 

@@ -149,7 +149,7 @@ def test_the_description_says_what_ran_where_and_why_and_what_happened(run_dir: 
     assert "nonfinite.skip x 39" in text, "also what an earlier delivery counted"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_data_are_an_input_of_the_run_once(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")

@@ -308,7 +308,7 @@ def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path)
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder: Path) -> None:
     """The second shipper waits for the first one's lock, and finds that there is nothing left to deliver."""
     run_dir = folder / "runs" / "r1"
@@ -335,7 +335,7 @@ def test_a_run_that_a_shipper_of_a_killed_one_delivered_to_its_end_ended(folder:
     assert query(folder, "select status from runs") == [("FINISHED",)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shipper_outlives_its_trainer_by_the_grace_and_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +383,7 @@ def test_the_store_is_the_users_or_a_file_here(tmp_path: Path) -> None:
     assert tracking_uri({}, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lines_that_are_no_rows_are_set_aside_and_the_rest_goes_on(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     with Journal(run_dir / JOURNAL) as journal:
