@@ -101,7 +101,7 @@ def test_the_guide_has_the_peaks_of_long_steps_and_of_a_large_vocabulary() -> No
     done = program(Path(estimated.__file__), ROOT, "--memory", record, options=("-W", "ignore"))
     guide = GUIDE.read_text(encoding="utf-8")
     rows = re.findall(
-        r"^(\S+), (\w+) +.*: +(\S+) GiB, predicted +(\S+) \((\S+)%\)", done.stdout, re.M
+        r"^(\S+), (\w+)\b.*: +(\S+) GiB, predicted +(\S+) \((\S+)%\)", done.stdout, re.M
     )
     assert len(rows) == 6
     for rung, how, measured, predicted, error in rows:
