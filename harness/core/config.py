@@ -53,9 +53,12 @@ RESUME_NEVER = ("train.optimizer",)
 MOST_PROFILED = 20
 """Most steps in one profile: a step of a large model is tens of megabytes of trace."""
 
-# Most names in a message.
+TEXT_COUNTS = ("repeated_documents", "kept_characters")
+"""Facts of data that were made into token ids (`text_doubts`). Each is two numbers: how many, and of how many."""
 _REPEATED_SHARE = 0.01  # of documents: a few are normal, as a line that many write
 _KEPT_SHARE = 0.9  # of characters: tokenizers may leave accents out
+
+# Most names in a message.
 _NAMED = 5
 _SELDOM, _LONGEST_GAP = 5, 100
 

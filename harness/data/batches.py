@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from harness.core.config import TEXT_COUNTS
 from harness.core.errors import ConfigError, DataError, Problem, number_of
 from harness.core.facts import IGNORED, UNREADABLE, Window
 from harness.core.health import Fault, Flawed
@@ -235,7 +236,7 @@ class TokenBatches:
             facts["joined"] = True
         if info.get("repeated"):
             facts["repeated"] = list(info["repeated"])
-        for key in ("repeated_documents", "kept_characters"):
+        for key in TEXT_COUNTS:
             if info.get(key):
                 facts[key] = list(info[key])
         if self.masked and self._separator is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.core.config import DataConfig
+from harness.core.config import TEXT_COUNTS, DataConfig
 from harness.core.errors import DataError, Problem
 from harness.core.facts import Window
 from harness.core.files import write_json
@@ -170,7 +170,7 @@ class Mixture:
             facts["joined"] = True
         if copies := [name for each in parts for name in each.get("repeated", ())]:
             facts["repeated"] = copies
-        for key in ("repeated_documents", "kept_characters"):
+        for key in TEXT_COUNTS:
             counted = [each[key] for each in parts if key in each]
             if counted:
                 facts[key] = [sum(column) for column in zip(*counted, strict=True)]

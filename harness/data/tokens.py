@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.core.config import DataConfig, Documents
+from harness.core.config import TEXT_COUNTS, DataConfig, Documents
 from harness.core.errors import DataError, Problem
 from harness.core.files import MAX_LARGE, home, read_json, read_mapping
 from harness.data import corpus, snapshot
@@ -379,7 +379,7 @@ def _prepared(
         source, kind = str(made["source"]), str(made["kind"])
         source_files = int(made["source_files"])
         counted: dict[str, list[int]] = {}
-        for key in ("repeated_documents", "kept_characters"):
+        for key in TEXT_COUNTS:
             counted[key] = [int(count) for count in made.get(key, ())]
         if made["block_bytes"] != BLOCK:
             raise ValueError(f"its blocks have {made['block_bytes']} bytes, not {BLOCK}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from harness.estimate.roofline import Op, Piece
 
@@ -31,8 +31,8 @@ _Region = tuple[int, str, int]
 class _Kernel:
     """Operations that are launched together, by their places in the step."""
 
-    places: list[int] = field(default_factory=list)
-    memory: set[int] = field(default_factory=set)
+    places: list[int]
+    memory: set[int]
 
 
 class _Step:
@@ -63,12 +63,11 @@ class _Step:
 
     def _kernels(self) -> list[_Kernel]:
         """Rules 1 and 2."""
-        found: list[_Kernel] = []
         # How many unfused operations a storage's values have come through, in its region.
         depths: dict[tuple[_Region, int], int] = {}
         open_kernels: defaultdict[tuple[_Region, int], list[_Kernel]] = defaultdict(list)
         for place, op in enumerate(self.ops):
-            region = region_of(op)
+            region = _region_of(op)
             if region is None:
                 continue
             depth = max((depths.get((region, piece.storage), 0) for piece in op.inputs), default=0)
@@ -91,17 +90,18 @@ class _Step:
                 else:
                     apart.append(kernel)
             open_kernels[region, depth] = [*apart, joined]
-        for kernels in open_kernels.values():
-            found += kernels
-        return found
+        return [kernel for kernels in open_kernels.values() for kernel in kernels]
 
     def _computed_again(self, storage: int, made: int) -> bool:
         """Rule 4."""
         own = self.kernel_of.get(made)
         if own is None or self.ops[made].phase != "forward":
             return False
-        later = [place for place in self.readers[storage] if self.kernel_of.get(place) is not own]
+        later = self._readers_outside(own, storage)
         return bool(later) and all(self._again_in(place, made) for place in later)
+
+    def _readers_outside(self, kernel: _Kernel, storage: int) -> list[int]:
+        return [place for place in self.readers[storage] if self.kernel_of.get(place) is not kernel]
 
     def _again_in(self, place: int, made: int) -> bool:
         reader, maker = self.ops[place], self.ops[made]
@@ -111,7 +111,6 @@ class _Step:
     def _sources(self, storage: int) -> frozenset[Piece]:
         """What a storage's values are computed from, of what its kernel reads."""
         own = self.kernel_of[self.makers[storage]]
-        inside = {self.makers.get(each) for each in own.memory} & set(own.places)
         found: set[Piece] = set()
         todo, seen = [self.makers[storage]], set[int]()
         while todo:
@@ -120,23 +119,25 @@ class _Step:
                 continue
             seen.add(place)
             for piece in self.ops[place].inputs:
-                made = self.makers.get(piece.storage)
-                if made is not None and made in inside:
-                    todo.append(made)
+                if self._made_in(own, piece):
+                    todo.append(self.makers[piece.storage])
                 else:
                     found.add(piece)
         return frozenset(found)
 
+    def _made_in(self, kernel: _Kernel, piece: Piece) -> bool:
+        made = self.makers.get(piece.storage)
+        return made is not None and self.kernel_of.get(made) is kernel
+
     def reads(self, kernel: _Kernel) -> set[Piece]:
         """Rules 3 and 4: what a kernel reads of others' memory."""
-        members = set(kernel.places)
         found: set[Piece] = set()
         todo = [piece for place in kernel.places for piece in self.ops[place].inputs]
         while todo:
             piece = todo.pop()
-            if self.makers.get(piece.storage) in members or piece in found:
+            if self._made_in(kernel, piece) or piece in found:
                 continue
-            if piece.storage in self.again and self.ops[kernel.places[0]].phase == "backward":
+            if piece.storage in self.again:
                 todo += self.again[piece.storage]
             else:
                 found.add(piece)
@@ -144,11 +145,10 @@ class _Step:
 
     def writes(self, kernel: _Kernel) -> set[Piece]:
         """Rules 3 to 5: what a kernel leaves in memory."""
-        members = set(kernel.places)
         found: set[Piece] = set()
         for place in kernel.places:
             for piece in self.ops[place].outputs:
-                later = [each for each in self.readers[piece.storage] if each not in members]
+                later = self._readers_outside(kernel, piece.storage)
                 older = piece.storage not in self.makers
                 if piece.storage in self.again or not (later or older):
                     continue
@@ -197,7 +197,7 @@ def fused(ops: Sequence[Op]) -> list[Op]:
     return found
 
 
-def region_of(op: Op) -> _Region | None:
+def _region_of(op: Op) -> _Region | None:
     """What it is compiled with; None if it is not within a block's forward or backward."""
     if op.block is None or op.phase not in ("forward", "backward"):
         return None

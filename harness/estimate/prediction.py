@@ -7,8 +7,8 @@ Memory: the trace's peak of live storages, plus what a process's CUDA context ta
 
 Time: each operation of the traced step takes as long as the roofline says (`roofline.py`), one after the other. If the
 host needs longer to launch the kernels, the host's time counts instead. Where the run would compile its blocks, their
-operations are fused first (`fusion.py`). A run samples FP8 statistics on one of
-`stats_every` steps, so the mean step is a weighted mean of a usual step and a sampled one.
+operations are fused first (`fusion.py`). A run samples FP8 statistics on one of `stats_every` steps, so the mean step
+is a weighted mean of a usual step and a sampled one.
 """
 
 from __future__ import annotations

@@ -634,10 +634,11 @@ class Recorder(TorchDispatchMode):
         # Where in the model and in the step the operation belongs.
         frames = _frames()
         kind = unit(name, ins, self.tf32)
+        own = func.namespace == "hopper_harness"
         op = Op(
             name=name,
             phase=self.phase,
-            purpose=_purpose(func, name, kind, self.phase, frames),
+            purpose=_purpose(own, name, kind, self.phase, frames),
             reads=reads,
             writes=writes,
             flops=flops(name, args, outs),
@@ -651,7 +652,7 @@ class Recorder(TorchDispatchMode):
             block=self.block,
             inputs=self._pieces(read),
             outputs=self._pieces(outs),
-            own=func.namespace == "hopper_harness",
+            own=own,
         )
         self.ops.append(op)
 
@@ -807,7 +808,7 @@ def _short(path: str) -> str:
     return path.removeprefix(f"{os.getcwd()}/")
 
 
-def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -> str:
+def _purpose(own: bool, name: str, kind: str, phase: str, frames: list[Frame]) -> str:
     """What an operation is for, as reports group it.
 
     GEMMs, attention and convolutions follow from the operation. Everything else follows from the calling code. Backward
@@ -829,7 +830,7 @@ def _purpose(func: Any, name: str, kind: str, phase: str, frames: list[Frame]) -
     files = [_short(path) for path, _, _ in frames]
     libraries = [f"{backend.library}/" for backend in BACKENDS.values() if backend.library]
     fp8 = ("harness/precision/backends/", "harness/precision/scaling", *libraries)
-    if func.namespace == "hopper_harness" or any(file.startswith(fp8) for file in files):
+    if own or any(file.startswith(fp8) for file in files):
         return FP8_CASTS
     if any(file.startswith(("torch/optim/", "harness/core/update")) for file in files):
         return OPTIMIZER

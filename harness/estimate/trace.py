@@ -13,7 +13,8 @@ The method, from a config to a `Trace`:
 3. `trace` runs three steps under the `Recorder`, which sees every ATen operation and every allocation. The first step
    also creates what is made at its first use and kept. The second is a usual step. The third also samples the FP8
    statistics.
-4. `prediction.py` turns the trace into memory and time. Memory is the peak of live storages. Time comes from
+4. `fusion.py` says what compiled blocks make of these operations.
+5. `prediction.py` turns the trace into memory and time. Memory is the peak of live storages. Time comes from
    `roofline.py`, which says how long each operation takes.
 """
 
@@ -30,7 +31,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -489,7 +490,8 @@ def _exchanged(made: FakeRun, batches: int, ranks: int) -> tuple[Collective, ...
     if ranks == 1:
         return ()
     if made.run.engine.sharded:
-        return tuple(_whole(made.recorder.collectives, USUAL, batches))
+        usual = [each for each in made.recorder.collectives if each.step == USUAL]
+        return tuple(_repeated(usual, batches))
     sizes = buckets(made.model)
     return tuple(Collective("all-reduce", size, "backward", USUAL, batches) for size in sizes)
 
@@ -691,17 +693,13 @@ def _step(run: Run, sampled: bool) -> int:
     return steps[0] if steps else 2
 
 
-def _repeated(ops: list[Op], batches: int) -> list[Op]:
-    """Operations of a step with `batches` micro-batches; copies of the second one stand for those not traced."""
-    between = [op for op in ops if op.micro == _BETWEEN]
-    return ops + between * max(batches - _MICRO_BATCHES, 0)
+_Seen = TypeVar("_Seen", Op, Collective)
 
 
-def _whole(collectives: Sequence[Collective], step: str, batches: int) -> list[Collective]:
-    """Collectives of a step with `batches` micro-batches, as `_repeated`."""
-    found = [each for each in collectives if each.step == step]
-    between = [each for each in found if each.micro == _BETWEEN]
-    return found + between * max(batches - _MICRO_BATCHES, 0)
+def _repeated(of_step: Sequence[_Seen], batches: int) -> list[_Seen]:
+    """All of a step with `batches` micro-batches; copies of the second one stand for those not traced."""
+    between = [each for each in of_step if each.micro == _BETWEEN]
+    return [*of_step, *between * max(batches - _MICRO_BATCHES, 0)]
 
 
 class _Tokens:

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import paper
+from tests.support import paper, runs, warm
 from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT
 
@@ -32,18 +31,17 @@ def run(
     *arguments: str, anew: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """anew: in a new interpreter, as a user's, which loads the card itself."""
-    program = ["-m", "harness.cli", "estimate", *arguments]
-    variables = {"COLUMNS": "200", **environment}
+    variables = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment}
     if not anew:
-        return paper.run(program, ROOT, **variables)
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        return paper.estimate(*arguments, folder=ROOT, **variables)
+    line = [*runs.ANEW, "-m", "harness.cli", "estimate", *arguments]
     return subprocess.run(
-        [sys.executable, *program],
+        line,
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=everything,
-        timeout=540,
+        env=runs.environment(**variables),
+        timeout=warm.PATIENCE,
         check=False,
     )
 

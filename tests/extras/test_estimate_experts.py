@@ -55,17 +55,8 @@ CONFIGS = {
 def test_a_token_meets_its_own_experts(kind: str, tmp_path: Path) -> None:
     config, (router, expert, shared), (experts, chosen) = CONFIGS[kind]
     config.save_pretrained(tmp_path)
-    command = [
-        "-m",
-        "harness.cli",
-        "estimate",
-        "--config",
-        "tiny",
-        "--recipe",
-        "bf16",
-        "--json",
-    ]
-    done = paper.run([*command, f"model.target=hf:{tmp_path}", "model.args={}"])
+    asked = ("--config", "tiny", "--recipe", "bf16", "--json")
+    done = paper.estimate(*asked, f"model.target=hf:{tmp_path}", "model.args={}")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     matrices = LAYERS * (ATTENTION + router + experts * expert + shared) + 2 * VOCAB * DIM

@@ -79,8 +79,8 @@ def estimated(folder: Path, card: str, context: int, args: str = "{}") -> dict[s
 
     args: model.args.
     """
-    command = ["-m", "harness.cli", "estimate", "--card", card, "--config", "tiny", "--json"]
+    asked = ["--card", card, "--config", "tiny", "--json"]
     sizes = [f"data.context={context}", "train.micro_batch=1", "train.global_batch=1"]
-    done = paper.run([*command, f"model.target=hf:{folder}", f"model.args={args}", *sizes])
+    done = paper.estimate(*asked, f"model.target=hf:{folder}", f"model.args={args}", *sizes)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +21,15 @@ def run(
 
     The program may import the tests.
     """
-    variables = {**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": warm.THREADS}
-    return warm.run(list(program), folder, variables | environment, apart=True, modules=_LOADED)
+    variables = runs.environment(**{"PYTHONPATH": str(runs.ROOT), **environment})
+    return warm.run(program, folder, variables, apart=True, modules=_LOADED)
+
+
+def estimate(
+    *arguments: str, folder: Path = runs.ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`harness estimate` with these arguments."""
+    return run(["-m", "harness.cli", "estimate", *arguments], folder, **environment)
 
 
 def measured(program: Sequence[str], folder: Path = runs.ROOT) -> dict[str, Any]:

@@ -15,13 +15,12 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import runs
+from tests.support import paper, runs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("start", "guide", "reference", "studies")
@@ -74,15 +73,6 @@ def test_the_examples_of_a_page_run(
             exec(compile(setup + code, str(page), "exec"), {"__name__": "example"})
 
 
-def estimate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`harness estimate` in a new process: in a warm one torch has been loaded before the card that it plays."""
-    line = [*runs.ANEW, "-m", "harness.cli", "estimate", *arguments]
-    variables = runs.environment(PYTHONPATH=str(ROOT))
-    return subprocess.run(
-        line, cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False
-    )
-
-
 def run_lines(code: str, folder: Path) -> None:
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -91,7 +81,7 @@ def run_lines(code: str, folder: Path) -> None:
         command = words[0].removeprefix(".venv/bin/")
         if command == "harness":
             done = (
-                estimate(folder, *words[2:])
+                paper.estimate(*words[2:], folder=folder)
                 if words[1] == "estimate"
                 else runs.harness(folder, *words[1:])
             )
