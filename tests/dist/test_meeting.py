@@ -161,7 +161,7 @@ print("met again", launch.rank, flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_torchrun_starts_again_meet_each_other(tmp_path: Path) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)

@@ -102,6 +102,7 @@ def contents(run: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_module_the_direction_and_the_sample_are_named(backward_run: Path) -> None:
     before = contents(backward_run)
     done = harness(backward_run.parent.parent, "replay", "runs/r", "--step", str(BAD), "--anomaly")
@@ -305,7 +306,7 @@ def test_steps_on_both_sides_of_a_rollback(tmp_path: Path, monkeypatch: pytest.M
     assert answer["here"]["lr"] == dict(metrics(run, "train/lr", attempt=2))[10]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_run_of_two_ranks_is_replayed_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,10 +70,9 @@ def test_kill_minus_nine_at_three_steps(undisturbed: Path, tmp_path: Path) -> No
     same_final_state(run, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.faults(6)
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_75(
     undisturbed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

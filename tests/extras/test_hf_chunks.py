@@ -19,7 +19,6 @@ from harness.models.task import training_flops
 from harness.precision.api import Precision
 from harness.precision.recipe import Recipe, load_recipe
 from tests.extras.tiny_models import CONFIGS, VOCAB, batch, estimated, load, save
-from tests.support.matrix import rest_nightly
 from tests.support.runs import metrics, train_ranks
 from tests.support.wide import Wide
 
@@ -263,13 +262,11 @@ def test_an_estimate_offers_chunks_where_the_logits_do_not_fit(tmp_path: Path) -
     assert chunk not in offered["gemma2"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("engine", "more"),
-    rest_nightly(
-        [("fsdp", ()), ("deepspeed", ("engine.zero_stage=2",)), ("ddp", ())], ("fsdp", ())
-    ),
+    [("fsdp", ()), ("deepspeed", ("engine.zero_stage=2",)), ("ddp", ())],
 )
 def test_ranks_train_as_without_chunks(engine: str, more: tuple[str, ...], tmp_path: Path) -> None:
     """Where the weight of the head is gathered for its forward alone."""

@@ -161,7 +161,7 @@ def test_a_resume_goes_on_where_the_run_was_unless_the_variable_says_otherwise(
     assert check_delivered(run, there / "second.db") == 5, "all of it, not only what is new"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_store_is_forgotten_is_not_delivered_at_a_guess(
     places: tuple[Path, Path],
 ) -> None:

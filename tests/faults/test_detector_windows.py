@@ -242,6 +242,7 @@ def test_after_bad_steps_every_verdict_is_what_it_would_have_been(
         figure(12, what, (same, trials), target="all")
 
 
+@pytest.mark.slow
 @pytest.mark.faults(12)
 def test_windows_that_went_through_a_checkpoint_are_armed_at_once(build_all: BuildMonitors) -> None:
     """Wall times are the one thing that is of a process and not of the run: stragglers are judged anew."""

@@ -349,14 +349,14 @@ def endless_header() -> bytes:
     return tensors({"__metadata__": {f"k{number}": "x" * 8 for number in range(3_500_000)}}, b"")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_header_without_an_end_is_refused_before_it_is_parsed(run_dir: Path) -> None:
     store = forge(run_dir, "rng.safetensors", endless_header())
     with in_time(), pytest.raises(CheckpointError, match="claims a header of"):
         store.load(1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inspect_opens_no_tensors_without_an_end(run_dir: Path) -> None:
     (run_dir / STEP / "fp8.safetensors").write_bytes(endless_header())
     append(

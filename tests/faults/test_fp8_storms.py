@@ -114,7 +114,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return install
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_damaged_histories_keep_their_scale_and_recover_at_the_next_update(
     tmp_path: Path, damage: Callable[..., list[str]]
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_cause_that_comes_and_goes_moves_the_layer_ever_more_rarely(tmp_path: 
         assert back - left >= dwell * 2**number
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_storms_of_the_whole_run_are_told_once(tmp_path: Path) -> None:
     off = {"fallback": {"enabled": False}, "fp8": {"stats_every": 1}}
     folder = run(tmp_path, "r", {"layers": [], **STORMS["up"]}, 30, off)

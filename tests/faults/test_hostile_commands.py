@@ -127,6 +127,7 @@ def test_a_run_resumes_among_hostile_advice(tmp_path: Path, figure: Callable[...
     figure(24, told, (len(ADVICE), len(ADVICE)))
 
 
+@pytest.mark.nightly
 def test_the_tools_survive_a_hostile_run_folder(tmp_path: Path) -> None:
     assert train(tmp_path, "--name", "r", "--recipe", "fp8_hybrid", "train.steps=3").returncode == 0
     run, canary = tmp_path / "runs" / "r", tmp_path / "canary"

@@ -206,7 +206,7 @@ def test_any_signal_at_any_step_is_one_request(tmp_path: Path, figure: Callable[
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_signals_during_saves_and_validation_change_nothing(tmp_path: Path) -> None:
     for where in ("save", "evaluate"):
         job = scripted(tmp_path, WITHIN, WHERE=f"{where} SIGTERM 1")
@@ -373,7 +373,7 @@ def test_a_step_or_save_longer_than_torchruns_patience_is_finished(tmp_path: Pat
     job.ended(5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_max_minutes_stops_two_ranks_at_one_step(tmp_path: Path) -> None:
     job = launch(

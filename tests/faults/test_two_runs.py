@@ -175,7 +175,7 @@ def test_a_frozen_owner_keeps_its_run_and_finishes_it_undisturbed(tmp_path: Path
     assert (metrics(owner.run), metrics(owner.run, "val/loss")) == undisturbed()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_starts_at_once_train_one_run(tmp_path: Path, figure: Callable[..., None]) -> None:
     starts = max(1, RACES // 15)
     for _ in range(starts):

@@ -50,8 +50,8 @@ def _named(page: Path) -> Any:
     """The page as a test's parameter. Those of the guide, and some others, train runs of their own for minutes."""
     expensive = page.parent.name == "guide" or page.stem in ("commands", "your-data", "your-loop")
     marks = [pytest.mark.slow] if expensive else []
-    if page.stem in ("estimate", "deterministic"):
-        # The dearest of them. CI does the same in test_estimate_command and test_deterministic_proof.
+    if page.stem in ("estimate", "deterministic", "drill"):
+        # The dearest of them. CI does the same in test_estimate_command, test_deterministic_proof and test_drill.
         marks = [pytest.mark.nightly]
     return pytest.param(page, id=str(page.relative_to(ROOT / "docs")), marks=marks)
 

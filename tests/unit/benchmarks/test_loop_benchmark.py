@@ -10,7 +10,7 @@ import torch
 from benchmarks import loop
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_names_every_loop_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,7 +112,7 @@ def test_a_record_goes_on_with_the_rows_that_it_lacks(tmp_path: Path) -> None:
     assert record.read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_resume_keeps_the_rows_that_had_passed(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--only", "launch", "--out", str(tmp_path))
     assert code == 0, output

@@ -194,6 +194,7 @@ def test_as_much_is_held_out_as_was_asked_for(tmp_path: Path, share: float) -> N
     assert held / every == pytest.approx(share, abs=0.02 * min(1, 10 * share))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_documents_of_both_splits_are_counted_across_tasks_and_tries(tmp_path: Path) -> None:
     texts = documents()
@@ -281,6 +282,7 @@ def test_a_prepared_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     assert prepare(config(out), tmp_path / "run").vocab == 256
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_made_and_what_it_will_not(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -158,7 +158,7 @@ def compiling(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
             process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", rest_nightly([signal.SIGTERM, signal.SIGINT], signal.SIGINT))
 def test_a_request_to_stop_ends_the_compilers(tmp_path: Path, number: signal.Signals) -> None:
     with compiling(tmp_path) as (process, numbers):

@@ -322,6 +322,7 @@ class Reader(nn.Module):
         return self.head(self.embed(inputs))
 
 
+@pytest.mark.slow
 def test_logits_of_tokens_have_no_float32_copy() -> None:
     """Of 256 tokens, 64 are in float32 at a time; the loss and its gradient are torch's."""
     vocab = 2**16

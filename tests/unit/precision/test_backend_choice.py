@@ -32,6 +32,7 @@ from harness.precision.backends.registry import BACKENDS, Backend
 from harness.precision.plan import Plan, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.preflight import check_first_rung
+from tests.support.matrix import rest_slow
 from tests.support.runs import TEXT
 
 CPU = torch.device("cpu")
@@ -506,7 +507,7 @@ class FailsWhenCalled(NativeBackend):
         raise RuntimeError("no such kernel")
 
 
-@pytest.mark.parametrize("broken", [Fails, FailsWhenCalled])
+@pytest.mark.parametrize("broken", rest_slow([Fails, FailsWhenCalled], Fails))
 def test_a_first_rung_that_fails_is_not_taken_either(
     monkeypatch: pytest.MonkeyPatch, broken: type
 ) -> None:
@@ -590,6 +591,7 @@ def test_strict_takes_a_timed_choice_for_the_first_rung_and_no_named_one(
         check_first_rung(prepared(recipe("peer"))[0].plan, "mine")
 
 
+@pytest.mark.slow
 def test_strict_refuses_a_choice_whose_first_rung_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"{__name__}:{FailsWhenCalled.__name__}"
     monkeypatch.setitem(BACKENDS, "native", replace(BACKENDS["native"], place=place))

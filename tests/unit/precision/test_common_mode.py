@@ -208,7 +208,7 @@ def trained(name: str, offset: float, **fallback: object) -> tuple[float, dict[s
     return sum(losses[-30:]) / 30, left
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cpu_on_purpose")
 def test_only_the_layer_that_loses_its_signal_leaves_and_training_recovers() -> None:
     bf16, _ = trained("bf16", 64.0)

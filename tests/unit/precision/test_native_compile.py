@@ -120,7 +120,8 @@ def test_a_demoted_block_really_runs_bf16() -> None:
     assert not torch.equal(fp8, plain)
 
 
-@pytest.mark.parametrize("reentrant", rest_slow([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_activations(reentrant: bool) -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)

@@ -21,7 +21,6 @@ from harness import Guard, Telemetry
 from harness.cli import app
 from harness.core.errors import CheckpointError, ConfigError, HaltedError, MisuseError
 from harness.tracking.history import RunHistory
-from tests.support.matrix import rest_nightly
 
 STEPS = 14
 
@@ -203,8 +202,8 @@ def test_a_disk_that_refuses_the_figures_is_told_at_the_end(tmp_path: Path) -> N
     assert sorted(history.series["fp8_amax/00.weight"]) == [2, 4], "the journal has what is due"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed", rest_nightly(["early", "unguarded", "afresh"], "early"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("resumed", ["early", "unguarded", "afresh"])
 def test_what_counts_is_what_was_trained_last(tmp_path: Path, resumed: str) -> None:
     """After a rollback rows come under a second attempt: those of a lower one would pass for thrown away."""
     folder = tmp_path / "mine"

@@ -36,7 +36,7 @@ from harness.precision.backends.torchao import TorchaoBackend
 from harness.precision.compiling import compile_blocks
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
-from tests.support.matrix import rest_nightly, rest_slow
+from tests.support.matrix import rest_nightly
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -102,7 +102,8 @@ def test_a_linear_has_the_amaxes_of_eager_under_the_default_compiler() -> None:
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("reentrant", rest_slow([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_activations(reentrant: bool) -> None:
     def run(compiled: bool) -> State:
         torch.manual_seed(0)

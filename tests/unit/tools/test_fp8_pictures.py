@@ -155,7 +155,7 @@ def test_the_report_has_a_picture_for_what_there_is(tmp_path: Path) -> None:
     assert all(each["source"].startswith("data:image/png;base64,iVBOR") for each in kept)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overflows_are_marked_on_the_loss_scale(tmp_path: Path) -> None:
     def red(folder: Path, at: int, norm: float = math.inf) -> int:
         run = make_run(folder, 20, overflow_at=at, scaled=True, norm_there=norm)

@@ -94,6 +94,7 @@ def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: Mlfl
     assert (again.tags["attempt"], again.tags["state"]) == ("2", "saved")
 
 
+@pytest.mark.slow
 def test_the_run_names_its_checkpoints_each_once(client: MlflowClient) -> None:
     experiment = client.create_experiment("linked")
     rows = [saved(5, 3.0), saved(10, 2.0), row(5, "good"), saved(10, 1.0, attempt=2)]

@@ -94,7 +94,7 @@ def test_the_experiment_is_one_of_training_with_loss_first(run_dir: Path) -> Non
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kind_and_a_description_that_somebody_chose_stand(run_dir: Path) -> None:
     journal = begun(run_dir)
     assert shipper.sync(run_dir, "mine")

@@ -142,7 +142,7 @@ def test_a_whole_run_arrives(folder: Path) -> None:
     assert "plots/missing.png" in (run_dir / "shipper.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_midway_and_synced_the_series_are_whole_and_single(folder: Path) -> None:
     run_dir = folder / "runs" / "r1"
     with Journal(run_dir / JOURNAL) as journal:
