@@ -183,6 +183,7 @@ def fused(ops: Sequence[Op]) -> list[Op]:
                 reads=_bytes(step.reads(kernel)),
                 writes=_bytes(writes),
                 kernels=max(op.kernels for op in members),
+                compiled=True,
             )
         )
     for place, op in enumerate(ops):
@@ -193,7 +194,7 @@ def fused(ops: Sequence[Op]) -> list[Op]:
             for piece in op.inputs:
                 size = rounded.get(piece.storage, piece.itemsize)
                 saved += piece.elements * (piece.itemsize - size)
-        found.append(replace(op, reads=op.reads - saved))
+        found.append(replace(op, reads=op.reads - saved, compiled=True))
     return found
 
 

@@ -5,8 +5,9 @@ the slower of the two:
 
     seconds = max(bytes / bandwidth, FLOPs / rate of the unit that computes it)
 
-No kernel is shorter than a minimum. The times of a step's operations add up. If the host cannot launch the kernels as
-fast as the card runs them, the step takes the host's time instead.
+No kernel is shorter than a minimum. The times of a step's operations add up. If the host cannot queue the kernels as
+fast as the card runs them, the step takes the host's time instead. In eager steps that is what Python and autograd
+need for each kernel, in those with compiled blocks a bare launch.
 
 Eager steps take longer than that: the card idles between kernels, and most kernels fall short of the rates. A
 calibration can have one constant for both, `gap_seconds` for each kernel launch (`benchmarks/estimated.py` fits it).
@@ -44,8 +45,11 @@ _BANDWIDTH_SHARE = 0.85
 # The next three are usual figures; no datasheet has them.
 # The shortest kernel, from its start to the start of the next one in the same stream.
 _SHORTEST_SECONDS = 2e-6
-# What the host spends on an operation in eager PyTorch: dispatcher, allocator, launch.
+# What the host spends on a kernel of a step with compiled blocks: allocator, launch.
 _LAUNCH_SECONDS = 4e-6
+# The same in eager PyTorch, with Python, autograd and the dispatcher. Measured: native FP8 steps that the host held up
+# took 43 to 53 us for each kernel (one H100, docs/guide/estimate.md#how-far-to-trust-it).
+_EAGER_SECONDS = 50e-6
 # A process's CUDA context with its loaded kernels, and cuBLAS's workspaces.
 _CONTEXT_BYTES = int(0.65 * GIB)
 
@@ -58,7 +62,8 @@ class Rates:
     attention: FLOP/s of attention in 16 bits.
     bandwidth: bytes a second.
     shortest_seconds: the shortest kernel.
-    launch_seconds: the host's time for a kernel.
+    launch_seconds: the host's time for a kernel of a step with compiled blocks.
+    eager_seconds: the same in an eager step.
     gap_seconds: what a kernel of a step adds to its own roofline; 0 where it was not fitted.
     context_bytes: memory of the CUDA context.
     """
@@ -71,6 +76,7 @@ class Rates:
     bandwidth: float
     shortest_seconds: float = _SHORTEST_SECONDS
     launch_seconds: float = _LAUNCH_SECONDS
+    eager_seconds: float = _EAGER_SECONDS
     gap_seconds: float = 0.0
     context_bytes: int = _CONTEXT_BYTES
 
@@ -120,6 +126,7 @@ class Op:
     block: which of the model's repeated blocks it belongs to, from 0; None outside of them.
     inputs, outputs: the memory that it reads and writes.
     own: whether it is one of this project's operators, which a compiler calls as they are.
+    compiled: whether its step has compiled blocks.
     """
 
     name: str
@@ -139,6 +146,7 @@ class Op:
     inputs: tuple[Piece, ...] = ()
     outputs: tuple[Piece, ...] = ()
     own: bool = False
+    compiled: bool = False
 
 
 def usual_rates(card: Card) -> Rates:
@@ -170,7 +178,7 @@ def device_seconds(ops: Iterable[Op], rates: Rates) -> float:
 
 
 def step_seconds(ops: Sequence[Op], rates: Rates) -> float:
-    """Predicted seconds of a step: the device's time with gaps, or the host's for all launches if that is longer."""
+    """Predicted seconds of a step: the device's time with gaps, or the host's for all kernels if that is longer."""
     return max(_on_device(ops, rates), _on_host(ops, rates))
 
 
@@ -180,7 +188,7 @@ def gap_seconds(ops: Iterable[Op], rates: Rates) -> float:
 
 
 def is_host_bound(ops: Sequence[Op], rates: Rates) -> bool:
-    """Whether the host launches the kernels of a step more slowly than the card runs them."""
+    """Whether the host queues the kernels of a step more slowly than the card runs them."""
     return _on_host(ops, rates) > _on_device(ops, rates)
 
 
@@ -189,7 +197,10 @@ def _on_device(ops: Sequence[Op], rates: Rates) -> float:
 
 
 def _on_host(ops: Sequence[Op], rates: Rates) -> float:
-    return rates.launch_seconds * _launches(ops)
+    seconds = 0.0
+    for op in ops:
+        seconds += op.kernels * (rates.launch_seconds if op.compiled else rates.eager_seconds)
+    return seconds
 
 
 def _launches(ops: Iterable[Op]) -> int:
@@ -209,8 +220,8 @@ def bottleneck(ops: Sequence[Op], rates: Rates) -> Bottleneck:
     fp8-gemms, gemms, attention: arithmetic in these; convolutions count as GEMMs.
     optimizer: the update's traffic.
     memory-bandwidth: all other traffic, that of GEMMs too where it takes longer than their arithmetic.
-    host/launches: kernels so short that their minimum counts, gaps, or a host that launches more slowly than the card
-        works.
+    host/launches: kernels so short that their minimum counts, gaps, or a host that queues kernels more slowly than the
+        card runs them.
     """
     if is_host_bound(ops, rates):
         return "host/launches"

@@ -94,9 +94,8 @@ def test_small_kernels_cost_their_minimum_and_their_launch() -> None:
     tiny = op(reads=4, writes=4, kernels=3)
     assert seconds_of(tiny, RATES) == pytest.approx(6e-6)
     assert device_seconds([tiny] * 10, RATES) == pytest.approx(60e-6)
-    assert step_seconds([tiny] * 10, RATES) == pytest.approx(120e-6), (
-        "the host launches more slowly than that"
-    )
+    assert step_seconds([tiny] * 10, RATES) == pytest.approx(1.5e-3), "the host is slower than that"
+    assert step_seconds([replace(tiny, compiled=True)] * 10, RATES) == pytest.approx(120e-6)
     assert step_seconds([op(reads=10**9)], RATES) == pytest.approx(
         device_seconds([op(reads=10**9)], RATES)
     )
@@ -105,7 +104,8 @@ def test_small_kernels_cost_their_minimum_and_their_launch() -> None:
 def test_gaps_lengthen_a_step_by_its_kernels_unless_the_host_is_slower_still() -> None:
     """By hand: a kernel of 1 GB and ten of 2 us, at 5 us a gap; then a host that needs 50 us for each."""
     assert RATES.gap_seconds == 0, "an estimate without a calibration knows of none"
-    ops = [op(reads=10**9, writes=0), *[op(reads=4, writes=4)] * 10]
+    made = [op(reads=10**9, writes=0), *[op(reads=4, writes=4)] * 10]
+    ops = [replace(each, compiled=True) for each in made]
     on_device = 1e9 / 2.8475e12 + 20e-6
     gaps = replace(RATES, gap_seconds=5e-6)
     assert device_seconds(ops, gaps) == pytest.approx(on_device)
@@ -115,10 +115,11 @@ def test_gaps_lengthen_a_step_by_its_kernels_unless_the_host_is_slower_still() -
     slow = replace(gaps, launch_seconds=50e-6)
     assert step_seconds(ops, slow) == pytest.approx(550e-6)
     assert is_host_bound(ops, slow)
+    assert step_seconds(made, replace(gaps, eager_seconds=40e-6)) == pytest.approx(440e-6)
 
 
 def test_most_of_a_step_may_be_gaps() -> None:
-    ops = [op(reads=10**6, writes=0)] * 10
+    ops = [replace(op(reads=10**6, writes=0), compiled=True)] * 10
     fast = replace(RATES, launch_seconds=1e-7, shortest_seconds=1e-7)
     assert bottleneck(ops, fast) == "memory-bandwidth"
     assert bottleneck(ops, replace(fast, gap_seconds=1e-5)) == "host/launches"
@@ -147,7 +148,18 @@ _HALF = {"reads": 10**6, "flops": 1e12, "unit": "half"}
     ],
 )  # fmt: skip
 def test_the_bottleneck_is_what_most_time_goes_to(ops: list[Op], expected: str) -> None:
-    assert bottleneck(ops, RATES) == expected
+    compiled = [replace(each, compiled=True) for each in ops]
+    assert bottleneck(compiled, RATES) == expected
+
+
+def test_an_eager_step_of_short_kernels_is_held_up_by_python() -> None:
+    """By hand: 100 kernels take 5 ms of Python, beside 3 ms of the card."""
+    ops = [op(reads=85 * 10**6, writes=0)] * 100
+    assert device_seconds(ops, RATES) == pytest.approx(2.985e-3, rel=1e-3)
+    assert bottleneck(ops, RATES) == "host/launches"
+    assert step_seconds(ops, RATES) == pytest.approx(5e-3)
+    compiled = [replace(each, compiled=True) for each in ops]
+    assert bottleneck(compiled, RATES) == "memory-bandwidth"
 
 
 def proof(tmp_path: Path, **changed: object) -> Path:
