@@ -388,9 +388,11 @@ def train(run: Run) -> Outcome:
             if isinstance(action, Rollback):
                 rolled_back, metrics = True, {}
 
-        # Validate before saving: the checkpoint is stored with its validation loss.
+        # Validate before saving: the checkpoint is stored with its validation loss. A step that a rollback returned to
+        # was validated when it was done.
         at_end = run.state.step >= config.train.steps
-        if at_end or _every(config.train.eval_every, run.state.step):
+        due = _every(config.train.eval_every, run.state.step) and not rolled_back
+        if at_end or due:
             metrics["val_loss"] = _validate(run)
 
         # Save. After a rollback the state has a checkpoint already, stored with the figures of its own step.
