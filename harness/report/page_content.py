@@ -46,6 +46,7 @@ ROOM = 2_400_000
 """Bytes that the series of all slots of a page may take, before they become text."""
 MOST_DIFFERENCES = 500
 _MOST_CAUSES = 8
+_MOST_MACHINES = 8
 _LONGEST_VALUE = 300
 _MOST_DETAILS = 1000
 _HEAD = ("kind", "step", "attempt", "time", "code", "text")
@@ -388,15 +389,8 @@ def _saved(each: Checkpoint) -> str:
 
 def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
     """Lines (label, text) on what the run took."""
-    tags = history.run["tags"]
-    ranks = str(tags.get("ranks", "1"))
-    card = tags.get("card") or history.plan.get("tier") or "not recorded"
     lines = [("time", f"{clock(spent.seconds)} in {number_of(max(1, spent.processes), 'start')}")]
-    # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
-    if ranks.isdecimal() and len(ranks) < 7:
-        count = number_of(int(ranks), "rank")
-        hours = spent.seconds / 3600 * int(ranks)
-        lines.append(("rank hours", f"{hours:.3g}: {count} on {card}"))
+    lines += _rank_hours(history, spent)
 
     # What was paid for and does not count.
     found = counts(history)
@@ -415,6 +409,24 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
         text = f"{number_of(len(spent.checkpoints), 'save')}, {clock(sum(saves))} of writing beside training"
         lines.append(("checkpoints", f"{text}; {size_text(size)} on disk now"))
     return lines
+
+
+def _rank_hours(history: RunHistory, spent: Spent) -> Iterator[tuple[str, str]]:
+    """Hours times ranks, by number of ranks and card where these changed; nothing if a number of ranks is none."""
+    total = 0.0
+    parts: list[str] = []
+    for (ranks, card), seconds in spent.by_machine.items():
+        # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
+        if not ranks.isdecimal() or len(ranks) >= 7:
+            return
+        total += seconds / 3600 * int(ranks)
+        named = card or history.plan.get("tier") or "not recorded"
+        text = f"{number_of(int(ranks), 'rank')} on {shown(clipped(named, MAX_TEXT))}"
+        if len(spent.by_machine) > 1:
+            text += f" for {clock(seconds)}"
+        parts.append(text)
+    if parts:
+        yield "rank hours", f"{total:.3g}: {some(parts, _MOST_MACHINES)}"
 
 
 def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
