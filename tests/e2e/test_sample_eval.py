@@ -109,6 +109,36 @@ def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_is_scored_alone_and_a_short_one_too(trained: Path, tmp_path: Path) -> None:
+    text = (TEXT / "chapters.txt").read_bytes()
+    for name in ("alone.txt", "train.txt"):
+        (tmp_path / name).write_bytes(text[: 12 * CONTEXT])
+    (tmp_path / "val.txt").write_bytes(text[-12 * CONTEXT :])
+    alone = evaluated(trained, "--data", str(tmp_path / "alone.txt"), "--samples", "100")
+    beside = evaluated(trained, "--data", str(tmp_path / "train.txt"), "--samples", "100")
+    assert (alone["samples"], beside["samples"]) == (10, 11), "only the first is cut in two"
+    whole = torch.tensor(list(text[: 11 * CONTEXT + 1]))
+    with torch.no_grad():
+        logits = plain_model(trained)(whole[:-1].view(11, CONTEXT))
+    loss = F.cross_entropy(logits.flatten(0, 1), whole[1:]).item()
+    assert beside["in_fp32"]["loss"] == pytest.approx(loss, abs=2e-6), "val.txt is no part of it"
+
+    # Two samples and their successors are enough.
+    (tmp_path / "short.txt").write_bytes(text[: 2 * (CONTEXT + 1)])
+    assert evaluated(trained, "--data", str(tmp_path / "short.txt"))["samples"] == 2
+
+
+@pytest.mark.slow
+def test_files_of_a_folder_that_are_not_scored_are_named(trained: Path, tmp_path: Path) -> None:
+    text = (TEXT / "chapters.txt").read_bytes()
+    for number, name in enumerate(("train.txt", "val.txt", "test.txt")):
+        (tmp_path / name).write_bytes(text[number * 800 : number * 800 + 800])
+    done = harness(trained, "eval", "runs/run", "--data", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "left out 1: test.txt (a test split" in done.stdout
+
+
+@pytest.mark.slow
 def test_neither_writes_into_the_run(trained: Path) -> None:
     before = everything(trained)
     evaluated(trained)
