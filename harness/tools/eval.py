@@ -1,7 +1,7 @@
 """`harness eval`: loss, perplexity and accuracy of a run's model, in the run's precision and in fp32 beside it.
 
 Both see the same samples. So their difference, sample by sample, is what the run's precision costs: its mean, and a 95%
-confidence interval of the mean (1.96 standard errors of paired differences).
+confidence interval of the mean (Student's t of paired differences).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import typer
 from harness.core.errors import ConfigError, ExitCode, Problem, number_of, some
 from harness.core.screen import say
 from harness.report import RunFolder, short
+from harness.report.intervals import t_quantile
 
 if TYPE_CHECKING:
     from harness.core.config import RunConfig
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 # Most bytes of float32 logits of one forward.
 _LOGITS = 1 << 30
-# Half the width of a 95% interval, in standard errors.
-_NORMAL = 1.96
 _MOST_NAMED = 8
 
 
@@ -211,7 +210,7 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
             residuals.append(d - nats * count)
         squares = sum(each * each for each in residuals)
         # n / (n - 1): the mean was estimated from the same samples.
-        half = _NORMAL * math.sqrt(n / (n - 1) * squares) / total
+        half = t_quantile(n - 1) * math.sqrt(n / (n - 1) * squares) / total
 
     # JSON has no NaN and no infinity.
     if not math.isfinite(nats):

@@ -460,7 +460,8 @@ def _training(
             text = f"{points.figures[last]:.6f}{unit}, after step {points.steps[last]}"
         yield title, text
 
-    back = [each for each in history.rollbacks if each.to_step <= step]
+    # A rollback to this very step left its weights as they were.
+    back = [each for each in history.rollbacks if each.to_step < step]
     text = "none"
     if back:
         count = sum(len(each.passed_over) for each in back)

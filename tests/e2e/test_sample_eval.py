@@ -301,15 +301,17 @@ def test_tokens_are_drawn_by_their_shares() -> None:
     assert choose(logits, 0.0, 0, generator) == 4
 
 
-def test_the_difference_is_that_of_pairs() -> None:
+@pytest.mark.parametrize(("samples", "t"), [(2, 12.7062), (8, 2.3646), (50, 2.0096)])
+def test_the_difference_is_that_of_pairs(samples: int, t: float) -> None:
+    """t: of the tables of Student's distribution, for 95%."""
     random = np.random.default_rng(0)
-    plain, apart = random.normal(100, 20, 50), random.normal(0.4, 1.0, 50)
-    ours = Score((plain + apart).tolist(), [10] * 50, [0] * 50)
-    told = difference(ours, Score(plain.tolist(), [10] * 50, [0] * 50))
+    plain, apart = random.normal(100, 20, samples), random.normal(0.4, 1.0, samples)
+    ours = Score((plain + apart).tolist(), [10] * samples, [0] * samples)
+    told = difference(ours, Score(plain.tolist(), [10] * samples, [0] * samples))
     each = apart / 10
     assert told["nats"] == pytest.approx(each.mean())
-    assert told["half_width"] == pytest.approx(1.96 * each.std(ddof=1) / math.sqrt(50))
-    assert told["clear"] is True
+    assert told["half_width"] == pytest.approx(t * each.std(ddof=1) / math.sqrt(samples), rel=1e-4)
+    assert told["clear"] is (abs(told["nats"]) > told["half_width"])
     assert told["share"] == pytest.approx(apart.sum() / plain.sum())
     nothing = difference(ours, ours)
     assert (nothing["nats"], nothing["clear"]) == (0, False)
