@@ -241,9 +241,7 @@ def _batches(
     return _batches_of(restored, data, wanted)
 
 
-def _batches_of(
-    restored: Restored, data: Path, wanted: int
-) -> tuple[str, list[str], list[Batch]]:
+def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[str], list[Batch]]:
     """`_batches` of text that the user gives, `wanted` samples of it; read with the run's tokenizer."""
     import numpy as np
 
