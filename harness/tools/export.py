@@ -469,6 +469,12 @@ def _training(
         text = f"{len(back)}, {windows} of the data passed over"
     yield "rollbacks", text
 
+    # The batch below is the last one: a resume may have changed it, or the learning rate.
+    for event in history.events:
+        changes = _changes(event) if event["step"] < step else ""
+        if changes:
+            yield f"changed after step {event['step']}", changes
+
     source = _last(data.get("source", "not recorded"))
     sha256 = data.get("sha256", "not recorded")
     yield "data", f"`{source}`, SHA-256 `{sha256}`"
@@ -489,6 +495,19 @@ def _training(
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
     versions = sorted(stamp.versions.items())
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions)
+
+
+def _changes(event: Mapping[str, Any]) -> str:
+    """How a resume changed training, if `event` says so. Other keys may hold paths of this machine."""
+    changes = event.get("changes")
+    if event["code"] != "run.changed" or not isinstance(changes, list):
+        return ""
+    texts: list[str] = []
+    for change in changes:
+        if isinstance(change, list) and len(change) == 3 and str(change[0]).startswith("train."):
+            key, old, new = change
+            texts.append(f"{key} from {old} to {new}")
+    return "; ".join(texts)
 
 
 def _last(path: object) -> str:

@@ -214,6 +214,20 @@ def test_the_weights_that_a_rollback_returned_to_are_of_before_it(
 
 
 @pytest.mark.slow
+def test_the_card_names_what_a_resume_changed_before_its_step(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "gpt", run)
+    with Journal(run / "journal.jsonl") as journal:
+        changes = [["train.global_batch", 2, 4], ["checkpoint.emergency_path", None, "/mnt/disk"]]
+        journal.event(4, "run.changed", text="as below", changes=changes)
+    for step, told in ((4, False), (8, True)):
+        out = tmp_path / str(step)
+        assert export(run, out, "--step", str(step)).exit_code == 0
+        row = "| changed after step 4 | train.global_batch from 2 to 4 |"
+        assert (row in (out / "README.md").read_text()) is told
+
+
+@pytest.mark.slow
 def test_the_card_names_the_recipe_of_every_stretch(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "gpt", tmp_path / "runs" / "gpt")
     run, args = tmp_path / "runs" / "gpt", f"model.args={json.dumps(ARGS)}"
