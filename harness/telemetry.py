@@ -306,7 +306,7 @@ class Telemetry:
             self._ship = shipper.start(
                 self.folder, self.config.experiment, self.config.system_seconds
             )
-            self.screen.say(self._ship.choice.announcement)
+            self.screen.say(self._ship.announcement)
         elif self.folder is not None:
             self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
 

@@ -293,6 +293,7 @@ class Position:
     key: a tag of the MLflow run. It finds a run that was created just before a kill, whose id was never written down.
     experiment_id: MLflow's id of the experiment, for links.
     store: address, without secrets, of the store that has these bytes.
+    folder: where the run's folder was at its last start.
     """
 
     run_id: str | None = None
@@ -300,6 +301,7 @@ class Position:
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     experiment_id: str | None = None
     store: str | None = None
+    folder: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> Position:
@@ -312,12 +314,13 @@ class Position:
                 stored["key"],
                 stored["experiment_id"],
                 stored["store"],
+                stored.get("folder"),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
 
         # The file may be damaged: use it only if every field has its type.
-        ids = (position.run_id, position.experiment_id, position.store)
+        ids = (position.run_id, position.experiment_id, position.store, position.folder)
         are_texts = all(isinstance(each, str | None) for each in ids)
         are_texts = are_texts and isinstance(position.key, str)
         if not are_texts or type(position.offset) is not int or position.offset < 0:
