@@ -142,6 +142,8 @@ def hunt_plot(history: RunHistory, path: Path) -> bool:
         fontsize=10,
     )
     axes.grid(color=GRID, linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    # Beside the axes: among eight lines there is no free place.
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     save(figure, path)
     return True
