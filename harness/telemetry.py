@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
-from harness.core.collectives import world_rank
+from harness.core.collectives import world_rank, world_size
 from harness.core.config import FallbackConfig, TrackingConfig, TrainConfig
 from harness.core.errors import (
     CheckpointError,
@@ -225,6 +225,7 @@ class Telemetry:
             "precision.requested": plan.requested,
             "precision.resolved": plan.resolved,
             "tier": plan.tier,
+            "ranks": str(world_size()),
             "recipe.sha256": plan.recipe_sha256,
             "loop": OWN_LOOP,
             "experiment": config.experiment,
