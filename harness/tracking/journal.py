@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match, number_of, some
-from harness.core.files import read_json, write_json
+from harness.core.files import RUNS, read_json, write_json
 from harness.tracking.existing import ExistingRows
 
 
@@ -405,10 +405,13 @@ def require_run(run_dir: Path) -> Path:
         fix = f"name one of them: {some(inside, 3)}"
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
 
-    # Perhaps the name was misspelt.
-    runs = [path.name for path in runs_in(run_dir.absolute().parent)]
+    # Perhaps it is a name that `harness runs` lists, or was misspelt.
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
+    listed = run_dir.parent / RUNS / run_dir.name
+    runs = [path.name for path in runs_in(run_dir.absolute().parent)]
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
+    if (listed / JOURNAL).is_file():
+        hint = f"give its folder: {listed}"
     raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))
 
 

@@ -141,6 +141,16 @@ def test_no_run_names_the_near_match(run_dir: Path) -> None:
         inspect(run_dir.parent / "rr", Screen(file=io.StringIO()))
 
 
+def test_a_name_that_harness_runs_lists_is_answered_with_its_folder(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    (run_dir.parent / "runs").mkdir()
+    run_dir.rename(run_dir.parent / "runs" / "mine")
+    with pytest.raises(ConfigError, match=r"fix: give its folder: runs/mine$"):
+        inspect(Path("mine"), Screen(file=io.StringIO()))
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
