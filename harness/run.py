@@ -16,6 +16,7 @@ save, a validation and the end all steps are judged.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -521,7 +522,7 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
         return
     if begins and not run.replay_suggested:
         run.replay_suggested = True
-        command = f"harness replay {run.folder} --step {facts.step}"
+        command = f"harness replay {shlex.quote(str(run.folder))} --step {facts.step}"
         run.telemetry.screen.event(f"step {facts.step}: what made it bad: {command}")
 
 

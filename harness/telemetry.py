@@ -7,6 +7,7 @@ MLflow, so that no step waits for a server, and the report is drawn from it at t
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -554,7 +555,8 @@ class Telemetry:
             text = f"journal.dropped: the disk refused {rows} to the end; training was not affected"
             self.screen.event(text)
         if delivered is False:
-            text = f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}"
+            command = f"harness sync {shlex.quote(str(self.folder))}"
+            text = f"MLflow has not got everything yet; deliver the rest with: {command}"
             self.screen.event(text)
 
     def close(self, error: BaseException | None = None) -> None:

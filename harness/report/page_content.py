@@ -7,6 +7,7 @@ may have written: `RunHistory` has made them fit to be shown and cut them, and t
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +22,7 @@ from harness.core.plan_text import fold, rung_lines
 from harness.core.secrets import scrubbed
 from harness.profiling.report import headings, profiles, rows, title
 from harness.profiling.report import notes as profile_notes
-from harness.report import short, tool
+from harness.report import tool, typed
 from harness.report.charts import charts, marks_of_scale
 from harness.report.differences import Difference, differences, likely_causes
 from harness.report.divergence import compare
@@ -195,7 +196,7 @@ def _link(run_dir: Path) -> dict[str, str] | None:
         return None
     if destination.uri.startswith(("http://", "https://")):
         return {"href": shown(scrubbed(destination.uri + page)), "command": ""}
-    command = f"mlflow ui --backend-store-uri {destination.uri}"
+    command = f"mlflow ui --backend-store-uri {shlex.quote(destination.uri)}"
     return {"href": f"{LOCAL_PAGES}{page}", "command": shown(scrubbed(command))}
 
 
@@ -361,7 +362,7 @@ def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
 
 def _replays(run_dir: Path) -> list[tuple[int, str]]:
     """(step, command) of the steps that can be run again."""
-    command = f"{tool('harness')} replay {shown(short(run_dir))}"
+    command = f"{tool('harness')} replay {shown(typed(run_dir))}"
     return [(step, f"{command} --step {step}") for step in flights(run_dir)[:_LAST_ALERTS]]
 
 
