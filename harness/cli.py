@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import typer
@@ -224,6 +225,9 @@ for _name, (_, _text) in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `harness` command."""
+    # A terminal or log that is not UTF-8 shows question marks.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     if sys.argv[1:2] == ["train"]:
         end_while_importing()
     app()

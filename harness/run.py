@@ -16,6 +16,7 @@ save, a validation and the end all steps are judged.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -388,9 +389,11 @@ def train(run: Run) -> Outcome:
             if isinstance(action, Rollback):
                 rolled_back, metrics = True, {}
 
-        # Validate before saving: the checkpoint is stored with its validation loss.
+        # Validate before saving: the checkpoint is stored with its validation loss. A step that a rollback returned to
+        # was validated when it was done.
         at_end = run.state.step >= config.train.steps
-        if at_end or _every(config.train.eval_every, run.state.step):
+        due = _every(config.train.eval_every, run.state.step) and not rolled_back
+        if at_end or due:
             metrics["val_loss"] = _validate(run)
 
         # Save. After a rollback the state has a checkpoint already, stored with the figures of its own step.
@@ -519,7 +522,7 @@ def _keep_flight(run: Run, judged: Judgement) -> None:
         return
     if begins and not run.replay_suggested:
         run.replay_suggested = True
-        command = f"harness replay {run.folder} --step {facts.step}"
+        command = f"harness replay {shlex.quote(str(run.folder))} --step {facts.step}"
         run.telemetry.screen.event(f"step {facts.step}: what made it bad: {command}")
 
 

@@ -35,6 +35,7 @@ from harness.core.errors import CheckpointError, ConfigError, Problem, near_matc
 from harness.core.facts import Outcome
 from harness.core.files import (
     MAX_LARGE,
+    RUNS,
     atomic_file,
     dump_json,
     read_json,
@@ -44,8 +45,6 @@ from harness.core.files import (
 )
 from harness.core.schema import read_yaml, validate
 
-RUNS = Path("runs")
-"""Where runs are made. It may be a link to another disk."""
 _SOURCE = "started_from.json"
 _RESERVE = ".reserve"
 # Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.

@@ -7,6 +7,7 @@ MLflow, so that no step waits for a server, and the report is drawn from it at t
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from harness.capability.probe import probe
-from harness.core.collectives import world_rank
+from harness.core.collectives import world_rank, world_size
 from harness.core.config import FallbackConfig, TrackingConfig, TrainConfig
 from harness.core.errors import (
     CheckpointError,
@@ -225,6 +226,7 @@ class Telemetry:
             "precision.requested": plan.requested,
             "precision.resolved": plan.resolved,
             "tier": plan.tier,
+            "ranks": str(world_size()),
             "recipe.sha256": plan.recipe_sha256,
             "loop": OWN_LOOP,
             "experiment": config.experiment,
@@ -306,7 +308,7 @@ class Telemetry:
             self._ship = shipper.start(
                 self.folder, self.config.experiment, self.config.system_seconds
             )
-            self.screen.say(self._ship.choice.announcement)
+            self.screen.say(self._ship.announcement)
         elif self.folder is not None:
             self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
 
@@ -553,7 +555,8 @@ class Telemetry:
             text = f"journal.dropped: the disk refused {rows} to the end; training was not affected"
             self.screen.event(text)
         if delivered is False:
-            text = f"MLflow has not got everything yet; deliver the rest with: harness sync {self.folder}"
+            command = f"harness sync {shlex.quote(str(self.folder))}"
+            text = f"MLflow has not got everything yet; deliver the rest with: {command}"
             self.screen.event(text)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO
 
 from harness.core.errors import ConfigError, Problem, near_match
 
+RUNS = Path("runs")
+"""Where runs are made. It may be a link to another disk."""
 MAX_DEPTH = 64
 """How deep lists and mappings may be nested. Much deeper ones hit Python's recursion limit, wherever they are used."""
 MAX_JSON = 1 << 20

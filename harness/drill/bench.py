@@ -20,12 +20,12 @@ import yaml
 
 from harness.core.config import RunConfig, merge
 from harness.core.errors import EXIT_CODE_FILE, ConfigError, Problem
-from harness.core.files import home, resource_dir, with_this_package
+from harness.core.files import RUNS, home, resource_dir, with_this_package
 from harness.core.schema import validate
 from harness.drill.child import MARK, Child, Missed, end_marked, marked
 from harness.drill.judge import Ran, ended_well
 from harness.drill.keeper import kept
-from harness.run_folder import RUNS, is_checkpoint_name
+from harness.run_folder import is_checkpoint_name
 from harness.tracking.existing import LOSS
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import JOURNAL, read_rows

@@ -191,7 +191,10 @@ def _fp8_lines(fp8: Branch) -> list[str]:
         leaving = [f"{layer} (step {step})" for layer, step in fp8.predicted.items()]
         text = [f"FP8 would move to BF16: {some(leaving, _NAMES_SHOWN)}"]
     if not fp8.slots:
-        return [*text, "this backend measures no tensor: nothing more is known of its layers"]
+        return [
+            *text,
+            "no tensor was measured, as this backend measures none or the steps were too few: nothing more is known",
+        ]
     rows = [
         ("slot, worst first", "saturation", "clipped", "flushed", "SQNR dB", "each dB", "beyond")
     ]

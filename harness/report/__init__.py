@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -34,3 +35,8 @@ def short(path: Path) -> str:
     if absolute.is_relative_to(Path.cwd()):
         absolute = absolute.relative_to(Path.cwd())
     return str(absolute)
+
+
+def typed(path: Path) -> str:
+    """`short` as a word of a command: quoted where a shell would read it otherwise, as a name with a space."""
+    return shlex.quote(short(path))

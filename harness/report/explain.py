@@ -30,7 +30,7 @@ from harness.checkpoint.manifest import read_marks
 from harness.core.errors import ConfigError, ExitCode, Problem, clipped, near_match, some
 from harness.core.files import step_name
 from harness.core.screen import Screen
-from harness.report import short, tool
+from harness.report import short, tool, typed
 from harness.report.symptoms import found
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def flights(run_dir: Path) -> list[int]:
 def next_steps(history: RunHistory) -> list[tuple[str, str]]:
     """(label, command) of what to type next; empty for a run with nothing to explain."""
     harness = tool("harness")
-    run = shlex.quote(short(history.run_dir))
+    run = typed(history.run_dir)
     lines: list[tuple[str, str]] = []
     if code := cause(history):
         lines.append(("explain", f"{harness} explain {code}"))
@@ -379,7 +379,7 @@ def go_on(history: RunHistory) -> str:
     words = [tool("harness"), "train", "--config", shlex.quote(config)]
     words += ["--name", shlex.quote(_free_name(run_dir))]
     if good:
-        words += ["--resume", shlex.quote(short(good))]
+        words += ["--resume", typed(good)]
 
     # What the new run does in another way.
     lr = history.run["params"].get("train.lr")

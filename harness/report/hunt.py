@@ -104,6 +104,7 @@ def hunt_line(history: RunHistory) -> str:
 def hunt_plot(history: RunHistory, path: Path) -> bool:
     """Gradient norms of the layers that grew most, by step; False if there are none to draw."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     layers = hunted(history)[:_DRAWN]
     if not layers:
@@ -142,6 +143,8 @@ def hunt_plot(history: RunHistory, path: Path) -> bool:
         fontsize=10,
     )
     axes.grid(color=GRID, linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    # Beside the axes: among eight lines there is no free place.
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     save(figure, path)
     return True

@@ -9,6 +9,7 @@ it at the end of a run, and report.html has it too.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from harness.core.errors import ExitCode, clipped, number_of, some
 from harness.core.files import MAX_LARGE, read_json
 from harness.core.screen import Screen
 from harness.profiling.report import profiles, title
-from harness.report import short, tool
+from harness.report import short, tool, typed
 from harness.report.explain import HALTED, command_line, learned_little, next_steps, post_mortem
 from harness.report.hunt import hunt_line
 from harness.tracking.existing import spans
@@ -496,7 +497,7 @@ def _where(history: RunHistory) -> list[tuple[str, str]]:
     if (run_dir / "report.html").exists():
         lines.append(("report", short(run_dir / "report.html")))
     if history.slots():
-        lines.append(("FP8 slots", f"{tool('harness')} inspect {short(run_dir)}"))
+        lines.append(("FP8 slots", f"{tool('harness')} inspect {typed(run_dir)}"))
     return lines
 
 
@@ -504,7 +505,7 @@ def _mlflow(run_dir: Path) -> str:
     if not (run_dir / POSITION).exists() and not (run_dir / "shipper.log").exists():
         return "off"
     if not delivered(run_dir):
-        command = f"{tool('harness')} sync {short(run_dir)}"
+        command = f"{tool('harness')} sync {typed(run_dir)}"
         return f"not all delivered (see {short(run_dir / 'shipper.log')}); later: {command}"
     destination = Destination.load(run_dir)
     uri = tracking_uri() if destination is None else destination.uri
@@ -512,4 +513,4 @@ def _mlflow(run_dir: Path) -> str:
     if uri.startswith(("http://", "https://")):
         return f"delivered to {uri}{page}"
     then = f", then http://127.0.0.1:5000{page}" if page else ""
-    return f"delivered; {tool('mlflow')} ui --backend-store-uri {uri}{then}"
+    return f"delivered; {tool('mlflow')} ui --backend-store-uri {shlex.quote(uri)}{then}"

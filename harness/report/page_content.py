@@ -7,6 +7,7 @@ may have written: `RunHistory` has made them fit to be shown and cut them, and t
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +22,7 @@ from harness.core.plan_text import fold, rung_lines
 from harness.core.secrets import scrubbed
 from harness.profiling.report import headings, profiles, rows, title
 from harness.profiling.report import notes as profile_notes
-from harness.report import short, tool
+from harness.report import tool, typed
 from harness.report.charts import charts, marks_of_scale
 from harness.report.differences import Difference, differences, likely_causes
 from harness.report.divergence import compare
@@ -46,6 +47,7 @@ ROOM = 2_400_000
 """Bytes that the series of all slots of a page may take, before they become text."""
 MOST_DIFFERENCES = 500
 _MOST_CAUSES = 8
+_MOST_MACHINES = 8
 _LONGEST_VALUE = 300
 _MOST_DETAILS = 1000
 _HEAD = ("kind", "step", "attempt", "time", "code", "text")
@@ -194,7 +196,7 @@ def _link(run_dir: Path) -> dict[str, str] | None:
         return None
     if destination.uri.startswith(("http://", "https://")):
         return {"href": shown(scrubbed(destination.uri + page)), "command": ""}
-    command = f"mlflow ui --backend-store-uri {destination.uri}"
+    command = f"mlflow ui --backend-store-uri {shlex.quote(destination.uri)}"
     return {"href": f"{LOCAL_PAGES}{page}", "command": shown(scrubbed(command))}
 
 
@@ -360,7 +362,7 @@ def _rollbacks(history: RunHistory) -> Iterator[dict[str, Any]]:
 
 def _replays(run_dir: Path) -> list[tuple[int, str]]:
     """(step, command) of the steps that can be run again."""
-    command = f"{tool('harness')} replay {shown(short(run_dir))}"
+    command = f"{tool('harness')} replay {shown(typed(run_dir))}"
     return [(step, f"{command} --step {step}") for step in flights(run_dir)[:_LAST_ALERTS]]
 
 
@@ -388,15 +390,8 @@ def _saved(each: Checkpoint) -> str:
 
 def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
     """Lines (label, text) on what the run took."""
-    tags = history.run["tags"]
-    ranks = str(tags.get("ranks", "1"))
-    card = tags.get("card") or history.plan.get("tier") or "not recorded"
     lines = [("time", f"{clock(spent.seconds)} in {number_of(max(1, spent.processes), 'start')}")]
-    # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
-    if ranks.isdecimal() and len(ranks) < 7:
-        count = number_of(int(ranks), "rank")
-        hours = spent.seconds / 3600 * int(ranks)
-        lines.append(("rank hours", f"{hours:.3g}: {count} on {card}"))
+    lines += _rank_hours(history, spent)
 
     # What was paid for and does not count.
     found = counts(history)
@@ -415,6 +410,24 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
         text = f"{number_of(len(spent.checkpoints), 'save')}, {clock(sum(saves))} of writing beside training"
         lines.append(("checkpoints", f"{text}; {size_text(size)} on disk now"))
     return lines
+
+
+def _rank_hours(history: RunHistory, spent: Spent) -> Iterator[tuple[str, str]]:
+    """Hours times ranks, by number of ranks and card where these changed; nothing if a number of ranks is none."""
+    total = 0.0
+    parts: list[str] = []
+    for (ranks, card), seconds in spent.by_machine.items():
+        # The tag is a text of the journal, so it is counted with only if it is a number of a sensible size.
+        if not ranks.isdecimal() or len(ranks) >= 7:
+            return
+        total += seconds / 3600 * int(ranks)
+        named = card or history.plan.get("tier") or "not recorded"
+        text = f"{number_of(int(ranks), 'rank')} on {shown(clipped(named, MAX_TEXT))}"
+        if len(spent.by_machine) > 1:
+            text += f" for {clock(seconds)}"
+        parts.append(text)
+    if parts:
+        yield "rank hours", f"{total:.3g}: {some(parts, _MOST_MACHINES)}"
 
 
 def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:

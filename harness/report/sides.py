@@ -32,6 +32,8 @@ WARM_UP = 5
 WINDOW = 10
 """The last steps whose mean loss is compared: a tenth of the run, and at least so many."""
 _MOST_NAMED = 4
+_OF_A_STEP = ("train.global_batch", "data.context")
+_OF_VALIDATION = ("data.context", "data.val_samples", "data.packing")
 _TAGS_OF_A_SIDE = ("recipe.sha256", "precision.resolved", "card")
 
 
@@ -290,6 +292,12 @@ def notes(a: Side, b: Side, is_measured: bool) -> list[str]:
         found.append("whether the data are the same is not recorded")
     elif hashes[0] != hashes[1]:
         found.append("the data differ, so losses are of other texts")
+    amounts = [_amount_of_a_step(run) for run in (one, other)]
+    text = _apart(one, other, _OF_A_STEP)
+    if text and amounts[0] != amounts[1]:
+        found.append(f"losses are compared by step, and a step takes more data in one: {text}")
+    if text := _apart(one, other, _OF_VALIDATION):
+        found.append(f"validation is of other samples: {text}")
     # An interval needs runs that differ in nothing but chance.
     if _have_several(a, b):
         reasons = filter(None, (a.not_independent, b.not_independent))
@@ -297,6 +305,24 @@ def notes(a: Side, b: Side, is_measured: bool) -> list[str]:
     if is_measured:
         found += _notes_on_machines(a, b)
     return found
+
+
+def _amount_of_a_step(run: RunHistory) -> int | None:
+    """Tokens of one step, or what else its samples have; None if it is not recorded."""
+    batch, context = (run.run["params"].get(key) for key in _OF_A_STEP)
+    if not isinstance(batch, int) or not isinstance(context, int):
+        return None
+    return batch * context
+
+
+def _apart(one: RunHistory, other: RunHistory, keys: Sequence[str]) -> str:
+    """The values of those `keys` of the config that differ between A and B; empty if none does."""
+    texts: list[str] = []
+    for key in keys:
+        values = [run.run["params"].get(key) for run in (one, other)]
+        if None not in values and values[0] != values[1]:
+            texts.append(f"{key} {values[0]} in A, {values[1]} in B")
+    return "; ".join(texts)
 
 
 def _notes_on_machines(a: Side, b: Side) -> list[str]:

@@ -7,6 +7,7 @@ long journal takes seconds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +47,14 @@ class Spent:
 
     processes: number of starts and resumes.
     seconds: from the begin to the last row of each process, added up.
+    by_machine: these by (ranks, card) of the process; a resume may change both. Ranks are a text of the journal.
     thrown_away: of these, in steps that a rollback discarded.
     checkpoints: in the order of the saves.
     """
 
     processes: int = 0
     seconds: float = 0.0
+    by_machine: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     thrown_away: float = 0.0
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
@@ -61,11 +64,14 @@ def read_spent(history: RunHistory) -> Spent:
     spent = Spent()
     newest: dict[int, Checkpoint] = {}
     last: float | None = None
+    machine = _machine({})
     for row in read_rows(history.run_dir / JOURNAL, since=_NO_FIGURES):
         # Only the row with which a process begins says where it runs.
         if row["kind"] == "run" and row.get("where"):
             spent.processes += 1
             last = None
+            if row.get("tags"):
+                machine = _machine(row["tags"])
         now = row.get("time")
         if now is None:
             continue
@@ -73,6 +79,7 @@ def read_spent(history: RunHistory) -> Spent:
         passed = 0.0 if last is None else max(0.0, now - last)
         last = now
         spent.seconds += passed
+        spent.by_machine[machine] += passed
         if row["kind"] == "metrics" and history.replaced(row["attempt"], row["step"]):
             spent.thrown_away += passed
         if row["kind"] == "checkpoint":
@@ -84,6 +91,12 @@ def read_spent(history: RunHistory) -> Spent:
         if not each.deleted:
             each.size = _size(folder / step_name(step))
     return spent
+
+
+def _machine(tags: Mapping[str, Any]) -> tuple[str, str]:
+    """(ranks, card) of a process; without a GPU its tier. The card is empty if it is not recorded."""
+    card = tags.get("card") or tags.get("tier") or ""
+    return str(tags.get("ranks", "1")), str(card)
 
 
 def _note(spent: Spent, newest: dict[int, Checkpoint], row: Mapping[str, Any]) -> None:

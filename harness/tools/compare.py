@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, HarnessError, Problem, clipped, some
+from harness.core.files import RUNS
 from harness.core.plan_text import aligned
 from harness.core.screen import say
 from harness.report import short
@@ -33,7 +34,6 @@ from harness.report.differences import (
 )
 from harness.report.divergence import Compared, Split, compare
 from harness.report.sides import Gap, Ratio, Side, loss_gaps, memory, notes, pair, speed, two_sides
-from harness.run_folder import RUNS
 from harness.tools.compare_replay import Replay, replay_pair
 from harness.tracking.existing import LOSS
 from harness.tracking.history import RunHistory

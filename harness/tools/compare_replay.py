@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.core.errors import ConfigError, Problem
 from harness.core.facts import jsonable
 from harness.core.screen import say
-from harness.report import short
+from harness.report import short, typed
 from harness.report.divergence import Compared
 from harness.tools.replay import rebuild, refuse_foreign_scale
 from harness.tools.restored import check_recipe
@@ -264,7 +264,7 @@ def _side(
     if not wanted or not (is_last or branches.attempt_of(last) == 1):
         what = f"step {last} ran several times, and the time that was compared cannot be run again"
         why = "a rollback discarded it, and states of it are not kept"
-        fix = f"look at that step alone: harness replay {where} --step {last}"
+        fix = f"look at that step alone: harness replay {typed(folder)} --step {last}"
         raise ConfigError(Problem(what, where, why, fix))
     # One process plays all ranks, whatever engine the run had.
     config = load_config(str(folder / "config.yaml"), ["engine.name=auto"])

@@ -1,7 +1,7 @@
 """`harness eval`: loss, perplexity and accuracy of a run's model, in the run's precision and in fp32 beside it.
 
 Both see the same samples. So their difference, sample by sample, is what the run's precision costs: its mean, and a 95%
-confidence interval of the mean (1.96 standard errors of paired differences).
+confidence interval of the mean (Student's t of paired differences).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.core.errors import ConfigError, ExitCode, Problem, number_of
+from harness.core.errors import ConfigError, ExitCode, Problem, number_of, some
 from harness.core.screen import say
 from harness.report import RunFolder, short
+from harness.report.intervals import t_quantile
 
 if TYPE_CHECKING:
     from harness.core.config import RunConfig
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 # Most bytes of float32 logits of one forward.
 _LOGITS = 1 << 30
-# Half the width of a 95% interval, in standard errors.
-_NORMAL = 1.96
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,13 @@ def evaluate(
     restored: Restored, data: Path | None = None, samples: int | None = None
 ) -> dict[str, Any]:
     """What `harness eval --json` prints."""
-    name, batches = _batches(restored, data, samples)
+    name, left_out, batches = _batches(restored, data, samples)
     ours = score(restored, batches, fp32=False)
     found: dict[str, Any] = {
         "run": short(restored.folder),
         "step": restored.step,
         "data": name,
+        "left_out": left_out,
         "samples": len(ours.counts),
         "tokens": sum(ours.counts),
         "precision": restored.name,
@@ -209,7 +210,7 @@ def difference(ours: Score, plain: Score) -> dict[str, float | bool | None]:
             residuals.append(d - nats * count)
         squares = sum(each * each for each in residuals)
         # n / (n - 1): the mean was estimated from the same samples.
-        half = _NORMAL * math.sqrt(n / (n - 1) * squares) / total
+        half = t_quantile(n - 1) * math.sqrt(n / (n - 1) * squares) / total
 
     # JSON has no NaN and no infinity.
     if not math.isfinite(nats):
@@ -223,8 +224,11 @@ def _batches(
     restored: Restored,
     data: Path | None,
     samples: int | None,
-) -> tuple[str, list[Batch]]:
-    """What the data are, and their batches: the run's validation, or samples of `data` spread evenly."""
+) -> tuple[str, list[str], list[Batch]]:
+    """What the data are, which files of `data` are left out, and the batches.
+
+    These are the run's validation, or samples of `data` spread evenly.
+    """
     from harness.build import build_data
 
     config = restored.config
@@ -233,16 +237,18 @@ def _batches(
     if data is None:
         config = _with_data(config, {"val_samples": wanted})
         source = build_data(config, restored.folder, worker, read_only=True)
-        return f"validation of {source.name}", list(source.validation(0, 1))
+        return f"validation of {source.name}", [], list(source.validation(0, 1))
     return _batches_of(restored, data, wanted)
 
 
-def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[Batch]]:
-    """`wanted` samples of text that the user gives, spread evenly over it; read with the run's tokenizer."""
+def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[str], list[Batch]]:
+    """`_batches` of text that the user gives, `wanted` samples of it; read with the run's tokenizer."""
     import numpy as np
 
     from harness.build import build_data
+    from harness.core.files import home
     from harness.data.dataset import DatasetBatches
+    from harness.data.splits import with_validation
     from harness.tools.sample import of_bytes
 
     config = restored.config
@@ -256,15 +262,18 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
         "format": "auto",
         "target": None,
         "tokenizer": tokenizer,
+        # Both parts count, and the smaller one needs a sample, too.
+        "val_fraction": 0.5,
     }
-    # Every sample counts, whatever split a run would put it into, and there may be only one.
+    # Every sample counts, whatever split a run would put it into, and there may be only one in each.
     train = config.train.model_copy(update={"global_batch": 1, "micro_batch": 1})
     one = {"train": train}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         config = _with_data(config, changed).model_copy(update=one)
         source = build_data(config, Path(scratch), worker)
         assert not isinstance(source, DatasetBatches)
-        is_text = source.facts()["kind"] != "tokens"
+        facts = source.facts()
+        is_text = facts["kind"] != "tokens"
         if tokenizer is None and is_text and not of_bytes(restored):
             why = "nobody said what its token ids mean, and bytes would be taken for them"
             fix = "give data of the same ids, or train with data.tokenizer"
@@ -273,6 +282,10 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
 
         # Samples are numbered through both splits, the training part first.
         total = source.n_samples + source.available
+        # A file that was named is all of the training part if a validation file lies beside it, which is another text.
+        named = home(str(data))
+        if named.is_file() and len(with_validation(named, facts["kind"] == "text")) > 1:
+            total = source.n_samples
         count = min(wanted, total)
         chosen = np.arange(count, dtype=np.int64) * total // count
         cut = int(np.searchsorted(chosen, source.n_samples))
@@ -283,7 +296,7 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
             for first in range(0, len(numbers), rows):
                 part = numbers[first : first + rows]
                 batches.append(source.batch(split, part))
-        return source.name, batches
+        return source.name, facts["skipped"], batches
 
 
 def _with_data(config: RunConfig, changed: dict[str, Any]) -> RunConfig:
@@ -307,6 +320,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         f"{found['run']} at step {found['step']}: {found['data']}, {number_of(found['samples'], 'sample')}, "
         f"{number_of(found['tokens'], 'token')}"
     )
+    if left_out := found["left_out"]:
+        yield f"left out {len(left_out):,}: {some(left_out, _MOST_NAMED)}"
     trained_in = found["trained_in"]
     precision = found["precision"]
     if trained_in.partition(",")[0] != precision.partition(",")[0]:

@@ -460,13 +460,20 @@ def _training(
             text = f"{points.figures[last]:.6f}{unit}, after step {points.steps[last]}"
         yield title, text
 
-    back = [each for each in history.rollbacks if each.to_step <= step]
+    # A rollback to this very step left its weights as they were.
+    back = [each for each in history.rollbacks if each.to_step < step]
     text = "none"
     if back:
         count = sum(len(each.passed_over) for each in back)
         windows = number_of(count, "window")
         text = f"{len(back)}, {windows} of the data passed over"
     yield "rollbacks", text
+
+    # The batch below is the last one: a resume may have changed it, or the learning rate.
+    for event in history.events:
+        changes = _changes(event) if event["step"] < step else ""
+        if changes:
+            yield f"changed after step {event['step']}", changes
 
     source = _last(data.get("source", "not recorded"))
     sha256 = data.get("sha256", "not recorded")
@@ -488,6 +495,19 @@ def _training(
     yield "commit", history.run["tags"].get("git.commit", "not recorded")
     versions = sorted(stamp.versions.items())
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions)
+
+
+def _changes(event: Mapping[str, Any]) -> str:
+    """How a resume changed training, if `event` says so. Other keys may hold paths of this machine."""
+    changes = event.get("changes")
+    if event["code"] != "run.changed" or not isinstance(changes, list):
+        return ""
+    texts: list[str] = []
+    for change in changes:
+        if isinstance(change, list) and len(change) == 3 and str(change[0]).startswith("train."):
+            key, old, new = change
+            texts.append(f"{key} from {old} to {new}")
+    return "; ".join(texts)
 
 
 def _last(path: object) -> str:

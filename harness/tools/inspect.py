@@ -58,7 +58,15 @@ def command(
         found.look(is_locked(run))
         print(json.dumps(as_json(found, slots), indent=1, allow_nan=False))
         return int(ExitCode.DONE)
-    return inspect(run, Screen())
+    return inspect(run, _screen())
+
+
+def _screen() -> Screen:
+    """Where stdout is no terminal nobody sees how wide it is: names are cut late."""
+    console = Screen()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def _expected(folder: Path) -> Path:
@@ -75,10 +83,8 @@ def _expected(folder: Path) -> Path:
 def _follow(folder: Path, every: float, slots: int | None, as_objects: bool) -> int:
     """Show the run at each change, until it has ended."""
     run = Follower(folder)
-    console = Screen()
+    console = _screen()
     bars = bars_of(console)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
 
     # On a terminal one view is redrawn in place. Elsewhere views, or JSON objects, follow each other.
     live: Live | None = None

@@ -15,7 +15,7 @@ import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem, near_match, number_of
 from harness.core.screen import say
-from harness.report import short, tool
+from harness.report import short, tool, typed
 from harness.tools.restored import check_recipe, read_run
 from harness.tools.start import read_policies
 
@@ -368,7 +368,7 @@ def _replay_command(request: _Request, found: Rehearsed) -> str:
     """The command that examines the step at which the run went bad; empty if there is no such step."""
     if request.folder is None or found.begin.incident is None:
         return ""
-    command = f"{tool('harness')} replay {short(request.folder)}"
+    command = f"{tool('harness')} replay {typed(request.folder)}"
     return f"{command} --step {found.begin.incident}"
 
 

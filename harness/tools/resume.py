@@ -8,6 +8,7 @@ Ranks that read their own disks could come to different answers. Rank 0 reads an
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ def finished_text(folder: Path, steps: int) -> str:
     last = read_outcome(folder)["step"]
     if not (folder / "checkpoints" / step_name(last)).is_dir():
         return ""
-    return f"{folder} has finished its {number_of(last, 'step')}; see harness inspect {folder}"
+    return f"{folder} has finished its {number_of(last, 'step')}; see harness inspect {shlex.quote(str(folder))}"
 
 
 def take_back(start: StartingPoint, worker: Worker) -> list[int]:

@@ -14,12 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from harness.core.errors import ConfigError, ExitCode, Problem, number_of, shown
+from harness.core.files import RUNS
 from harness.core.memory import size_text
 from harness.core.plan_text import aligned
 from harness.core.screen import say
 from harness.report import short
 from harness.report.overview import Overview, Severity, State, overview
-from harness.run_folder import RUNS, is_locked
+from harness.run_folder import is_locked
 from harness.tracking.journal import JOURNAL
 
 _NAMED_PRECISIONS = 3

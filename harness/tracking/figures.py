@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from harness.tracking.existing import LOSS
 
 First = Callable[[int], float]
 """Gives, for an attempt, the first step that a later attempt did again; infinity if none did."""
@@ -144,9 +146,18 @@ class Figures:
         return [by_number[number] for number in sorted(by_number)]
 
     def begins(self) -> dict[int, int]:
-        """The first step of each attempt."""
+        """The first step of each attempt.
+
+        Rows with a loss decide, if the attempt has any: the step that a rollback returned to may have other figures
+        afterwards, such as a validation, and was not done again.
+        """
+        with_loss = self._first_steps(self._with.get(LOSS, ()))
+        return self._first_steps(self._groups.values()) | with_loss
+
+    def _first_steps(self, groups: Iterable[_Group]) -> dict[int, int]:
+        """The first step of each attempt in these rows."""
         found: dict[int, int] = {}
-        for group in self._groups.values():
+        for group in groups:
             # The least step of the rows of each attempt.
             attempts, place = np.unique(np.array(group.attempts), return_inverse=True)
             firsts = np.full(len(attempts), np.iinfo(np.int64).max)

@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any
 
 from harness.core.errors import ConfigError, Problem, near_match, number_of, some
-from harness.core.files import read_json, write_json
+from harness.core.files import RUNS, read_json, write_json
 from harness.tracking.existing import ExistingRows
 
 
@@ -293,6 +293,7 @@ class Position:
     key: a tag of the MLflow run. It finds a run that was created just before a kill, whose id was never written down.
     experiment_id: MLflow's id of the experiment, for links.
     store: address, without secrets, of the store that has these bytes.
+    folder: where the run's folder was at its last start.
     """
 
     run_id: str | None = None
@@ -300,6 +301,7 @@ class Position:
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     experiment_id: str | None = None
     store: str | None = None
+    folder: str | None = None
 
     @classmethod
     def load(cls, run_dir: Path) -> Position:
@@ -312,12 +314,13 @@ class Position:
                 stored["key"],
                 stored["experiment_id"],
                 stored["store"],
+                stored.get("folder"),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
 
         # The file may be damaged: use it only if every field has its type.
-        ids = (position.run_id, position.experiment_id, position.store)
+        ids = (position.run_id, position.experiment_id, position.store, position.folder)
         are_texts = all(isinstance(each, str | None) for each in ids)
         are_texts = are_texts and isinstance(position.key, str)
         if not are_texts or type(position.offset) is not int or position.offset < 0:
@@ -402,10 +405,13 @@ def require_run(run_dir: Path) -> Path:
         fix = f"name one of them: {some(inside, 3)}"
         raise ConfigError(Problem(what, str(run_dir), fix=fix))
 
-    # Perhaps the name was misspelt.
-    runs = [path.name for path in runs_in(run_dir.absolute().parent)]
+    # Perhaps it is a name that `harness runs` lists, or was misspelt.
     what = f"has no {JOURNAL}" if run_dir.is_dir() else "no such folder"
+    listed = run_dir.parent / RUNS / run_dir.name
+    runs = [path.name for path in runs_in(run_dir.absolute().parent)]
     hint = near_match(run_dir.name, runs) or "start one with: harness train --recipe fp8_hybrid"
+    if (listed / JOURNAL).is_file():
+        hint = f"give its folder: {listed}"
     raise ConfigError(Problem(f"not a run: {what}", str(run_dir), fix=hint))
 
 

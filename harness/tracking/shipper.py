@@ -67,11 +67,22 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class ShipperHandle:
-    """The trainer's end of a running shipper."""
+    """The trainer's end of a running shipper.
+
+    copy_of: the folder that the run's folder is a copy of, if it was one; else empty.
+    """
 
     run_dir: Path
     process: subprocess.Popen[bytes]
     choice: Choice
+    copy_of: str = ""
+
+    @property
+    def announcement(self) -> str:
+        """Where figures go, in a line without secrets; printed when a run starts."""
+        if not self.copy_of:
+            return self.choice.announcement
+        return f"{self.choice.announcement}, as a run of its own: the folder is a copy of {self.copy_of}"
 
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until MLflow has all of the journal; whether it has."""
@@ -102,6 +113,7 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
     # A session of its own: Ctrl-C in the terminal ends the trainer, and the shipper delivers the rest.
     choice = choose(run_dir)
     choice.destination.save(run_dir)
+    copy_of = _leave_original(run_dir)
     with _log(run_dir) as log:
         process = subprocess.Popen(
             command,
@@ -111,7 +123,26 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
             start_new_session=True,
             env=_environment(choice),
         )
-    return ShipperHandle(run_dir, process, choice)
+    return ShipperHandle(run_dir, process, choice, copy_of)
+
+
+def _leave_original(run_dir: Path) -> str:
+    """Give a folder that was copied a run of its own in MLflow; returns the original folder, or an empty text.
+
+    Two folders would else write the same steps into one run. A folder that was moved keeps its run.
+    """
+    position = Position.load(run_dir)
+    here = str(run_dir.resolve())
+    if position.folder == here:
+        return ""
+    original = position.folder or ""
+    if original and Position.load(Path(original)).key == position.key:
+        position = Position()
+    else:
+        original = ""
+    position.folder = here
+    position.save(run_dir)
+    return original
 
 
 def sync(

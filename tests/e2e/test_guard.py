@@ -15,6 +15,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from harness.core.files import find
+from harness.tracking.history import RunHistory
 from tests.support.runs import ROOT, events, metrics, train
 
 pytestmark = pytest.mark.faults(11, 13)
@@ -64,6 +65,7 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
         "nan_between",
         "{first: 23, last: 29}",
         "train.steps=40",
+        "train.eval_every=15",
         "checkpoint.every=5",
         "checkpoint.healthy_steps=4",
     )
@@ -82,6 +84,9 @@ def test_a_broken_run_rolls_back_passes_over_the_bad_windows_and_finishes(tmp_pa
         )
     assert all(math.isnan(before[step]) for step in first_bad_steps(first["passed_over"]))
     assert all(math.isfinite(loss) for loss in after.values())
+    validated = [step for step, _ in metrics(run, "val/loss")]
+    assert validated == [15, 30, 40], "the step that it returned to is not validated again"
+    assert list(RunHistory.read(run).points("train/loss")) == list(range(1, 41))
     ledger = json.loads((run / "incidents.json").read_text())
     assert ledger["rollbacks"] == 1
     assert ledger["skipped_windows"] == first["passed_over"]

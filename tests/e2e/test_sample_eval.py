@@ -109,6 +109,36 @@ def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_is_scored_alone_and_a_short_one_too(trained: Path, tmp_path: Path) -> None:
+    text = (TEXT / "chapters.txt").read_bytes()
+    for name in ("alone.txt", "train.txt"):
+        (tmp_path / name).write_bytes(text[: 12 * CONTEXT])
+    (tmp_path / "val.txt").write_bytes(text[-12 * CONTEXT :])
+    alone = evaluated(trained, "--data", str(tmp_path / "alone.txt"), "--samples", "100")
+    beside = evaluated(trained, "--data", str(tmp_path / "train.txt"), "--samples", "100")
+    assert (alone["samples"], beside["samples"]) == (10, 11), "only the first is cut in two"
+    whole = torch.tensor(list(text[: 11 * CONTEXT + 1]))
+    with torch.no_grad():
+        logits = plain_model(trained)(whole[:-1].view(11, CONTEXT))
+    loss = F.cross_entropy(logits.flatten(0, 1), whole[1:]).item()
+    assert beside["in_fp32"]["loss"] == pytest.approx(loss, abs=2e-6), "val.txt is no part of it"
+
+    # Two samples and their successors are enough.
+    (tmp_path / "short.txt").write_bytes(text[: 2 * (CONTEXT + 1)])
+    assert evaluated(trained, "--data", str(tmp_path / "short.txt"))["samples"] == 2
+
+
+@pytest.mark.slow
+def test_files_of_a_folder_that_are_not_scored_are_named(trained: Path, tmp_path: Path) -> None:
+    text = (TEXT / "chapters.txt").read_bytes()
+    for number, name in enumerate(("train.txt", "val.txt", "test.txt")):
+        (tmp_path / name).write_bytes(text[number * 800 : number * 800 + 800])
+    done = harness(trained, "eval", "runs/run", "--data", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "left out 1: test.txt (a test split" in done.stdout
+
+
+@pytest.mark.slow
 def test_neither_writes_into_the_run(trained: Path) -> None:
     before = everything(trained)
     evaluated(trained)
@@ -271,15 +301,17 @@ def test_tokens_are_drawn_by_their_shares() -> None:
     assert choose(logits, 0.0, 0, generator) == 4
 
 
-def test_the_difference_is_that_of_pairs() -> None:
+@pytest.mark.parametrize(("samples", "t"), [(2, 12.7062), (8, 2.3646), (50, 2.0096)])
+def test_the_difference_is_that_of_pairs(samples: int, t: float) -> None:
+    """t: of the tables of Student's distribution, for 95%."""
     random = np.random.default_rng(0)
-    plain, apart = random.normal(100, 20, 50), random.normal(0.4, 1.0, 50)
-    ours = Score((plain + apart).tolist(), [10] * 50, [0] * 50)
-    told = difference(ours, Score(plain.tolist(), [10] * 50, [0] * 50))
+    plain, apart = random.normal(100, 20, samples), random.normal(0.4, 1.0, samples)
+    ours = Score((plain + apart).tolist(), [10] * samples, [0] * samples)
+    told = difference(ours, Score(plain.tolist(), [10] * samples, [0] * samples))
     each = apart / 10
     assert told["nats"] == pytest.approx(each.mean())
-    assert told["half_width"] == pytest.approx(1.96 * each.std(ddof=1) / math.sqrt(50))
-    assert told["clear"] is True
+    assert told["half_width"] == pytest.approx(t * each.std(ddof=1) / math.sqrt(samples), rel=1e-4)
+    assert told["clear"] is (abs(told["nats"]) > told["half_width"])
     assert told["share"] == pytest.approx(apart.sum() / plain.sum())
     nothing = difference(ours, ours)
     assert (nothing["nats"], nothing["clear"]) == (0, False)

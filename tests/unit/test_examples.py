@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.matrix import rest_nightly
+from tests.support.pages import content_of
 from tests.support.runs import ROOT, program
 
 PLAIN_LOOP = ROOT / "examples" / "plain_loop.py"
@@ -60,6 +61,8 @@ def test_ddp_loop(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert f"rank {rank}: back at step 60, next is window 60" in done.stdout
     assert done.stdout.count("events     guard.rollback x 1, nonfinite.skip x 5") == 1
+    content = content_of(tmp_path / "runs" / "ddp" / "report.html")
+    assert "2 ranks on CPU" in dict(content["runs"][0]["cost"])["rank hours"]
     assert "6 of 6 FP8 slots saw a nonzero amax" in done.stdout
     losses = [float(found) for found in re.findall(r"loss (\d\S+)", done.stdout)]
     assert losses[-1] < 0.1 * losses[0]

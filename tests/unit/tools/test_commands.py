@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -61,3 +63,14 @@ def test_a_command_that_is_none_is_named() -> None:
     shown = CliRunner().invoke(app, ["trian"], prog_name="harness")
     assert shown.exit_code == 2
     assert "No such command 'trian'" in shown.output
+
+
+def test_a_terminal_that_is_not_utf8_shows_question_marks(tmp_path: Path) -> None:
+    name = "Lauf-\u00fc"
+    (tmp_path / name).mkdir()
+    line = [sys.executable, "-m", "harness.cli", "runs", str(tmp_path)]
+    done = subprocess.run(
+        line, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Lauf-?" in done.stdout

@@ -393,6 +393,24 @@ def test_data_without_a_hash_are_not_said_to_differ(tmp_path: Path) -> None:
     assert note == "whether the data are the same is not recorded"
 
 
+def test_losses_of_other_amounts_of_data_are_noted(tmp_path: Path) -> None:
+    params = {"train.global_batch": 4, "data.context": 64, "data.val_samples": 8}
+    one = make(tmp_path / "a", params=params)
+    assert not compared(one, make(tmp_path / "same", params=params))["notes"]
+    larger = make(tmp_path / "b", params={**params, "train.global_batch": 8})
+    assert compared(one, larger)["notes"] == [
+        "losses are compared by step, and a step takes more data in one: train.global_batch 4 in A, 8 in B"
+    ]
+    split = make(tmp_path / "d", params={**params, "train.global_batch": 8, "data.context": 32})
+    assert compared(one, split)["notes"] == [
+        "validation is of other samples: data.context 64 in A, 32 in B"
+    ], "the steps take as many tokens"
+    longer = make(tmp_path / "c", params={**params, "data.context": 128, "data.val_samples": 9})
+    assert compared(one, longer)["notes"][1:] == [
+        "validation is of other samples: data.context 64 in A, 128 in B; data.val_samples 8 in A, 9 in B"
+    ]
+
+
 def test_three_configs_are_refused_with_the_sides_that_they_make(tmp_path: Path) -> None:
     folders = [make(tmp_path / name, params={"train.lr": lr}) for lr, name in enumerate("abc")]
     text = compared(*folders, code=2)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from harness.cli import app
 from harness.models.gpt import build
 from harness.models.llama import build as build_llama
-from harness.tracking.journal import encode, read_rows
+from harness.tracking.journal import Journal, encode, read_rows
 from tests.support.runs import events, metrics, train
 
 # Some slot's amax is over this in the first steps, so that layers leave FP8 while the run is short.
@@ -194,6 +194,37 @@ def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(
         if line.startswith("| `blocks.") and "| fp8 | bf16 |" in line
     ]
     assert len(ran) == len(state["parts"]["fp8"]["demoted"])
+
+
+@pytest.mark.slow
+def test_the_weights_that_a_rollback_returned_to_are_of_before_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "gpt", run)
+    with Journal(run / "journal.jsonl") as journal:
+        journal.event(8, "guard.rollback", to_step=4, passed_over=[5, 6])
+        journal.attempt = 2
+        for step in range(5, 9):
+            journal.metrics(step, {"train/loss": 3.0, "train/step_applied": 1.0})
+    for step, told in ((4, "none"), (8, "1, 2 windows of the data passed over")):
+        out = tmp_path / str(step)
+        assert export(run, out, "--step", str(step)).exit_code == 0
+        assert f"| rollbacks | {told} |" in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_card_names_what_a_resume_changed_before_its_step(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "gpt", run)
+    with Journal(run / "journal.jsonl") as journal:
+        changes = [["train.global_batch", 2, 4], ["checkpoint.emergency_path", None, "/mnt/disk"]]
+        journal.event(4, "run.changed", text="as below", changes=changes)
+    for step, told in ((4, False), (8, True)):
+        out = tmp_path / str(step)
+        assert export(run, out, "--step", str(step)).exit_code == 0
+        row = "| changed after step 4 | train.global_batch from 2 to 4 |"
+        assert (row in (out / "README.md").read_text()) is told
 
 
 @pytest.mark.slow

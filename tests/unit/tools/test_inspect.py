@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from harness.cli import app
 from harness.core.errors import ConfigError
 from harness.core.screen import Screen
 from harness.report.inspect import fp8_proof, inspect, sparkline
@@ -139,6 +141,16 @@ def test_no_run_names_the_near_match(run_dir: Path) -> None:
         inspect(run_dir.parent / "rr", Screen(file=io.StringIO()))
 
 
+def test_a_name_that_harness_runs_lists_is_answered_with_its_folder(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    (run_dir.parent / "runs").mkdir()
+    run_dir.rename(run_dir.parent / "runs" / "mine")
+    with pytest.raises(ConfigError, match=r"fix: give its folder: runs/mine$"):
+        inspect(Path("mine"), Screen(file=io.StringIO()))
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -151,6 +163,18 @@ def test_no_run_names_the_near_match(run_dir: Path) -> None:
 )
 def test_sparkline(values: list[float], expected: str) -> None:
     assert sparkline(values) == expected
+
+
+def test_a_pipe_has_room_for_names(tmp_path: Path) -> None:
+    slot = f"model.layers.00.{'mlp.' * 4}down_proj.grad_output"
+    with Journal(tmp_path / "r" / "journal.jsonl") as journal:
+        for step in range(1, 5):
+            row = {f"fp8_{name}/{slot}": float(step) for name in ("amax", "scale", "saturation")}
+            journal.metrics(step, row)
+    told = CliRunner().invoke(app, ["inspect", str(tmp_path / "r")])
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith("model.")]
+    assert line.split()[0] == slot
+    assert line.split()[-1] == sparkline([1, 2, 3, 4])
 
 
 def test_it_starts_without_torch(run_dir: Path) -> None:

@@ -241,6 +241,22 @@ def test_a_rollback_splits_what_counts_from_what_was_thrown_away(tmp_path: Path)
     assert record.last("val/loss") is None
 
 
+def test_figures_of_the_step_that_a_rollback_returned_to_discard_nothing(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for step in range(1, 9):
+            journal.metrics(step, {"train/loss": 1.0})
+        journal.metrics(4, {"val/loss": 3.0})
+        # Step 4 was not done again: a loop of one's own validates it once more.
+        journal.attempt = 2
+        journal.metrics(4, {"val/loss": 3.0})
+        for step in range(5, 10):
+            journal.metrics(step, {"train/loss": 2.0})
+    record = RunHistory.read(tmp_path)
+    assert record.series["train/loss"] == {step: 1.0 if step < 5 else 2.0 for step in range(1, 10)}
+    assert list(record.abandoned["train/loss"]) == [5, 6, 7, 8]
+    assert record.series["val/loss"] == {4: 3.0}
+
+
 def test_slots_follow_the_plan_and_the_roles(tmp_path: Path) -> None:
     record = RunHistory.read(make_run(tmp_path / "r", layers=12))
     assert record.slots() == [f"blocks.{i:02d}.up.{role}" for i in range(12) for role in ROLES]

@@ -230,6 +230,22 @@ def test_checkpoints_and_cost_come_from_the_journal(tmp_path: Path) -> None:
     assert cost["rank hours"].startswith("1: 2 ranks")
 
 
+def test_rank_hours_are_those_of_each_start(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    run.mkdir()
+    rows: list[dict[str, object]] = []
+    for step, (begins, ranks, card) in enumerate(((0.0, "1", "A100"), (9000.0, "4", "H100")), 1):
+        tags = {"ranks": ranks, "card": card}
+        rows.append({"kind": "run", "time": begins, "tags": tags, "where": {"host": "h"}})
+        loss = {"train/loss": 1.0}
+        rows.append(
+            {"kind": "metrics", "step": step, "attempt": 1, "time": begins + 1800, "metrics": loss}
+        )
+    (run / JOURNAL).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cost = dict(content_of(saved(run))["runs"][0]["cost"])
+    assert cost["rank hours"] == "2.5: 1 rank on A100 for 30:00, 4 ranks on H100 for 30:00"
+
+
 def test_a_large_run_fits_and_its_spikes_are_there(tmp_path: Path) -> None:
     # 32 layers of 4 Linears, and more steps than a page has points. More of them only join more steps in a point.
     model = make_run(tmp_path / "large", steps=1400, linears=128)

@@ -136,6 +136,9 @@ def test_delivery_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
     assert told(run_dir)["MLflow"] == "delivered to http://tracker:5000"
     assert told(run_dir)["FP8 slots"].endswith("harness inspect runs/r")
+    spaced = run_dir.rename(run_dir.parent / "my run")
+    assert told(spaced)["FP8 slots"].endswith("harness inspect 'runs/my run'")
+    spaced.rename(run_dir)
     assert "report" not in told(run_dir)
     (run_dir / "report.html").touch()
     assert told(run_dir)["report"] == "runs/r/report.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -306,6 +307,36 @@ def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path)
         "params are immutable"
     )
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
+
+
+@pytest.mark.slow
+def test_a_copied_folder_is_another_run_and_a_moved_one_the_same(folder: Path) -> None:
+    def goes_on(name: str, step: int) -> str:
+        """Deliver a step of the run; what the start says."""
+        run_dir = folder / "runs" / name
+        with Journal(run_dir / JOURNAL) as journal:
+            handle = shipper.start(run_dir, "e")
+            journal.metrics(step, {"train/loss": float(step)})
+            journal.note("end", status="done")
+            assert handle.drain(300.0)
+        assert handle.process.wait(300) == 0
+        return handle.announcement
+
+    def series() -> dict[str, list[int]]:
+        order = "order by runs.start_time, step"
+        rows = query(
+            folder,
+            f"select name, step from runs join metrics on runs.run_uuid = metrics.run_uuid {order}",
+        )
+        return {name: [step for each, step in rows if each == name] for name, _ in rows}
+
+    runs = folder / "runs"
+    assert "copy" not in goes_on("r1", 1)
+    shutil.copytree(runs / "r1", runs / "r2")
+    assert goes_on("r2", 2).endswith(f"a run of its own: the folder is a copy of {runs / 'r1'}")
+    (runs / "r1").rename(runs / "moved")
+    assert "copy" not in goes_on("moved", 3)
+    assert series() == {"r1": [1, 3], "r2": [1, 2]}
 
 
 @pytest.mark.nightly
