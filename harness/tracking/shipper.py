@@ -129,14 +129,16 @@ def start(run_dir: Path, experiment: str, system_seconds: float = 0.0) -> Shippe
 def _leave_original(run_dir: Path) -> str:
     """Give a folder that was copied a run of its own in MLflow; returns the original folder, or an empty text.
 
-    Two folders would else write the same steps into one run. A folder that was moved keeps its run.
+    Two folders would else write the same steps into one run. A folder that was moved, or is mounted at a second place,
+    keeps its run.
     """
     position = Position.load(run_dir)
     here = str(run_dir.resolve())
     if position.folder == here:
         return ""
     original = position.folder or ""
-    if original and Position.load(Path(original)).key == position.key:
+    is_there = bool(original) and Path(original).is_dir() and not run_dir.samefile(original)
+    if is_there and Position.load(Path(original)).key == position.key:
         position = Position()
     else:
         original = ""

@@ -336,7 +336,14 @@ def test_a_copied_folder_is_another_run_and_a_moved_one_the_same(folder: Path) -
     assert goes_on("r2", 2).endswith(f"a run of its own: the folder is a copy of {runs / 'r1'}")
     (runs / "r1").rename(runs / "moved")
     assert "copy" not in goes_on("moved", 3)
-    assert series() == {"r1": [1, 3], "r2": [1, 2]}
+
+    # The folder as a start saw it that knew it by another path, as in a container.
+    (folder / "mounted").symlink_to(runs / "moved")
+    position = Position.load(runs / "moved")
+    position.folder = str(folder / "mounted")
+    position.save(runs / "moved")
+    assert "copy" not in goes_on("moved", 4)
+    assert series() == {"r1": [1, 3, 4], "r2": [1, 2]}
 
 
 @pytest.mark.nightly
