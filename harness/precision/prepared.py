@@ -537,7 +537,11 @@ _ALIKE = {
 
 
 def _differences(texts: Sequence[str], late: bool) -> list[Problem]:
-    """One problem for each of _ALIKE in which ranks differ. texts: JSON of every rank. late: ranks met after prepare."""
+    """One problem for each of _ALIKE in which ranks differ.
+
+    texts: JSON of every rank.
+    late: the ranks met after `prepare`.
+    """
     # What another collective sent is no JSON object.
     elsewhere = [f"rank {rank}" for rank, text in enumerate(texts) if not text.startswith("{")]
     if elsewhere:
