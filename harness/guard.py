@@ -385,12 +385,18 @@ class Guard:
             )
             return Problem(what, "guard", why, fix)
 
+        what = f"step {step}: {action.reason}; and no snapshot is good"
+        if action.from_disk:
+            why = "ranks that differ have no state in common"
+            fix = (
+                "call the model through DistributedDataParallel in every forward that trains, or look at `harness "
+                "explain ranks.diverged`; then go on from a checkpoint of your own, the same on every rank"
+            )
+            return Problem(what, "guard", why, fix)
+
         why = "a snapshot is good once healthy steps enough followed it; each serves one rollback"
         if self.memory is None:
             why = "no snapshots are taken: snapshot_every is 0, or an event snapshot.off says why"
-        if action.from_disk:
-            why = "ranks that differ have no state in common"
-        what = f"step {step}: {action.reason}; and no snapshot is good"
         fix = "go on from a checkpoint of your own, with a lower learning rate"
         return Problem(what, "guard", why, fix)
 

@@ -306,7 +306,7 @@ def evaluate(run: Run) -> Validation:
         training.enter("validation")
         for batch in run.data.validation(engine.rank, engine.world_size):
             training.again()
-            weight = 1
+            weight = len(next(iter(batch.values())))
             if run.data.masked:
                 batch, weight = _without_bad_samples(run, batch)
             counted += weight
@@ -318,12 +318,13 @@ def evaluate(run: Run) -> Validation:
                 has_labels = True
                 right = right + hits * (weight > 0)
 
-        # Every rank has the same number of batches of equal weight.
+        own_count = total.new_tensor(counted)
         if not run.data.masked:
-            return Validation(float(engine.mean((total / counted).float())))
+            # Ranks may have a few samples more than others: all divide by the mean number.
+            count = engine.mean(own_count.float()).double()
+            return Validation(float(engine.mean((total / count).float())))
 
         # Ranks have different numbers of targets: the mean of sums over the mean of counts.
-        own_count = total.new_tensor(counted)
         sums = torch.stack([total, right, own_count]).float()
         nats, hits, counts = engine.mean(sums).tolist()
         if not counts:

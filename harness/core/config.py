@@ -231,7 +231,8 @@ class DataConfig(HubConfig):
     )
     val_samples: Positive = Field(
         default=128,
-        description="samples of a validation, over all ranks",
+        description="samples of a validation, over all ranks; with train.micro_batch=1 rounded down to a multiple of "
+        "the ranks",
     )
     bad: Literal["auto", "skip", "fail"] = Field(
         default="auto",

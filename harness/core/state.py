@@ -355,6 +355,9 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
             buffer.copy_(before)
 
 
+_WITHOUT_COPY = "leave it out, or switch snapshots off: snapshot_every=0"
+
+
 class ExternalState:
     """Makes a part of anything with torch's `state_dict` and `load_state_dict`, such as an optimizer or a scheduler.
 
@@ -371,8 +374,14 @@ class ExternalState:
 
     def state_dict(self) -> tuple[TensorDict, Meta]:
         """tensors: by number; meta: {"tree": the rest}. Raises MisuseError naming what cannot be copied."""
+        try:
+            state = self.owner.state_dict()
+        except RuntimeError as error:
+            # Of ZeroRedundancyOptimizer most of the state is on other ranks.
+            what = f"{type(self.owner).__name__} gives no state: {error}"
+            raise MisuseError(Problem(what, self.name, fix=_WITHOUT_COPY)) from error
         tensors: TensorDict = {}
-        return tensors, {"tree": self._taken_apart(self.owner.state_dict(), "", tensors)}
+        return tensors, {"tree": self._taken_apart(state, "", tensors)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Give the owner copies of what was saved, as some owners keep what they are given.
@@ -464,8 +473,7 @@ class ExternalState:
     def _not_copied(self, what: str, place: str) -> MisuseError:
         where = place.strip(".") or "its top"
         text = f"{type(self.owner).__name__} keeps {what} at {where}, which is not copied"
-        fix = "leave it out, or switch snapshots off: snapshot_every=0"
-        return MisuseError(Problem(text, self.name, fix=fix))
+        return MisuseError(Problem(text, self.name, fix=_WITHOUT_COPY))
 
 
 def _tensors_in(group: Mapping[str, Any]) -> dict[str, Tensor]:

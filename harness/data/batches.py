@@ -49,21 +49,23 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
 
 def validation_rows(
     wanted: int, available: int, micro_batch: int, rank: int, world_size: int
-) -> Ints:
-    """int64 [batches, size]: a rank's validation samples, `wanted` of `available` in all, spread evenly.
+) -> list[Ints]:
+    """A rank's validation samples, int64 [size] for each batch: `wanted` of `available` in all, spread evenly.
 
-    All batches of all ranks have one size, at most micro_batch, and every rank has equally many, so that a mean of
-    means weighs every token alike; the few samples that this leaves over are dropped. With fewer samples than ranks,
-    every rank evaluates all of them.
+    Every rank has equally many batches, as ranks that share a model compute in step. Sizes differ by one at most, and
+    none is over `micro_batch`. Every sample is in one batch of one rank; with micro-batches of one sample, the
+    remainder over the ranks is in none. With fewer samples than ranks, every rank evaluates all of them.
     """
     if wanted < world_size:
         rank, world_size = 0, 1
-    per_rank = wanted // world_size
-    batches = -(-per_rank // micro_batch)
-    size = per_rank // batches
-    count = size * batches * world_size
+    count = wanted
+    batches = -(-wanted // (world_size * micro_batch))
+    # No batch may be empty, which only micro-batches of one sample can lead to.
+    if batches * world_size > wanted:
+        batches = wanted // world_size
+        count = batches * world_size
     samples = np.arange(count, dtype=np.int64) * available // count
-    return samples.reshape(-1, size)[rank::world_size]
+    return np.array_split(samples, batches * world_size)[rank::world_size]
 
 
 class Rows(NamedTuple):

@@ -272,9 +272,7 @@ class DatasetBatches:
         return batches
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
-        """This rank's validation batches, the same at every call: samples spread evenly over the split, as many batches
-        of as many samples on every rank. With fewer samples than ranks, every rank evaluates all of them.
-        """
+        """This rank's validation batches, the same at every call; see `validation_rows`."""
         rows = validation_rows(
             self._val_samples, self._val.size, self._micro_batch, rank, world_size
         )

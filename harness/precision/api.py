@@ -335,7 +335,7 @@ class Precision:
         - without a forward in `context()` since the last step, and inside of it;
         - for a loss without a graph;
         - if the gradients of earlier micro-batches are gone, or those of the last window were not zeroed;
-        - if ranks that met after `prepare` have different plans.
+        - in the first window if ranks differ in plan, seed, steps done or guard.
         """
         ready = self._outside("backward()")
         self._check_loss(loss)

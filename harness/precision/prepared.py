@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import deque
@@ -29,7 +30,14 @@ from harness.core.collectives import (
     world_size,
 )
 from harness.core.config import GuardConfig
-from harness.core.errors import CheckpointError, MachineError, MisuseError, Problem, near_match
+from harness.core.errors import (
+    CheckpointError,
+    MachineError,
+    MisuseError,
+    Problem,
+    near_match,
+    some,
+)
 from harness.core.facts import Limits, RungVerdict, StepTerms, Switch, pad_numbers
 from harness.core.metrics import SCALARS
 from harness.core.protocols import Meta, Monitor, Stateful, TensorDict
@@ -103,6 +111,7 @@ class Prepared:
         self.device = _device_of(model, facts)
         self.plan = _plan(recipe, facts, self.device, model, about or AboutLoop())
         self._ranks = world_size()
+        self._agreed = False
 
         # Convert. The plan finds the weights of FP8 layers in the model as it was before.
         self.loss_scale = build_loss_scale(self.plan, recipe, self.device)
@@ -173,30 +182,32 @@ class Prepared:
         return self.judge
 
     def agree(self) -> None:
-        """Before a window's first backward: raises MisuseError if ranks that met after `prepare` have different plans.
+        """Before the first backward: raises MisuseError on every rank if they differ in what must be alike.
 
-        What ranks exchange belongs to layers. With different plans it would go to the wrong ones. Collective, once.
+        With different plans amaxes would go to the wrong layers. With different seeds, steps or guards a rank would
+        exchange something in a step in which the others do not, and all would wait. Collective, once.
         """
-        if world_size() == self._ranks:
+        if self._agreed or world_size() == 1:
             return
+        self._agreed = True
 
-        # The first line is for the message, the others make equal texts mean equal plans.
+        # Of the plan the first line is for the message, the others make equal texts mean equal plans.
         count = len(self.plan.fp8_layers())
         lines = [f"{self.plan.resolved}, {count} FP8 layers"]
         for row in self.plan.layers:
             line = f"{row.module} {row.precision} {row.backend}"
             lines.append(line)
-        plans = gather_texts("\n".join(lines))
-        self._ranks = len(plans)
-        if len(set(plans)) > 1:
-            summaries: list[str] = []
-            for rank, text in enumerate(plans):
-                first_line, _, _ = text.partition("\n")
-                summaries.append(f"rank {rank}: {first_line}")
-            what = f"ranks have different plans ({', '.join(summaries)})"
-            why = "prepare() came before the process group, so that each rank decided alone"
-            fix = "call init_process_group(), or make the Accelerator, before prepare()"
-            raise MisuseError(Problem(what, "prepare()", why, fix))
+        mine = {
+            "plans": "\n".join(lines),
+            "seeds": str(self.judge.seed),
+            "numbers of steps done": str(self.state.step),
+            "guards": f"on\n{self.judge.config}" if self.guarded else "none",
+        }
+        texts = gather_texts(json.dumps(mine))
+        late = len(texts) != self._ranks
+        self._ranks = len(texts)
+        if problems := _differences(texts, late):
+            raise MisuseError(problems)
 
     def find_shards(self, call: str, in_forward: bool = False) -> None:
         """Look whether the loop has sharded the model since `prepare`. The first call that finds it so is collective.
@@ -502,6 +513,59 @@ class Prepared:
             self.last = _restored(last, tensors["last"], self.backend.slot_names)
             if not last["judged"]:
                 self.pending.append(self.last)
+
+
+_ALIKE = {
+    "plans": (
+        "what ranks exchange belongs to layers, and would go to the wrong ones",
+        "prepare the same model by the same recipe on every rank",
+    ),
+    "seeds": (
+        "they would sample statistics in different steps, and wait for each other",
+        "give Precision the same seed on every rank",
+    ),
+    "numbers of steps done": (
+        "a state was loaded on some ranks alone: scales, samples and decisions would differ",
+        "load_state_dict() of the same state on every rank",
+    ),
+    "guards": (
+        "a guard exchanges facts with the guards of all ranks",
+        "Guard.for_precision on every rank, with the same settings; its telemetry writes on rank 0 alone",
+    ),
+}
+"""What `Prepared.agree` compares -> why it must be alike, and what to do."""
+
+
+def _differences(texts: Sequence[str], late: bool) -> list[Problem]:
+    """One problem for each of _ALIKE in which ranks differ.
+
+    texts: JSON of every rank.
+    late: the ranks met after `prepare`.
+    """
+    # What another collective sent is no JSON object.
+    elsewhere = [f"rank {rank}" for rank, text in enumerate(texts) if not text.startswith("{")]
+    if elsewhere:
+        what = f"{some(elsewhere, 3)} exchanged something else than this first backward()"
+        why = "every rank must make the same calls in the same order"
+        _, fix = _ALIKE["guards"]
+        return [Problem(what, "backward()", why, fix)]
+
+    problems: list[Problem] = []
+    ranks = [json.loads(text) for text in texts]
+    for name, (why, fix) in _ALIKE.items():
+        values = [each[name] for each in ranks]
+        if len(set(values)) == 1:
+            continue
+        summaries: list[str] = []
+        for rank, value in enumerate(values):
+            first_line, _, _ = value.partition("\n")
+            summaries.append(f"rank {rank}: {first_line}")
+        what = f"ranks have different {name} ({', '.join(summaries)})"
+        if name == "plans" and late:
+            why = "prepare() came before the process group, so that each rank decided alone"
+            fix = "call init_process_group(), or make the Accelerator, before prepare()"
+        problems.append(Problem(what, "backward()", why, fix))
+    return problems
 
 
 class LoopGradients(TorchGradients):

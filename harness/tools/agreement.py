@@ -31,6 +31,7 @@ from harness.capability.probe import MachineFacts
 from harness.core.collectives import gather_texts
 from harness.core.config import RunConfig, flat
 from harness.core.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     HarnessError,
@@ -85,6 +86,11 @@ _KINDS: dict[str, _Kind] = {
         "ranks would train different models, or on different data",
         "copy the same file to every machine",
     ),
+    "folder": _Kind(
+        CheckpointError,
+        "ranks would begin with different states",
+        "put runs/ on a disk that all machines see, or copy the run's folder to every machine before the start",
+    ),
     "version": _Kind(
         MachineError,
         "versions differ in their figures, or in what they exchange",
@@ -131,6 +137,14 @@ def agree_on_start(request: Request, config: RunConfig, worker: Worker) -> None:
             "version": versions(worker.facts),
         }
     )
+
+
+def agree_on_run(folder: Path, resuming: bool) -> None:
+    """Compare what the ranks found in the run folder. Collective. Raises CheckpointError on every rank.
+
+    resuming: whether a run goes on there.
+    """
+    agree({"folder": {str(folder): "a run" if resuming else "no run"}})
 
 
 def agree_on_job(data: Mapping[str, Any], plan: Plan, model: nn.Module) -> None:

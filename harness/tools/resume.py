@@ -40,6 +40,7 @@ from harness.run_folder import (
     read_source,
     same_data_order,
 )
+from harness.tools.agreement import agree_on_run
 from harness.tools.start import Request
 from harness.tracking.journal import JOURNAL, read_rows
 
@@ -141,11 +142,13 @@ def _find_folder(request: Request, source: Path | None) -> Path:
 def find_start(
     request: Request, config: RunConfig, folder: Path, source: Path | None
 ) -> StartingPoint:
-    """Whether the run in `folder` goes on, and with which config. Changes nothing on disk.
+    """Whether the run in `folder` goes on, and with which config. Changes nothing on disk. Collective.
 
-    Raises CheckpointError for a resume that changes what must stay, or for files of different runs in one folder.
+    Raises CheckpointError for a resume that changes what must stay, for files of different runs in one folder, and on
+    every rank if only some of them have the run.
     """
     resuming = (folder / "config.yaml").exists()
+    agree_on_run(folder, resuming)
     origin = None
     if resuming:
         origin = folder

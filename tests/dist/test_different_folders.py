@@ -19,7 +19,7 @@ from harness.checkpoint.recovery import Recovery
 from harness.checkpoint.saver import Saver
 from harness.checkpoint.store import Store
 from harness.core.config import TrainConfig
-from harness.core.errors import CheckpointError
+from harness.core.errors import CheckpointError, ExitCode
 from harness.core.state import TrainState
 from harness.engines.process_group import join, read_launch
 from harness.engines.torch_engine import TorchEngine
@@ -27,6 +27,7 @@ from harness.optim.optimizers import build_optimizer
 from harness.optim.schedule import Schedule
 from harness.tracking.journal import Journal
 from tests.support.ranks import run_ranks
+from tests.support.runs import train, train_ranks
 
 CPU = torch.device("cpu")
 
@@ -81,6 +82,23 @@ def test_ranks_that_read_different_checkpoints_all_refuse(tmp_path: Path) -> Non
     )
     assert "another rank cannot read the checkpoint of step 3" in told[0]["3"]
     assert "state.json" in told[1]["3"], "the rank whose file is damaged names it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_run_that_only_one_rank_has_is_refused_by_all(tmp_path: Path, begun: int) -> None:
+    for rank in range(2):
+        (tmp_path / f"disk-{rank}").mkdir()
+    first = train(tmp_path / f"disk-{begun}", "--name", "r", "train.steps=1")
+    assert first.returncode == ExitCode.DONE, first.stdout
+
+    both = train_ranks(
+        tmp_path, 2, "--name", "r", "train.steps=2", program=Path(__file__).with_name("own_disk.py")
+    )
+    assert both.returncode == ExitCode.USAGE, both.stdout
+    assert f"folder runs/r: {'no run' if begun else 'a run'} on rank 0" in both.stdout
+    assert both.stdout.count("copy the run's folder to every machine") == 2, "each rank says it"
+    assert not (tmp_path / f"disk-{1 - begun}" / "runs" / "r" / "config.yaml").exists()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import Precision
+from harness import Guard, Precision
 from harness.capability.probe import Device, MachineFacts
-from harness.core.errors import MachineError, MisuseError
+from harness.core.errors import HaltedError, MachineError, MisuseError
 from harness.precision.plan import agree_on_rung
 from harness.precision.recipe import Recipe, load_recipe
 from tests.support.ranks import run_ranks
@@ -146,8 +146,66 @@ def met(precision: Precision) -> str:
     return ""
 
 
+def unlike(rank: int, what: str) -> str:
+    """What the first backward says if rank 0 alone has something that every rank must have."""
+    seed = 1 if what == "seed" and rank == 0 else 0
+    precision = Precision(policy("fp8_hybrid"), seed)
+    model = precision.prepare(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x, y = data(0)
+    try:
+        if what == "state":
+            earlier = late("fp8_hybrid")
+            optimizer_of_it = torch.optim.SGD(earlier.prepared.model.parameters())
+            for _ in range(3):
+                with earlier.context():
+                    loss = nn.functional.mse_loss(earlier.prepared.model(x).float(), y)
+                earlier.backward(loss)
+                earlier.step(optimizer_of_it)
+                optimizer_of_it.zero_grad()
+            if rank == 0:
+                precision.load_state_dict(earlier.state_dict())
+        if what.startswith("guard") and rank == 0:
+            settings = {"snapshot_every": 0} if what == "guard without snapshots" else {}
+            Guard.for_precision(precision, optimizer, **settings)
+        with precision.context():
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        precision.backward(loss)
+    except MisuseError as refused:
+        return str(refused)
+    return ""
+
+
+def without_ddp(rank: int) -> str:
+    """How a guard ends a loop whose ranks exchange no gradients."""
+    precision = late("fp32")
+    model = precision.prepared.model
+    optimizer = torch.optim.SGD(model.parameters())
+    guard = Guard.for_precision(precision, optimizer, compare_ranks_every=1, snapshot_every=0)
+    x, y = data(0)
+    try:
+        for _ in range(3):
+            with precision.context():
+                loss = nn.functional.mse_loss(model(x[rank::2]).float(), y[rank::2])
+            precision.backward(loss)
+            precision.step(optimizer)
+            optimizer.zero_grad()
+            guard.end_step()
+    except HaltedError as halted:
+        return str(halted)
+    return ""
+
+
+UNLIKE = {
+    "seed": "different seeds (rank 0: 1, rank 1: 0)",
+    "state": "different numbers of steps done (rank 0: 3, rank 1: 0)",
+    "guard without snapshots": "different guards (rank 0: on, rank 1: none)",
+}
+
+
 def rank_main(folder: Path) -> None:
-    alike, unlike = late("fp8_hybrid"), late("fp8_hybrid" if os.environ["RANK"] == "0" else "fp32")
+    alike = late("fp8_hybrid")
+    unlike_plan = late("fp8_hybrid" if os.environ["RANK"] == "0" else "fp32")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     results: dict[str, Any] = {
@@ -161,7 +219,14 @@ def rank_main(folder: Path) -> None:
         results[f"standard {name}"] = session(rank, dist.get_world_size(), name, standard=True)
     results["fp16_scaler"] = session(rank, dist.get_world_size(), "fp16_scaler")
     results["machines"] = unequal_machines(rank)
-    results["met"] = [met(alike), met(unlike)]
+    results["met"] = [met(alike), met(unlike_plan)]
+    results["unlike"] = {what: unlike(rank, what) for what in UNLIKE}
+    results["without DDP"] = without_ddp(rank)
+    # The last: rank 0 waits for the others in Guard.for_precision, until they are gone.
+    try:
+        results["guard"] = unlike(rank, "guard")
+    except RuntimeError as lost:
+        results["guard"] = str(lost)
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
@@ -223,6 +288,30 @@ def test_ranks_that_meet_late_have_one_plan(two_ranks: list[dict[str, Any]]) -> 
         assert alike == ""
         assert "rank 0: native:fp8, 2 FP8 layers, rank 1: autocast:fp32, 0 FP8 layers" in unlike
         assert "init_process_group()" in unlike
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_what_only_some_ranks_have_is_refused_by_all(
+    two_ranks: list[dict[str, Any]], what: str
+) -> None:
+    assert all(UNLIKE[what] in result["unlike"][what] for result in two_ranks)
+
+
+def test_a_guard_that_waits_for_the_other_ranks_is_named_by_them(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    waiting, other = (result["guard"] for result in two_ranks)
+    assert "rank 0 exchanged something else" in other
+    assert "Guard.for_precision on every rank" in other
+    assert waiting, "it does not wait for ever"
+
+
+def test_a_loop_that_forgot_ddp_is_halted_with_the_way_out(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for result in two_ranks:
+        assert "not the same on all ranks" in result["without DDP"]
+        assert "through DistributedDataParallel" in result["without DDP"]
 
 
 def test_two_ranks_train_as_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +139,24 @@ def test_micro_batches_refuse_ranks_that_do_not_divide() -> None:
     micro_batch=st.integers(1, 20),
     world_size=st.integers(1, 6),
 )
-def test_validation_weighs_ranks_and_batches_alike_and_reads_nothing_twice(
+def test_validation_has_every_sample_once_and_as_many_batches_on_every_rank(
     val: int, val_samples: int, micro_batch: int, world_size: int
 ) -> None:
     source = batches(val=val, val_samples=val_samples, micro_batch=micro_batch)
     ranks = [source.validation(rank, world_size) for rank in range(world_size)]
-    shapes = {batch["inputs"].shape for mine in ranks for batch in mine}
-    ((size, context),) = shapes
-    assert 1 <= size <= micro_batch
-    assert context == 10
     assert len({len(mine) for mine in ranks}) == 1
+    sizes = {len(batch["inputs"]) for mine in ranks for batch in mine}
+    assert max(sizes) <= micro_batch
+    assert max(sizes) - min(sizes) <= 1
     wanted = min(val_samples, (val - 1) // 10)
-    count = size * len(ranks[0])
     if wanted < world_size:
         assert all(torch.equal(mine[0]["inputs"], ranks[0][0]["inputs"]) for mine in ranks)
-    else:
-        count *= world_size
-    assert wanted - count < max(world_size, math.ceil(wanted / micro_batch) + world_size)
-    assert count <= wanted
+        ranks = ranks[:1]
+    rest = wanted % len(ranks) if micro_batch == 1 else 0
+    found = torch.cat([batch["inputs"] for mine in ranks for batch in mine])
+    spread = [number * ((val - 1) // 10) // (wanted - rest) for number in range(wanted - rest)]
+    expected = [source.batch("val", np.array([sample]))["inputs"][0] for sample in spread]
+    assert sorted(found.tolist()) == sorted(each.tolist() for each in expected)
 
 
 def test_validation_is_spread_over_the_split_and_fixed() -> None:
@@ -165,7 +164,7 @@ def test_validation_is_spread_over_the_split_and_fixed() -> None:
     first = torch.cat([batch["inputs"] for batch in source.validation(0, 1)])
     again = torch.cat([batch["inputs"] for batch in source.validation(0, 1)])
     assert torch.equal(first, again)
-    assert (first[:, 0]).tolist() == [(number * 200 // 9 * 10) % 256 for number in range(9)]
+    assert (first[:, 0]).tolist() == [(number * 20 * 10) % 256 for number in range(10)]
 
 
 def test_one_and_two_ranks_validate_on_the_same_samples_where_they_divide() -> None:

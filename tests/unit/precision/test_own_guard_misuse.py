@@ -93,6 +93,17 @@ def kept_by_pairs(_: Loop) -> None:
     Guard.for_precision(precision, adamw(model), keep=[Keeper({(0, 1): 2})])
 
 
+def state_in_parts(_: Loop) -> None:
+    class Scattered(torch.optim.SGD):
+        """As ZeroRedundancyOptimizer, whose state is on other ranks."""
+
+        def state_dict(self) -> dict[str, object]:
+            raise RuntimeError("Optimizer state has not been consolidated on this rank.")
+
+    precision, model = prepared(recipe())
+    Guard.for_precision(precision, Scattered(model.parameters(), lr=1e-2))
+
+
 @pytest.mark.parametrize(
     ("use", "told"),
     [
@@ -108,6 +119,7 @@ def kept_by_pairs(_: Loop) -> None:
         (second_guard, "has a guard already"),
         (too_late, "has trained already"),
         (kept_without_state, "object lacks state_dict or load_state_dict"),
+        (state_in_parts, "Scattered gives no state: Optimizer state has not been consolidated"),
         (kept_with_a_secret, "keeps a object at _extra_state.what, which is not copied"),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
