@@ -319,7 +319,7 @@ def _exchange(made: Prediction) -> list[tuple[str, str]]:
 def _host(made: Prediction) -> list[tuple[str, str]]:
     text = f"{made.timing.kernels:,} kernel launches a step"
     if made.timing.host_bound:
-        text += ", which take longer than the work: larger micro-batches would help"
+        text += ", which the host queues more slowly than the card runs them: larger micro-batches would help"
     # Waits at the same line of code are counted together.
     waits: Counter[tuple[str, str]] = Counter()
     for wait in made.trace.waits:
