@@ -32,7 +32,7 @@ ALLOWED = {
     ("harness/engines/initial_weights.py", "json.loads"), ("harness/models/stored.py", "json.loads"),
     ("harness/run_folder.py", "json.loads"), ("harness/checkpoint/snapshots.py", "json.loads"),
     ("harness/data/prepare.py", "json.loads"), ("harness/data/prepare.py", "np.load"),
-    ("harness/data/detect.py", "json.loads"),
+    ("harness/data/detect.py", "json.loads"), ("harness/precision/prepared.py", "json.loads"),
     ("harness/integrations/transformers.py", "torch.load"),
 }  # fmt: skip
 
