@@ -125,8 +125,10 @@ class Import:
     lazy: bool
 
 
-def _imports(function: str) -> bool:
-    return "import_module" in function or "import_extra" in function
+def _imports(call: ast.Call) -> bool:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return "import_module" in name or "import_extra" in name
 
 
 def imports_of(path: Path, root: Path) -> tuple[Import, ...]:
@@ -149,7 +151,7 @@ def _imports_in(text: str, relative: Path) -> tuple[Import, ...]:
                 base = list(package[: len(package) - child.level + 1]) if child.level else []
                 base += child.module.split(".") if child.module else []
                 targets = [".".join([*base, alias.name]) for alias in child.names]
-            elif isinstance(child, ast.Call) and child.args and _imports(ast.unparse(child.func)):
+            elif isinstance(child, ast.Call) and child.args and _imports(child):
                 name = child.args[0]
                 targets = (
                     [name.value]
@@ -218,11 +220,13 @@ def default_device_faults(root: Path) -> list[str]:
         if file.startswith(DEFAULT_DEVICE):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or ast.unparse(node) == FAKES:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            module, _, name = ast.unparse(node.func).rpartition(".")
+            name = node.func.attr
             named = {keyword.arg for keyword in node.keywords}
-            if module == "torch" and name in FACTORIES and not named & {"device", None}:
+            if name not in FACTORIES or named & {"device", None}:
+                continue
+            if ast.unparse(node.func.value) == "torch" and ast.unparse(node) != FAKES:
                 faults.append(f"{file}:{node.lineno}: {name} names no device")
     return faults
 
@@ -462,6 +466,8 @@ def words_of(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             told.append((token.start[0], token.string))
+        elif token.type == tokenize.NAME:
+            words.add(token.string)
         elif token.type != tokenize.STRING or token.start[0] not in docstrings:
             words |= set(re.findall(r"\w+", token.string))
     return words, told
