@@ -109,6 +109,7 @@ def test_every_recipe_trains_here(tmp_path: Path, recipe: str, steps: int) -> No
         assert "24 of 24 FP8 slots" in done.stdout
 
 
+@pytest.mark.slow
 def test_strict_refuses_a_lower_rung(tmp_path: Path) -> None:
     done = train(tmp_path, "--recipe", "fp8_hybrid", "--strict")
     assert done.returncode == 4

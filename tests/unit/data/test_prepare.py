@@ -302,6 +302,7 @@ def test_the_command_says_what_it_made_and_what_it_will_not(tmp_path: Path) -> N
         assert message in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_trained_on_is_told(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for name in ("train", "val"):

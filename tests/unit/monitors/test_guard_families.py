@@ -26,7 +26,7 @@ def test_there_are_families_enough_and_each_one_that_is_let_through_says_why() -
     assert all(bool(FAMILIES[name].key) != bool(FAMILIES[name].limit) for name in HARMFUL)
 
 
-@pytest.mark.parametrize("name", rest_slow(HEALTHY, *HEALTHY[::8]))
+@pytest.mark.parametrize("name", rest_slow(HEALTHY, *HEALTHY[::16]))
 def test_a_healthy_course_is_let_through(name: str) -> None:
     course = drive(FAMILIES[name].formula(), 1000)
     assert course.status == "done", course.reason
@@ -34,7 +34,7 @@ def test_a_healthy_course_is_let_through(name: str) -> None:
     assert len(course.rollbacks) <= (2 if name.startswith("tasks learned anew") else 1)
 
 
-@pytest.mark.parametrize("name", rest_slow(HARMFUL, *HARMFUL[::4]))
+@pytest.mark.parametrize("name", rest_slow(HARMFUL, *HARMFUL[::8]))
 def test_a_harmful_course_is_ended_and_the_key_is_named_or_its_limit_is(name: str) -> None:
     family = FAMILIES[name]
     course = drive(family.formula(), 2500)
@@ -126,6 +126,7 @@ def test_a_lasting_step_of_15_percent_is_told_and_no_more() -> None:
     assert course.rollbacks == []
 
 
+@pytest.mark.slow
 def test_two_lasting_steps_are_no_rise() -> None:
     """The second comes when the loss has been over its first median for long."""
     course = drive(FAMILIES["a loss that steps up by 15% three times"].formula(), 2000)
@@ -133,6 +134,7 @@ def test_two_lasting_steps_are_no_rise() -> None:
     assert len(course.rollbacks) <= 1
 
 
+@pytest.mark.slow
 def test_a_small_rise_is_reported_once_until_the_loss_was_back() -> None:
     """Between half of the limit for a rise and the limit itself, nothing is reported again."""
 
@@ -145,6 +147,7 @@ def test_a_small_rise_is_reported_once_until_the_loss_was_back() -> None:
     assert [code for code, _ in course.told] == ["loss.rise"] * 2
 
 
+@pytest.mark.slow
 def test_reporting_alone_lets_a_rise_go_on() -> None:
     course = drive(FORGETS, 2500, loss_rise="report")
     assert course.status == "done"
@@ -152,6 +155,7 @@ def test_reporting_alone_lets_a_rise_go_on() -> None:
     assert [code for code, _ in course.told] == ["loss.rise"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_rises_and_comes_back_is_told_once() -> None:
     hill = regular(of=1, bad=1, add=2.4, first=600, last=750)
     course = drive(hill, 1500, spike_sigma=100.0)

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from harness.tracking.mlflow_models import CheckpointModels
     from harness.tracking.retry import Retry
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,6 @@ def send(client: MlflowClient, experiment: str, rows: list[Mapping[str, Any]]) -
         models.note(each, round(each["time"] * 1000))
 
 
-@pytest.mark.slow
 def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
     experiment = client.create_experiment("best")
     rows = [
@@ -81,7 +80,6 @@ def test_the_best_checkpoint_is_a_query(client: MlflowClient) -> None:
     assert best.model_type == "checkpoint"
 
 
-@pytest.mark.slow
 def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: MlflowClient) -> None:
     experiment = client.create_experiment("twice")
     rows = [saved(5, 3.0), row(5, "good"), saved(10, 2.0)]
@@ -94,7 +92,6 @@ def test_what_is_sent_twice_stands_once_another_attempt_replaces_it(client: Mlfl
     assert (again.tags["attempt"], again.tags["state"]) == ("2", "saved")
 
 
-@pytest.mark.slow
 def test_the_run_names_its_checkpoints_each_once(client: MlflowClient) -> None:
     experiment = client.create_experiment("linked")
     rows = [saved(5, 3.0), saved(10, 2.0), row(5, "good"), saved(10, 1.0, attempt=2)]
@@ -115,7 +112,6 @@ def test_news_of_a_checkpoint_that_was_never_told_is_passed_over(client: MlflowC
     assert names(client, experiment, "") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "raises"), [("ENDPOINT_NOT_FOUND", False), ("TEMPORARILY_UNAVAILABLE", True)]
 )
