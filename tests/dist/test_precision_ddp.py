@@ -166,7 +166,8 @@ def unlike(rank: int, what: str) -> str:
             if rank == 0:
                 precision.load_state_dict(earlier.state_dict())
         if what.startswith("guard") and rank == 0:
-            settings = {"snapshot_every": 0} if what == "guard without snapshots" else {}
+            without = what == "guard without snapshots"
+            settings: dict[str, Any] = {"snapshot_every": 0} if without else {}
             Guard.for_precision(precision, optimizer, **settings)
         with precision.context():
             loss = nn.functional.mse_loss(model(x).float(), y)

@@ -311,7 +311,10 @@ def test_the_difference_is_that_of_pairs(samples: int, t: float) -> None:
     each = apart / 10
     assert told["nats"] == pytest.approx(each.mean())
     assert told["half_width"] == pytest.approx(t * each.std(ddof=1) / math.sqrt(samples), rel=1e-4)
-    assert told["clear"] is (abs(told["nats"]) > told["half_width"])
+    nats, half = told["nats"], told["half_width"]
+    assert nats is not None
+    assert half is not None
+    assert told["clear"] is (abs(nats) > half)
     assert told["share"] == pytest.approx(apart.sum() / plain.sum())
     nothing = difference(ours, ours)
     assert (nothing["nats"], nothing["clear"]) == (0, False)
