@@ -146,7 +146,7 @@ def test_every_log_names_the_rank_and_the_code(tmp_path: Path, where: str) -> No
         assert f" in {function}" in error, error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_cannot_run_python_shows_its_stack_in_its_own_log(tmp_path: Path) -> None:
     ranks = start_ranks(tmp_path, 2, [__file__, "ddp"], PYTHONPATH=str(ROOT), CASE="lock")
     try:

@@ -169,15 +169,16 @@ def test_deepspeed_combinations_that_are_broken_name_the_alternative(tmp_path: P
     assert "torchrun" in fp16.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.faults(6)
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        pytest.param(torchrun, 2, marks=pytest.mark.nightly),
-        pytest.param(deepspeed, 1, marks=pytest.mark.nightly),
+        (torchrun, 2),
+        (deepspeed, 1),
         # Its ranks spin while they wait for each other: minutes of processor time on a busy machine.
-        pytest.param(deepspeed, 2, marks=pytest.mark.slow),
+        (deepspeed, 2),
     ],
     ids=["torchrun", "deepspeed-1", "deepspeed"],
 )

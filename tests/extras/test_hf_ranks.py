@@ -170,6 +170,7 @@ def test_a_folder_that_one_rank_cannot_use_ends_all_of_them(tmp_path: Path) -> N
     assert not list(tmp_path.rglob("journal.jsonl")), "nothing was trained"
 
 
+@pytest.mark.nightly
 def test_a_run_reads_no_matrix_before_the_model_is_sharded_and_then_its_rows_once(
     tmp_path: Path,
 ) -> None:

@@ -273,7 +273,7 @@ def test_a_run_with_adapters_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_base_is_named_by_the_first_layer_that_shows_it(tmp_path: Path) -> None:
     """The frozen weights are in no checkpoint: the states agree, and the runs do not begin alike."""
     bases = save(tmp_path / "base", "llama"), tmp_path / "other"

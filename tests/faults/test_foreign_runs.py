@@ -80,7 +80,7 @@ def poisoned(value: Any) -> Any:
     return [poisoned(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_command_prints_what_a_terminal_obeys(tmp_path: Path) -> None:
     wanted = (
         "--name",

@@ -222,7 +222,7 @@ def test_signals_during_saves_and_validation_change_nothing(tmp_path: Path) -> N
     finishes(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_during_the_farewell_leaves_the_exit_code(tmp_path: Path) -> None:
     job = scripted(tmp_path, WITHIN, "train.max_minutes=0.01", WHERE="summary SIGTERM 1")
     assert job.process.wait(timeout=120) == 75, job.output()

@@ -141,7 +141,7 @@ def hostile() -> list[Tensor]:
     return [usual, 1e6 * usual, some_zero, 0.0 * usual, 1e-39 * usual, overflowing, broken]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_fused_casts_have_the_bits_of_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_outside_of_a_context_a_compiled_layer_is_plain() -> None:
     assert torch.equal(model(x), nn.functional.linear(x, linear.weight, linear.bias))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpt_trains_alike_under_the_default_compiler() -> None:
     """Fused norms and activations round differently, so that losses agree within bf16's precision, not in bits."""
 

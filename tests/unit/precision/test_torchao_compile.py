@@ -36,7 +36,6 @@ from harness.precision.backends.torchao import TorchaoBackend
 from harness.precision.compiling import compile_blocks
 from harness.precision.plan import make_plan, resolve
 from harness.precision.recipe import Recipe, load_recipe
-from tests.support.matrix import rest_nightly
 
 # torch says these to itself while it compiles.
 pytestmark = [
@@ -66,10 +65,8 @@ def backend_for(model: nn.Module, dynamic: str = "tensorwise") -> TorchaoBackend
     return TorchaoBackend(make_plan(policy, facts, rung, verdicts, model), policy, model, CPU)
 
 
-@pytest.mark.parametrize(
-    "dynamic", rest_nightly(["tensorwise", "rowwise", "rowwise_with_gw_hp"], "tensorwise")
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.nightly
 def test_twelve_blocks_share_two_graphs_whatever_is_switched(dynamic: str) -> None:
     """One that shows casts and amaxes, and one for windows with a demotion or statistics."""
     counter = CompileCounterWithBackend("aot_eager")

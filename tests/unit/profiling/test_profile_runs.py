@@ -151,7 +151,7 @@ def test_a_run_that_is_too_short_says_so(profiled: list[int], expected: str) -> 
     assert expected in found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_our_loop_is_profiled_and_a_resume_goes_on_inside(tmp_path: Path) -> None:
     """The bits are those of a run without a profile, and a start behind the steps says that they were missed."""
     fixed = ("--recipe", "bf16", "train.schedule=constant", "checkpoint.every=3")

@@ -309,7 +309,7 @@ def test_a_killed_trainer_is_delivered_and_resumes_in_the_same_run(folder: Path)
     assert dict(query(folder, "select key, value from tags"))["first"] == "20", "tags are not"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_copied_folder_is_another_run_and_a_moved_one_the_same(folder: Path) -> None:
     def goes_on(name: str, step: int) -> str:
         """Deliver a step of the run; what the start says."""
