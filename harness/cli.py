@@ -225,9 +225,7 @@ for _name, (_, _text) in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `harness` command."""
-    # A terminal or log that is not UTF-8 shows question marks.
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    _replace_unknown()
     if sys.argv[1:2] == ["train"]:
         end_while_importing()
     app()
@@ -235,7 +233,14 @@ def main() -> None:
 
 def train_main() -> None:
     """Entry point of launch/train.py: the same as `harness train`."""
+    _replace_unknown()
     _single("train")()
+
+
+def _replace_unknown() -> None:
+    """A terminal or log that is not UTF-8 shows question marks."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from harness.checkpoint.policy import load_ledger, save_ledger
 from harness.checkpoint.store import Store
-from tests.support.matrix import rest_nightly, rest_slow
+from tests.support.matrix import rest_nightly
 from tests.support.pairs import assert_same_state, different, figures, ran, state
 from tests.support.runs import ROOT, events, harness, train, train_ranks
 
@@ -98,14 +98,11 @@ def test_a_resume_proves_the_precision_that_the_run_was_downgraded_to(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "named"),
-    rest_slow(
-        [
-            ("noise", "in the forward of gpt.blocks.0.extra"),
-            ("noise_behind", "in the backward of gpt.blocks.0.extra"),
-            ("unwritten", "it reads memory that nothing has written"),
-        ],
+    [
+        ("noise", "in the forward of gpt.blocks.0.extra"),
         ("noise_behind", "in the backward of gpt.blocks.0.extra"),
-    ),
+        ("unwritten", "it reads memory that nothing has written"),
+    ],
 )
 def test_an_operation_that_does_not_repeat_is_named(tmp_path: Path, model: str, named: str) -> None:
     shutil.copy(ROOT / "tests" / "e2e" / "random_models.py", tmp_path)

@@ -460,7 +460,7 @@ def files_with(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("form", rest_nightly(FORMS, "encoded"))
+@pytest.mark.parametrize("form", FORMS)
 def test_no_secret_of_the_address_is_written_down(
     tmp_path: Path, server: tuple[Path, Proxy], form: str
 ) -> None:

@@ -22,7 +22,6 @@ from tracking_server import FAULTS, Proxy, held, real_server, wait_for
 from tracking_trainer import Timings, Trainer, alive, check_delivered, query
 
 from harness.tracking.journal import JOURNAL, delivered, read_rows
-from tests.support.matrix import rest_nightly
 from tests.support.runs import ROOT, environment, metrics, train
 
 pytestmark = pytest.mark.faults(18)
@@ -166,7 +165,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pro
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", rest_nightly(FAULTS, "refuse"))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_delays_delivery_and_nothing_else(
     tmp_path: Path, server: tuple[Path, Proxy], fault: str, figure: Tell
 ) -> None:
@@ -202,7 +201,7 @@ SHORT = ("--name", "r", "train.steps=8", "tracking.mlflow=true", "tracking.drain
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", rest_nightly(["hang", "error", "no name"], "hang"))
+@pytest.mark.parametrize("fault", ["hang", "error", "no name"])
 def test_a_run_that_ends_in_an_outage_can_be_delivered_from_elsewhere(
     tmp_path: Path, proxy: Proxy, fault: str
 ) -> None:

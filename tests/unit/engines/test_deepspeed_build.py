@@ -16,7 +16,6 @@ import pytest
 from harness.core.errors import MachineError
 from harness.engines import deepspeed_setup
 from harness.engines.deepspeed_setup import free_build_lock
-from tests.support.matrix import rest_nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 LONG_AGO = time.time() - 3600
@@ -159,7 +158,7 @@ def compiling(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", rest_nightly([signal.SIGTERM, signal.SIGINT], signal.SIGINT))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_stop_ends_the_compilers(tmp_path: Path, number: signal.Signals) -> None:
     with compiling(tmp_path) as (process, numbers):
         process.send_signal(number)

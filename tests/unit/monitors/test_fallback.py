@@ -25,7 +25,7 @@ HEALTHY = {"input": 1.26, "weight": 1.01, "grad_output": 4.5}
 HEALTHY_UNDERFLOW = 0.003
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_healthy_run_never_switches(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -172,7 +172,7 @@ def test_a_few_overflows_far_apart_are_no_fault(bad: list[int]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     dwell=st.integers(5, 40),
     period=st.integers(1, 40),

@@ -126,7 +126,7 @@ def straight(seed: int) -> Loop:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_resumes_rollbacks_and_early_judgement_change_no_decision(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
