@@ -29,7 +29,7 @@ import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = "1"
@@ -198,6 +198,8 @@ def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -
     os.dup2(stderr, 2)
     for each in (stdout, stderr):
         os.close(each)
+    # The server's own streams remember whether what they were opened on can seek.
+    sys.stdout, sys.stderr = _opened_again(sys.stdout), _opened_again(sys.stderr)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -207,6 +209,17 @@ def _become(request: Mapping[str, Any], stdout: int, stderr: int, status: int) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], request["file_limit"]))
     os.write(status, struct.pack("i", os.getpid()))
     os.close(status)
+
+
+def _opened_again(stream: Any) -> TextIO:
+    return open(
+        stream.fileno(),
+        "w",
+        encoding=stream.encoding,
+        errors=stream.errors,
+        buffering=1 if stream.line_buffering else -1,
+        closefd=False,
+    )
 
 
 def _execute(program: Sequence[str]) -> None:
