@@ -483,11 +483,21 @@ def _speed(history: RunHistory) -> str:
     if len(sizes):
         what = " (of the whole process)" if history.plan.get("tier") == "CPU" else ""
         parts.append(f"peak memory {sizes.max():.2f} GiB{what}")
-    return ", ".join(parts)
+    text = ", ".join(parts)
+
+    last = history.on_this_machine
+    machines = {each.machine for each in history.begun}
+    if last is not None and len(machines) > 1:
+        ranks, card = last.machine
+        where = "1 rank" if ranks == "1" else f"{ranks} ranks"
+        if card:
+            where += f" on {card}"
+        text += f"; since step {last.after}, {where}"
+    return text
 
 
 def _finite(history: RunHistory, key: str) -> npt.NDArray[np.float64]:
-    values = history.points(f"train/{key}").figures
+    values = history.points_here(f"train/{key}").figures
     return values[np.isfinite(values)]
 
 

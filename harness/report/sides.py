@@ -266,12 +266,12 @@ def _late_median(points: Points) -> float:
 
 
 def _per_side(a: Side, b: Side, metric: str, reduce: Any) -> tuple[float, float] | None:
-    """The median over each side's runs; None if a run does not have the metric."""
+    """The median over each side's runs; None if a run does not have the metric since it is on its last machine."""
     sides: list[float] = []
     for side in (a, b):
         values: list[float] = []
         for run in side.runs:
-            points = run.points(metric)
+            points = run.points_here(metric)
             usable = np.isfinite(points.figures) & (points.figures > 0)
             if not usable.any():
                 return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.core.files import step_name
 from harness.report.overview import size_on_disk
-from harness.tracking.history import RunHistory
+from harness.tracking.history import RunHistory, machine_of
 from harness.tracking.journal import JOURNAL, read_rows
 
 _NO_FIGURES = 1 << 62
@@ -64,14 +64,14 @@ def read_spent(history: RunHistory) -> Spent:
     spent = Spent()
     newest: dict[int, Checkpoint] = {}
     last: float | None = None
-    machine = _machine({})
+    machine = machine_of({})
     for row in read_rows(history.run_dir / JOURNAL, since=_NO_FIGURES):
         # Only the row with which a process begins says where it runs.
         if row["kind"] == "run" and row.get("where"):
             spent.processes += 1
             last = None
             if row.get("tags"):
-                machine = _machine(row["tags"])
+                machine = machine_of(row["tags"])
         now = row.get("time")
         if now is None:
             continue
@@ -91,12 +91,6 @@ def read_spent(history: RunHistory) -> Spent:
         if not each.deleted:
             each.size = _size(folder / step_name(step))
     return spent
-
-
-def _machine(tags: Mapping[str, Any]) -> tuple[str, str]:
-    """(ranks, card) of a process; without a GPU its tier. The card is empty if it is not recorded."""
-    card = tags.get("card") or tags.get("tier") or ""
-    return str(tags.get("ranks", "1")), str(card)
 
 
 def _note(spent: Spent, newest: dict[int, Checkpoint], row: Mapping[str, Any]) -> None:

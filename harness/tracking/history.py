@@ -65,16 +65,18 @@ class Returned(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps that were executed under one recipe.
+    """Steps that were executed under one recipe, on one machine.
 
     after: the step before the first of them.
     recipe: as the config names it.
     sha256: of the recipe's contents; empty if the journal does not say.
+    machine: as `machine_of`.
     """
 
     after: int
     recipe: str
     sha256: str
+    machine: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class RunHistory:
     run: tags, params, data and where (host, folder) of its "run" rows; later rows replace earlier ones.
     plan: plan.json; empty if there is none.
     outcome: outcome.json; empty if there is none.
-    begun: the step after which each start, resume or rollback went on, with its recipe, in order.
+    begun: the step after which each start, resume or rollback went on, with recipe and machine, in order.
     """
 
     run_dir: Path
@@ -218,10 +220,35 @@ class RunHistory:
         for each in self.begun:
             # Whoever goes on from a step does all later ones again.
             found = [earlier for earlier in found if earlier.after < each.after]
-            is_other = not found or found[-1][1:] != each[1:]
-            if is_other:
+            recipe = (each.recipe, each.sha256)
+            if not found or (found[-1].recipe, found[-1].sha256) != recipe:
                 found.append(each)
         return [each for each in found if each.after < step]
+
+    @cached_property
+    def on_this_machine(self) -> Stretch | None:
+        """The last steps, all of them on one kind of machine; None if there are no steps.
+
+        A resume may bring other cards, or more of them. What is slower on one says nothing about the other.
+        """
+        last: Stretch | None = None
+        for each in reversed(self.begun):
+            if last is None:
+                last = each
+            elif each.machine != last.machine:
+                break
+            # A rollback may have gone back to a step of the machine before. It is done again on this one.
+            last = last._replace(after=min(last.after, each.after))
+        return last
+
+    def points_here(self, name: str) -> Points:
+        """As `points`, of the steps in `on_this_machine`."""
+        points = self.points(name)
+        last = self.on_this_machine
+        if last is None:
+            return points
+        here = points.steps > last.after
+        return Points(points.steps[here], points.figures[here])
 
     @property
     def switches(self) -> list[Mapping[str, Any]]:
@@ -386,7 +413,13 @@ def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -
 def _stretch(after: int, run: Mapping[str, Mapping[str, Any]]) -> Stretch:
     recipe = run["params"].get("recipe", "")
     sha256 = run["tags"].get("recipe.sha256", "")
-    return Stretch(after, shown(str(recipe)), shown(str(sha256)))
+    return Stretch(after, shown(str(recipe)), shown(str(sha256)), machine_of(run["tags"]))
+
+
+def machine_of(tags: Mapping[str, Any]) -> tuple[str, str]:
+    """(ranks, card) of a process; without a GPU its tier. The card is empty if it is not recorded."""
+    card = tags.get("card") or tags.get("tier") or ""
+    return str(tags.get("ranks", "1")), str(card)
 
 
 def bare(name: str) -> str:

@@ -387,6 +387,20 @@ def test_machines_are_named_where_speed_is_compared(tmp_path: Path) -> None:
     assert note.endswith("of each side are of several machines: [tier Ada], [tier Hopper]")
 
 
+def test_the_speed_of_a_run_that_went_on_elsewhere_is_that_of_its_last_machine(
+    tmp_path: Path,
+) -> None:
+    one, other = make(tmp_path / "a", tier="Hopper"), make(tmp_path / "b", tier="Ada")
+    with Journal(other / "journal.jsonl") as journal:
+        journal.note("run", tags={"tier": "Hopper"}, params={}, data={}, where={"host": "b"})
+        journal.event(20, "run.resumed", to_step=20)
+        for step in (21, 22, 23):
+            journal.metrics(step, {"train/tokens_per_second": 300.0, "train/peak_memory_gib": 1.0})
+    found = compared(one, other)
+    assert found["speed"]["ratio"] == 3.0
+    assert found["memory"]["ratio"] == 1.0 / 1.5
+
+
 def test_data_without_a_hash_are_not_said_to_differ(tmp_path: Path) -> None:
     one = make(tmp_path / "a")
     (note,) = compared(one, make(tmp_path / "b", data=None))["notes"]

@@ -106,6 +106,34 @@ def test_memory_and_mfu_stand_beside_the_speed(tmp_path: Path) -> None:
     assert told(run)["speed"].endswith("peak memory 2.25 GiB")
 
 
+def test_the_speed_is_that_of_the_machine_a_run_is_on_now(tmp_path: Path) -> None:
+    """Two cards, one rank on each, then a rollback to a step of the first."""
+    run = tmp_path / "r"
+    with Journal(run / "journal.jsonl") as journal:
+        journal.note(
+            "run", tags={"card": "L4", "ranks": "1"}, params={}, data={}, where={"host": "a"}
+        )
+        for step in range(1, 9):
+            journal.metrics(step, {"train/tokens_per_second": 100.0, "train/peak_memory_gib": 20.0})
+    with Journal(run / "journal.jsonl") as journal:
+        journal.note(
+            "run", tags={"card": "H100", "ranks": "1"}, params={}, data={}, where={"host": "b"}
+        )
+        journal.event(8, "run.resumed", to_step=8)
+        for step in (9, 10):
+            journal.metrics(step, {"train/tokens_per_second": 900.0, "train/peak_memory_gib": 8.0})
+    (run / "plan.json").write_text(json.dumps(plan() | {"tier": "HOPPER"}))
+    expected = "900 tokens/s (median), peak memory 8.00 GiB; since step 8, 1 rank on H100"
+    assert told(run)["speed"] == expected
+
+    with Journal(run / "journal.jsonl") as journal:
+        journal.attempt = 2
+        journal.event(10, "guard.rollback", to_step=6)
+        journal.metrics(7, {"train/tokens_per_second": 800.0, "train/peak_memory_gib": 9.0})
+    expected = "800 tokens/s (median), peak memory 9.00 GiB; since step 6, 1 rank on H100"
+    assert told(run)["speed"] == expected
+
+
 def test_the_proof_counts_planned_slots_and_names_the_silent(tmp_path: Path) -> None:
     assert (
         told(make_run(tmp_path / "a", SLOTS))["FP8 proof"] == "6 of 6 FP8 slots saw a nonzero amax"
