@@ -119,13 +119,12 @@ def test_what_cannot_be_wrapped_is_named_at_once() -> None:
 
     holder = Holder(model.parameters(), lr=0.1)
     holder.optimizer = optimizer
-    wrong = [torch.optim.LBFGS(model.parameters()), adamw(mlp()), "adam", wrapped, holder]
+    wrong = [torch.optim.LBFGS(model.parameters()), "adam", wrapped, holder]
     with pytest.raises(MisuseError) as caught:
         precision.wrap(wrong, max_grad_norm=0.0)  # pyright: ignore[reportArgumentType]
     text = str(caught.value)
     for expected in (
         "LBFGS",
-        "no parameter of the prepared",
         "str is no torch",
         "wrapped already",
         "Holder holds",
@@ -135,6 +134,8 @@ def test_what_cannot_be_wrapped_is_named_at_once() -> None:
         precision.wrap(optimizer, max_grad_norm=-1.0)
     with pytest.raises(MisuseError, match="no optimizer"):
         precision.wrap([])
+    with pytest.raises(MisuseError, match="AdamW holds no parameter of the prepared model"):
+        precision.wrap(adamw(mlp()))
     with pytest.raises(MisuseError, match="no model was prepared"):
         Precision(recipe()).wrap(optimizer)
 
