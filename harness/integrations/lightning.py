@@ -106,8 +106,11 @@ class TrainerPrecision(TrainerBase):
         getattr(optimizer, "_optimizer", optimizer).max_grad_norm = clip_val
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the precision, with guard's budgets and windows."""
-        return dict(self.harness.state_dict())
+        """Of the precision, with guard's budgets and windows.
+
+        Lightning may save in the middle of an accumulation, as after a validation there, and saves no gradients.
+        """
+        return dict(self.harness.state_dict(within_window=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave."""

@@ -137,6 +137,35 @@ def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None
     )
 
 
+def test_a_checkpoint_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """A validation there may save, without gradients: Lightning's loop goes on from the last step's weights."""
+
+    def fit(path: str | None) -> tuple[Module, Precision]:
+        module, precision = Module(), Precision(recipe())
+        saver = ModelCheckpoint(
+            tmp_path, monitor="val_loss", mode="max", save_top_k=-1, filename="{step}"
+        )
+        callbacks = [saver, HarnessCallback(guard=GUARD)]
+        runner = trainer(
+            tmp_path,
+            TrainerPrecision(precision),
+            callbacks=callbacks,
+            enable_checkpointing=True,
+            accumulate_grad_batches=4,
+            val_check_interval=6,
+        )
+        runner.fit(module, loader(12), loader(2), ckpt_path=path)
+        return module, precision
+
+    _, precision = fit(None)
+    assert precision.prepared.state.step == 3
+    saved = tmp_path / "step=1.ckpt"
+    assert saved.exists(), "six of eight micro-batches of two windows"
+    module, precision = fit(str(saved))
+    assert 1 < precision.prepared.state.step <= 3
+    assert all(map(math.isfinite, module.losses))
+
+
 def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:
     """A NaN is skipped, three in a row are rolled back, a layer leaves FP8, and the run folder records it."""
     folder = tmp_path / "run"
