@@ -212,6 +212,27 @@ def test_what_would_go_wrong_is_refused(
         wrong(model, precision.wrap(adamw(model)))
 
 
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic"])
+def test_a_gradient_penalty_through_fp8_layers_is_refused_by_name(name: str, last: bool) -> None:
+    """last: only the last layer is in FP8. The gradient that comes into it is constant, which torch lets pass."""
+    layers = {"exclude": ["0"]} if last else {}
+    precision, model = prepared(recipe(name, layers=layers))
+    wrapped = precision.wrap(adamw(model))
+    x = batch(0)[0].requires_grad_()
+    grad = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    with pytest.raises(MisuseError, match=r"a gradient penalty[\s\S]*layers\.exclude"):
+        (grad.norm(dim=1) - 1).square().mean().backward()
+    precision.drop_window()
+    wrapped.zero_grad()
+    x.grad = None
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()
+    wrapped.step()
+    assert wrapped.outcome is not None
+    assert wrapped.outcome.was_applied, "a gradient that is not differentiated again does no harm"
+
+
 @pytest.mark.parametrize("name", ["fp8_hybrid", "bf16"])
 def test_what_is_unfrozen_in_bfloat16_is_not_trained(name: str) -> None:
     """Gradual unfreezing of a trunk that was loaded in bfloat16: at small rates no weight of it would move."""
