@@ -46,6 +46,7 @@ class TrainerPrecision(TrainerBase):
     - The Trainer's checkpoints include `precision.state_dict()`.
 
     harness: the Precision.
+    watch: guard and telemetry, where a HarnessCallback has begun them.
     """
 
     precision = "32-true"  # Lightning itself must not cast
@@ -53,6 +54,7 @@ class TrainerPrecision(TrainerBase):
     def __init__(self, precision: Precision) -> None:
         super().__init__()
         self.harness = precision
+        self.watch: Watch | None = None
         self._module: nn.Module | None = None
         self._redirected = False
 
@@ -98,6 +100,9 @@ class TrainerPrecision(TrainerBase):
             self.harness.drop_window()
         else:
             optimizer.step(**kwargs)
+        # Under manual optimization a batch may have several steps, each of which has to be judged before the next.
+        if self.watch is not None and not model.automatic_optimization:
+            self.watch.step_ended()
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -184,12 +189,13 @@ class HarnessCallback(Callback):
         if trainer.gradient_clip_algorithm != "value":
             clip = trainer.gradient_clip_val or None
 
-        # Infinite for a Trainer that trains without an end.
+        # Infinite for a Trainer that trains without an end. With several optimizers a batch has several steps.
         planned = None
         steps = trainer.estimated_stepping_batches
-        if 0 < steps < float("inf"):
+        if 0 < steps < float("inf") and len(trainer.optimizers) == 1:
             planned = int(steps)
         self.watch.begin(plugin.harness, trainer.optimizers, schedulers, clip, planned)
+        plugin.watch = self.watch
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

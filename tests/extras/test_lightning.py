@@ -12,9 +12,22 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from loop_support import EAGER, adamw, codes, loader, mlp, plain, recipe, rows, same_weights
+from loop_support import (
+    EAGER,
+    ROWS,
+    Rolled,
+    adamw,
+    codes,
+    loader,
+    mlp,
+    plain,
+    recipe,
+    rows,
+    same_weights,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 from harness import Precision
 from harness.core.errors import HaltedError, MisuseError
@@ -84,6 +97,100 @@ def test_manual_optimization_is_the_plain_loop_too(tmp_path: Path) -> None:
     trainer(tmp_path, TrainerPrecision(Precision(recipe()))).fit(module, loader(8))
     assert module.losses == expected
     assert same_weights(module.net, model)
+
+
+class Adversaries(LightningModule):
+    """Two networks in turns: two steps in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = mlp(), mlp()
+        self.automatic_optimization = False
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+        x, y = batch
+        made: Any = None
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            if made is None:
+                made = self.maker(x)
+                loss = -self.judge(made).mean()
+            else:
+                loss = (self.judge(made.detach()) - self.judge(y)).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.maker), adamw(self.judge)], []
+
+
+def test_a_guard_judges_every_step_of_a_batch(tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [HarnessCallback(tmp_path / "run", GUARD, mlflow=False, report=False)]):
+        module, precision = Adversaries(), Precision(recipe())
+        trainer(tmp_path, TrainerPrecision(precision), callbacks=callbacks).fit(module, loader(6))
+        assert precision.prepared.state.step == 12
+        losses.append(module.losses)
+    assert losses[0] == losses[1]
+    steps = [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "metrics"]
+    assert sorted(set(steps)) == list(range(1, 13))
+
+
+def test_a_guard_rolls_back_within_a_batch(tmp_path: Path) -> None:
+    """Inputs of one batch are NaN: both of its steps are bad, and the second one leads back."""
+    callback = HarnessCallback(None, GUARD)
+    runner = trainer(tmp_path, TrainerPrecision(Precision(recipe())), callbacks=[callback])
+    module = Adversaries()
+    data = Rolled(12)
+    data.inputs[7 * ROWS] = torch.nan
+    runner.fit(module, DataLoader(data, batch_size=ROWS))
+    assert callback.watch.guard is not None
+    assert callback.watch.guard.step < 24
+    assert math.isfinite(module.losses[-1])
+
+
+def test_one_backward_of_several_optimizers(tmp_path: Path) -> None:
+    """As docs/guide/integrations.md says: prepared in configure_model, and wrapped as one."""
+
+    class Parts(Module):
+        def configure_model(self) -> None:
+            if not precision.is_prepared:
+                precision.prepare(self.net)
+
+        def configure_optimizers(self) -> Any:
+            optimizers = [adamw(self.net[0]), adamw(self.net[2])]
+            wrapped = precision.wrap(optimizers)
+            return [wrapped], [StepLR(wrapped, 3, 0.5)]
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+            optimizer: Any = self.optimizers()
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()  # pyright: ignore
+            self.losses.append(loss.item())
+
+    expected, model = plain(recipe(), 8)
+    precision = Precision(recipe())
+    module = Parts(manual=True)
+    trainer(tmp_path, TrainerPrecision(precision)).fit(module, loader(8))
+    assert module.losses == expected
+    assert same_weights(module.net, model)
+
+
+def test_a_second_fit_with_a_guard_is_refused(tmp_path: Path) -> None:
+    module, plugin = Module(), TrainerPrecision(Precision(recipe()))
+    callback = HarnessCallback(tmp_path / "run", GUARD, mlflow=False, report=False)
+    runner = trainer(tmp_path, plugin, callbacks=[callback])
+    runner.fit(module, loader(4))
+    with pytest.raises(MisuseError, match="training begins a second time"):
+        runner.fit(module, loader(4))
 
 
 def test_a_batch_that_is_skipped_by_the_module(tmp_path: Path) -> None:
