@@ -15,7 +15,7 @@ from harness.core.errors import MisuseError, Problem
 def once_differentiable(
     backward: Callable[..., tuple[Tensor | None, ...]],
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Decorate the backward of an autograd Function that cannot be differentiated itself.
+    """Decorate the backward of an autograd Function that cannot be differentiated itself. `ctx.layer` is its layer.
 
     torch's decorator of this name refuses a second derivative only where the gradient that comes in requires one. That
     of a critic's summed output does not: its gradient penalty would lack the part of the last layer's weight, and
@@ -31,17 +31,18 @@ def once_differentiable(
         for each in found:
             if each is not None:
                 each.requires_grad_()
-        return _Refusing.apply(*found)
+        # With the weight, or `torch.autograd.grad` of weights would not come by here.
+        return _Refusing.apply(len(found), *found, ctx.layer.weight, *grads)
 
     return refusing
 
 
 class _Refusing(torch.autograd.Function):
-    """Gives its arguments; its backward is the second derivative."""
+    """Gives the first `count` of its arguments; its backward is the second derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else each.view_as(each) for each in given)
+    def forward(ctx: Any, count: int, *given: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else each.view_as(each) for each in given[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
