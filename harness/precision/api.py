@@ -390,7 +390,7 @@ class Precision:
         if not ready.window.backwards:
             ready.agree()
             ready.window.check_zeroed(ready.parameters())
-        elif ready.window.has_gradients and _all_without(ready.parameters()):
+        elif ready.window.gradients_are_gone(ready.parameters()):
             count = ready.window.backwards
             what = f"the gradients of {count} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
@@ -593,11 +593,6 @@ class Precision:
         if self._hooks.gradients is not None:
             self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
-
-
-def _all_without(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether no parameter has a gradient."""
-    return all(parameter.grad is None for parameter in parameters)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -272,7 +272,6 @@ class OpenWindow:
 
     begun: a forward in `context` has begun the window.
     backwards: how many there were in this window.
-    has_gradients: whether the last one left a gradient. FSDP2 keeps those of micro-batches that it does not exchange.
     copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
         copy is refused as well.
 
@@ -283,7 +282,6 @@ class OpenWindow:
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
-        self.has_gradients = False
         self.copies: Live[nn.Module] = Live()
         self._owns_any = owns_any
         # Whether this window's own step is running.
@@ -291,6 +289,9 @@ class OpenWindow:
         # The optimizers of the last step, and one parameter of each with the mark that its gradient had.
         self._stepped: list[Optimizer] = []
         self._applied: list[tuple[nn.Parameter, _Mark | None]] = []
+        # How the last `backward` left one gradient; None where it left none: FSDP2 keeps those of micro-batches that it
+        # does not exchange.
+        self._left: tuple[nn.Parameter, _Mark | None] | None = None
         # How the last `backward` left every gradient, under a loss scale.
         self._marks: dict[nn.Parameter, _Mark | None] = {}
         # The same of leaves outside of the model, also after the window. An address may be used again, so the gradient
@@ -303,10 +304,25 @@ class OpenWindow:
         """One more micro-batch is in the gradients of `parameters`. scaled: they carry a loss scale."""
         parameters = list(parameters)
         self.backwards += 1
-        self.has_gradients = any(parameter.grad is not None for parameter in parameters)
+        self._left = None
+        for parameter in parameters:
+            # A sparse gradient has no address; `step` refuses it.
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self._left = parameter, _mark(parameter)
+                break
         self._marks = {}
         if scaled:
             self._marks = {parameter: _mark(parameter) for parameter in parameters}
+
+    def gradients_are_gone(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the gradients of this window's backwards were zeroed. The host reads them only where they changed."""
+        if self._left is None:
+            return False
+        left, mark = self._left
+        if _mark(left) == mark:
+            return False
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return not any(bool(local_of(grad).any()) for grad in gradients)
 
     def reached_others(self, leaves: Iterable[torch.Tensor]) -> None:
         """A scaled backward accumulated gradients in these leaves, which are not the model's."""

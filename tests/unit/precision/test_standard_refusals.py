@@ -179,6 +179,12 @@ def zeroed_in_between(model: nn.Module, wrapped: WrappedOptimizer) -> None:
         wrapped.zero_grad()
 
 
+def zeroed_in_place_in_between(model: nn.Module, wrapped: WrappedOptimizer) -> None:
+    for _ in range(2):
+        model(batch(0)[0]).mean().backward()
+        wrapped.zero_grad(set_to_none=False)
+
+
 def in_eval_mode(model: nn.Module, wrapped: WrappedOptimizer) -> None:
     model(batch(0)[0])
     model.eval()
@@ -199,6 +205,7 @@ def no_forward(model: nn.Module, wrapped: WrappedOptimizer) -> None:
         (twice, r"no backward\(\) since the last step[\s\S]*wrap\(\[first, second\]\)"),
         (not_zeroed, "not zeroed after the last"),
         (zeroed_in_between, "are gone"),
+        (zeroed_in_place_in_between, "are gone"),
         (in_eval_mode, r"eval\(\) mode, and gradients are on[\s\S]*evaluating\(\)"),
         (no_forward, r"no forward in context\(\)[\s\S]*call the prepared model itself"),
     ],
