@@ -57,6 +57,8 @@ class TrainerPrecision(TrainerBase):
         self.watch: Watch | None = None
         self._module: nn.Module | None = None
         self._redirected = False
+        # What an optimizer clips to without Lightning, while it clips to something else.
+        self._own_norms: dict[Optimizer, float | None] = {}
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -100,15 +102,19 @@ class TrainerPrecision(TrainerBase):
             self.harness.drop_window()
         else:
             optimizer.step(**kwargs)
+        if optimizer in self._own_norms:
+            optimizer.max_grad_norm = self._own_norms.pop(optimizer)
         # Under manual optimization a batch may have several steps, each of which has to be judged before the next.
         if self.watch is not None and not model.automatic_optimization:
             self.watch.step_ended()
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Left to the update."""
+        """Left to the update: the next one of this optimizer alone, as a module may clip in some steps only."""
         # LightningOptimizer keeps the wrapped one there.
-        getattr(optimizer, "_optimizer", optimizer).max_grad_norm = clip_val
+        wrapped: WrappedOptimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._own_norms.setdefault(wrapped, wrapped.max_grad_norm)
+        wrapped.max_grad_norm = clip_val
 
     def state_dict(self) -> dict[str, Any]:
         """Of the precision, with guard's budgets and windows.

@@ -170,7 +170,10 @@ class PrecisionMixin(Trainer):
         path = os.path.join(checkpoint, STATE)
         if not os.path.exists(path):
             why = "it was saved without the precision: scales would start from nothing"
-            fix = "resume from a checkpoint that this trainer saved, or start anew from its weights"
+            fix = (
+                "resume from a checkpoint that this trainer saved without save_only_model, or start anew from its"
+                " weights"
+            )
             raise MisuseError(Problem(f"{STATE} is missing", checkpoint, why, fix))
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.harness.load_state_dict(state)

@@ -218,6 +218,37 @@ def test_clipping_by_value_is_of_true_gradients(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("manual", [True, False])
+def test_a_module_that_clips_in_some_steps_alone(manual: bool, tmp_path: Path) -> None:
+    class Warm(Module):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            if len(self.losses) <= 3:
+                self.clip_gradients(optimizer, 0.05, "norm")
+
+        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().manual_backward(loss, *args, **kwargs)
+            self.configure_gradient_clipping(self.optimizers())
+
+    precision = Precision(recipe())
+    model = precision.prepare(mlp())
+    optimizer = adamw(model)
+    scheduler = StepLR(optimizer, 3, 0.5)
+    losses: list[float] = []
+    for x, y in loader(8):
+        with precision.context():
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        precision.backward(loss)
+        losses.append(loss.item())
+        precision.step(optimizer, 0.05 if len(losses) <= 3 else None)
+        optimizer.zero_grad()
+        scheduler.step()
+
+    module = Warm(manual)
+    trainer(tmp_path, TrainerPrecision(Precision(recipe()))).fit(module, loader(8))
+    assert module.losses == losses
+    assert same_weights(module.net, model)
+
+
 def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def fit(path: str | None, epochs: int) -> tuple[Module, Precision]:
         module, precision = Module(), Precision(recipe())
