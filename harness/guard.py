@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.checkpoint.overlapped import CopyError
@@ -22,12 +24,14 @@ from harness.core.collectives import RankComparison, world_size
 from harness.core.config import CheckpointConfig, GuardConfig, snapshot_gap, unwatched
 from harness.core.errors import HaltedError, MisuseError, Problem
 from harness.core.facts import Action, Continue, Halt, Rollback, StepFacts
+from harness.core.protocols import Meta, TensorDict
 from harness.core.schema import validate
 from harness.core.state import ExternalState, TrainState, state_bytes
 from harness.core.update import InFlight
 from harness.engines.parts import ModelPart, Shards
 from harness.monitors.registry import build_monitors
 from harness.monitors.responder import Judge, Judgement
+from harness.precision.misuse import parameters_of
 from harness.precision.standard import unwrapped
 from harness.telemetry import Telemetry
 
@@ -109,8 +113,8 @@ class Guard:
 
         precision: the one that prepared the model.
         optimizers: all that train the model, wrapped or not.
-        keep: what a rollback must restore beside model, optimizers and FP8 state, such as schedulers. One object or
-          several, each with `state_dict` and `load_state_dict`.
+        keep: what a rollback must restore beside model, FP8 state, optimizers and all that these train, such as
+          schedulers. One object or several, each with `state_dict` and `load_state_dict`.
         telemetry: where steps and events are written; None: events are printed on stderr, and nothing is kept.
         max_grad_norm: what you give `precision.step` or `wrap`, for the monitor that reports constant clipping.
         healthy_steps: healthy steps in a row after which a snapshot is good; None: as checkpoint.healthy_steps.
@@ -159,6 +163,7 @@ class Guard:
             ready.state.parts["model"] = _model_part(ready)
             for name, each in parts.items():
                 ready.state.parts[name] = ExternalState(name, each)
+            ready.state.parts["beside"] = _WeightsBeside(ready, chosen)
             ready.state.state_dict()  # raises now for what cannot be kept
             trained = [param for param in ready.parameters() if param.requires_grad]
             elements = sum(param.numel() for param in trained)
@@ -408,6 +413,29 @@ def _model_part(ready: Prepared) -> ModelPart:
     local = ready.shards.local
     shards = Shards(local.weights, local.rows, None, local.reshard)
     return ModelPart(ready.model, shards)
+
+
+class _WeightsBeside:
+    """The weights that the optimizers train beside the model: of a loss, or a temperature. A part of the state."""
+
+    def __init__(self, ready: Prepared, optimizers: Sequence[Optimizer]) -> None:
+        self._ready = ready
+        self._optimizers = optimizers
+
+    def _weights(self) -> list[nn.Parameter]:
+        # Asked anew each time: groups may join later.
+        own = {id(parameter) for parameter in self._ready.parameters()}
+        return [each for each in parameters_of(self._optimizers) if id(each) not in own]
+
+    def state_dict(self) -> tuple[TensorDict, Meta]:
+        """Tensors by their number in the optimizers."""
+        return {str(number): each.detach() for number, each in enumerate(self._weights())}, {}
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for number, each in enumerate(self._weights()):
+            each.copy_(tensors[str(number)])
 
 
 _HERE = "Guard.for_precision"

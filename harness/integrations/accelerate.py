@@ -79,8 +79,8 @@ class _State:
         self._precision = precision
 
     def state_dict(self) -> dict[str, Any]:
-        """The precision's state."""
-        return dict(self._precision.state_dict())
+        """The precision's state; also in the middle of an accumulation, where accelerate's users may save."""
+        return dict(self._precision.state_dict(within_window=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""

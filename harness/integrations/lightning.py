@@ -46,6 +46,7 @@ class TrainerPrecision(TrainerBase):
     - The Trainer's checkpoints include `precision.state_dict()`.
 
     harness: the Precision.
+    watch: guard and telemetry, where a HarnessCallback has begun them.
     """
 
     precision = "32-true"  # Lightning itself must not cast
@@ -53,8 +54,11 @@ class TrainerPrecision(TrainerBase):
     def __init__(self, precision: Precision) -> None:
         super().__init__()
         self.harness = precision
+        self.watch: Watch | None = None
         self._module: nn.Module | None = None
         self._redirected = False
+        # What an optimizer clips to without Lightning, while it clips to something else.
+        self._own_norms: dict[Optimizer, float | None] = {}
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -98,16 +102,26 @@ class TrainerPrecision(TrainerBase):
             self.harness.drop_window()
         else:
             optimizer.step(**kwargs)
+        if optimizer in self._own_norms:
+            optimizer.max_grad_norm = self._own_norms.pop(optimizer)
+        # Under manual optimization a batch may have several steps, each of which has to be judged before the next.
+        if self.watch is not None and not model.automatic_optimization:
+            self.watch.step_ended()
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Left to the update."""
+        """Left to the update: the next one of this optimizer alone, as a module may clip in some steps only."""
         # LightningOptimizer keeps the wrapped one there.
-        getattr(optimizer, "_optimizer", optimizer).max_grad_norm = clip_val
+        wrapped: WrappedOptimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._own_norms.setdefault(wrapped, wrapped.max_grad_norm)
+        wrapped.max_grad_norm = clip_val
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the precision, with guard's budgets and windows."""
-        return dict(self.harness.state_dict())
+        """Of the precision, with guard's budgets and windows.
+
+        Lightning may save in the middle of an accumulation, as after a validation there, and saves no gradients.
+        """
+        return dict(self.harness.state_dict(within_window=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave."""
@@ -181,12 +195,13 @@ class HarnessCallback(Callback):
         if trainer.gradient_clip_algorithm != "value":
             clip = trainer.gradient_clip_val or None
 
-        # Infinite for a Trainer that trains without an end.
+        # Infinite for a Trainer that trains without an end. With several optimizers a batch has several steps.
         planned = None
         steps = trainer.estimated_stepping_batches
-        if 0 < steps < float("inf"):
+        if 0 < steps < float("inf") and len(trainer.optimizers) == 1:
             planned = int(steps)
         self.watch.begin(plugin.harness, trainer.optimizers, schedulers, clip, planned)
+        plugin.watch = self.watch
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -142,6 +142,12 @@ class PrecisionMixin(Trainer):
             self.watch.step_ended()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # A callback may save at the end of a step, before the call above. Only a judged step is saved.
+        if self.watch is not None:
+            self.watch.step_ended()
+        super()._save_checkpoint(*args, **kwargs)
+
     def _clip_grad_norm(self, model: Any) -> None:
         """Does nothing: the update clips."""
 
@@ -152,7 +158,8 @@ class PrecisionMixin(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = self.harness.state_dict()
+        # After a SIGTERM, the Trainer's enable_jit_checkpoint saves before the optimizer's step.
+        state = self.harness.state_dict(within_window=True)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, STATE))
 
@@ -163,7 +170,10 @@ class PrecisionMixin(Trainer):
         path = os.path.join(checkpoint, STATE)
         if not os.path.exists(path):
             why = "it was saved without the precision: scales would start from nothing"
-            fix = "resume from a checkpoint that this trainer saved, or start anew from its weights"
+            fix = (
+                "resume from a checkpoint that this trainer saved without save_only_model, or start anew from its"
+                " weights"
+            )
             raise MisuseError(Problem(f"{STATE} is missing", checkpoint, why, fix))
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.harness.load_state_dict(state)

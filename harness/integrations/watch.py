@@ -64,8 +64,17 @@ class Watch:
         keep: more state that a rollback restores, such as schedulers.
         steps: planned length of the run.
 
-        Raises as `Telemetry.for_precision` and `Guard.for_precision`; MisuseError for an optimizer that is not wrapped.
+        Raises as `Telemetry.for_precision` and `Guard.for_precision`; MisuseError for an optimizer that is not wrapped,
+        and if a training with a guard has begun before.
         """
+        if precision.prepared.guarded:
+            what = "training begins a second time, and its Precision has a guard already"
+            why = "that guard restores optimizers and schedulers of the first time"
+            fix = (
+                "a new trainer, Precision and Watch, on a model that is not prepared, which resume from a checkpoint;"
+                " or guard=None"
+            )
+            raise MisuseError(Problem(what, "harness.integrations", why, fix))
         if not all(isinstance(each, WrappedOptimizer) for each in optimizers):
             what = "an optimizer is not wrapped"
             fix = "precision.wrap(optimizer)"

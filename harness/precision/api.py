@@ -341,6 +341,11 @@ class Precision:
         self._check_loss(loss)
         self._check_window(ready)
 
+        # Whether gradients will carry a scale that nobody must touch: in torch's own loop the hooks divide it out.
+        scales = ready.loss_scale is not None and not ready.loss_scale.retired
+        carry_scale = scales and not self._hooks.begun
+        others = self._hooks.leaves_beside(loss) if carry_scale else []
+
         # Activation checkpoints run forwards again in here, so the backend's state has to be that of the forward.
         with self.turn.hold("backward()"):
             self.in_backward = True
@@ -357,12 +362,9 @@ class Precision:
             finally:
                 self.in_backward = False
 
-        # The loss of the window, and whether its gradients carry a scale that nobody must touch: in torch's own loop
-        # the hooks divided it out already.
         self._loss += loss.detach().float().reshape(()).to(ready.device)
-        scales = ready.loss_scale is not None and not ready.loss_scale.retired
-        carry_scale = scales and not self._hooks.begun
         ready.window.backward_done(ready.parameters(), carry_scale)
+        ready.window.reached_others(others)
         if ready.shards is not None:
             ready.shards.backward_done(carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))
@@ -388,7 +390,7 @@ class Precision:
         if not ready.window.backwards:
             ready.agree()
             ready.window.check_zeroed(ready.parameters())
-        elif ready.window.has_gradients and _all_without(ready.parameters()):
+        elif ready.window.gradients_are_gone(ready.parameters()):
             count = ready.window.backwards
             what = f"the gradients of {count} backward() since the last step are gone"
             why = "the window's loss and FP8 statistics would be those of micro-batches that train nothing"
@@ -517,13 +519,17 @@ class Precision:
         ready.backend.switch((), moved)
         return moved
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self, within_window: bool = False) -> dict[str, dict[str, Any]]:
         """Copies of what a bit-identical continuation needs beside model, optimizer and schedulers.
 
+        within_window: also between `backward` and `step`, for trainers that save in the middle of an accumulation, and
+            no gradients. The continuation begins that window anew.
+
         {"tensors": {name: Tensor}, "meta": JSON-able}. torch.save and torch.load(weights_only=True) take all of it,
-        safetensors takes "tensors". Raises MisuseError between `backward` and `step`.
+        safetensors takes "tensors". Raises MisuseError between `backward` and `step`, unless `within_window`.
         """
-        ready = self._between_steps("state_dict()")
+        allowed = self._outside if within_window else self._between_steps
+        ready = allowed("state_dict()")
         if ready.guarded and len(ready.pending) > 1:
             what = "the guard has not judged the last step"
             raise misuse("state_dict()", what, fix="call guard.end_step() first")
@@ -587,11 +593,6 @@ class Precision:
         if self._hooks.gradients is not None:
             self._hooks.gradients.forget()
         self._loss = torch.zeros((), dtype=torch.float32, device=ready.device)
-
-
-def _all_without(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether no parameter has a gradient."""
-    return all(parameter.grad is None for parameter in parameters)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import Parameter, signature
 from threading import Lock, get_ident
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.sharded import local_of
@@ -59,6 +61,9 @@ def optimizer_problems(
     of_shards: what is wrong with an optimizer of a model that is sharded; None: it is not.
     """
     problems: list[Problem] = []
+    # A loss may have weights of its own, with an optimizer of their own beside the model's.
+    real = [each for each in optimizers if isinstance(each, Optimizer)]
+    holds_the_model = owns_any(parameters_of(real))
     if max_grad_norm is not None and not max_grad_norm > 0:
         what = f"max_grad_norm is {max_grad_norm}"
         problems.append(Problem(what, call, fix="over 0, or None for no clipping"))
@@ -78,15 +83,29 @@ def optimizer_problems(
         if of_shards is not None:
             problems += of_shards(call, each)
             continue
-        if not owns_any(parameters_of([each])):
+        if not holds_the_model:
             what = f"{name} holds no parameter of the prepared model"
             fix = "build the optimizer from the parameters of this model"
             problems.append(Problem(what, call, fix=fix))
-        if isinstance(each, LBFGS):
+        if _needs_closure(type(each)):
             why = "it computes the loss several times a step"
             fix = "take an optimizer that needs no closure"
-            problems.append(Problem("LBFGS cannot be gated", call, why, fix))
+            problems.append(Problem(f"{name} cannot be gated", call, why, fix))
     return problems
+
+
+@cache
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    """Whether a step of this class cannot be called without an argument: LBFGS, and what is written like it."""
+    if issubclass(kind, LBFGS):
+        return True
+    _, *arguments = signature(kind.step).parameters.values()
+    named = [
+        each
+        for each in arguments
+        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    return any(each.default is Parameter.empty for each in named)
 
 
 def sharded_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
@@ -253,15 +272,16 @@ class OpenWindow:
 
     begun: a forward in `context` has begun the window.
     backwards: how many there were in this window.
-    has_gradients: whether the last one left a gradient. FSDP2 keeps those of micro-batches that it does not exchange.
     copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
         copy is refused as well.
+
+    A loss may reach leaves that are not the model's, such as weights of its own. Their gradients carry the loss scale
+    too. Only an optimizer that `step` is given with the model's own may use them.
     """
 
     def __init__(self, owns_any: OwnsAny) -> None:
         self.begun = False
         self.backwards = 0
-        self.has_gradients = False
         self.copies: Live[nn.Module] = Live()
         self._owns_any = owns_any
         # Whether this window's own step is running.
@@ -269,8 +289,14 @@ class OpenWindow:
         # The optimizers of the last step, and one parameter of each with the mark that its gradient had.
         self._stepped: list[Optimizer] = []
         self._applied: list[tuple[nn.Parameter, _Mark | None]] = []
+        # How the last `backward` left one gradient; None where it left none: FSDP2 keeps those of micro-batches that it
+        # does not exchange.
+        self._left: tuple[nn.Parameter, _Mark | None] | None = None
         # How the last `backward` left every gradient, under a loss scale.
         self._marks: dict[nn.Parameter, _Mark | None] = {}
+        # The same of leaves outside of the model, also after the window. An address may be used again, so the gradient
+        # itself is held, weakly.
+        self._others: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         _watch_optimizers()
         _windows.add(self)
 
@@ -278,10 +304,31 @@ class OpenWindow:
         """One more micro-batch is in the gradients of `parameters`. scaled: they carry a loss scale."""
         parameters = list(parameters)
         self.backwards += 1
-        self.has_gradients = any(parameter.grad is not None for parameter in parameters)
+        self._left = None
+        for parameter in parameters:
+            # A sparse gradient has no address; `step` refuses it.
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self._left = parameter, _mark(parameter)
+                break
         self._marks = {}
         if scaled:
             self._marks = {parameter: _mark(parameter) for parameter in parameters}
+
+    def gradients_are_gone(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the gradients of this window's backwards were zeroed. The host reads them only where they changed."""
+        if self._left is None:
+            return False
+        left, mark = self._left
+        if _mark(left) == mark:
+            return False
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return not any(bool(local_of(grad).any()) for grad in gradients)
+
+    def reached_others(self, leaves: Iterable[torch.Tensor]) -> None:
+        """A scaled backward accumulated gradients in these leaves, which are not the model's."""
+        for leaf in leaves:
+            if leaf.grad is not None:
+                self._others[leaf] = (ref(leaf.grad), leaf.grad._version)
 
     def check_gradients(self, call: str) -> None:
         """Raises MisuseError if gradients are not as the last `backward` left them."""
@@ -328,6 +375,8 @@ class OpenWindow:
         # zero_grad() of an optimizer zeroes all of its gradients, so one gradient of each shows whether it was called.
         self._applied = []
         for optimizer in self._stepped:
+            for parameter in parameters_of([optimizer]):
+                self._others.pop(parameter, None)
             # A gradient without rows on this rank has the same mark in every window.
             found = [p for p in parameters_of([optimizer]) if _has_gradient(p)]
             # DTensors first: beside them, zeroing in place leaves the version of a plain gradient as it was.
@@ -357,6 +406,7 @@ class OpenWindow:
         with_gradients = [p for p in parameters_of([optimizer]) if p.grad is not None]
         if not self._owns_any(with_gradients):
             self._refuse_of_copies(optimizer, with_gradients)
+            self._refuse_of_others(optimizer, with_gradients)
             return
 
         # The fix depends on how far the loop used the interface: up to backward(), up to context(), or not at all.
@@ -385,6 +435,26 @@ class OpenWindow:
         why = "a copy uses the original's FP8 scales and does not update them; in fp16 nothing scales its loss"
         fix = "copy the model before prepare(), and give each copy that is trained a Precision of its own"
         raise misuse("step()", what, why, fix)
+
+    def _refuse_of_others(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        scaled = [parameter for parameter in parameters if self._is_as_left(parameter)]
+        if not scaled:
+            return
+        what = f"{type(optimizer).__name__}.step() was called directly, on {len(scaled)} parameters beside the model"
+        why = "precision.backward(loss) reached them, so their gradients carry the loss scale"
+        fix = (
+            "precision.step([first, second]) for both optimizers; or precision.wrap(...) of the model's, before the"
+            " loop: gradients are then true"
+        )
+        raise misuse("step()", what, why, fix)
+
+    def _is_as_left(self, leaf: nn.Parameter) -> bool:
+        """Whether the gradient of a leaf that is not the model's is as the last scaled backward left it."""
+        held: tuple[ReferenceType[torch.Tensor], int] | None = self._others.get(leaf)
+        if held is None or leaf.grad is None:
+            return False
+        grad, version = held
+        return grad() is leaf.grad and leaf.grad._version == version
 
 
 _windows: Live[OpenWindow] = Live()

@@ -429,6 +429,13 @@ class Standard:
         finally:
             self.gradients.active = False
 
+    def leaves_beside(self, loss: Tensor) -> list[Tensor]:
+        """The leaves that `loss` reaches and that are not the model's."""
+        shards = self._ready.shards
+        gathered = [] if shards is None else shards.gathered
+        own = {id(parameter) for parameter in [*self._ready.parameters(), *gathered]}
+        return [leaf for leaf in _leaves([loss]) if id(leaf) not in own]
+
     def reached_by(self, losses: Sequence[Any]) -> bool:
         """Whether the graph of one of `losses` holds a parameter of the model."""
         others: list[Any] = []

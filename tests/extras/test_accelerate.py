@@ -130,6 +130,21 @@ def test_its_saved_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert same_weights(again.bare, whole.bare)
 
 
+def test_a_state_saved_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """accelerate's own examples count batches for this, not steps; gradients are not saved."""
+    first = Run(recipe(), 7, accumulate=2)
+    assert len(first.batches) == 7
+    first.batches = list(first.batches)[:5]
+    first.train()
+    first.accelerator.save_state(str(tmp_path / "saved"))
+    again = Run(recipe(), 7, accumulate=2)
+    again.accelerator.load_state(str(tmp_path / "saved"))
+    assert again.precision.prepared.state.step == 2
+    again.train(skip=4)
+    assert again.precision.prepared.state.step == 4
+    assert all(map(math.isfinite, again.losses))
+
+
 def test_guard_and_telemetry_in_its_loop(tmp_path: Path) -> None:
     run = Run(recipe(fallback=EAGER), 24)
     folder = tmp_path / "run"

@@ -12,9 +12,22 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from loop_support import EAGER, adamw, codes, loader, mlp, plain, recipe, rows, same_weights
+from loop_support import (
+    EAGER,
+    ROWS,
+    Rolled,
+    adamw,
+    codes,
+    loader,
+    mlp,
+    plain,
+    recipe,
+    rows,
+    same_weights,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 from harness import Precision
 from harness.core.errors import HaltedError, MisuseError
@@ -86,6 +99,100 @@ def test_manual_optimization_is_the_plain_loop_too(tmp_path: Path) -> None:
     assert same_weights(module.net, model)
 
 
+class Adversaries(LightningModule):
+    """Two networks in turns: two steps in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = mlp(), mlp()
+        self.automatic_optimization = False
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+        x, y = batch
+        made: Any = None
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            if made is None:
+                made = self.maker(x)
+                loss = -self.judge(made).mean()
+            else:
+                loss = (self.judge(made.detach()) - self.judge(y)).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.maker), adamw(self.judge)], []
+
+
+def test_a_guard_judges_every_step_of_a_batch(tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [HarnessCallback(tmp_path / "run", GUARD, mlflow=False, report=False)]):
+        module, precision = Adversaries(), Precision(recipe())
+        trainer(tmp_path, TrainerPrecision(precision), callbacks=callbacks).fit(module, loader(6))
+        assert precision.prepared.state.step == 12
+        losses.append(module.losses)
+    assert losses[0] == losses[1]
+    steps = [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "metrics"]
+    assert sorted(set(steps)) == list(range(1, 13))
+
+
+def test_a_guard_rolls_back_within_a_batch(tmp_path: Path) -> None:
+    """Inputs of one batch are NaN: both of its steps are bad, and the second one leads back."""
+    callback = HarnessCallback(None, GUARD)
+    runner = trainer(tmp_path, TrainerPrecision(Precision(recipe())), callbacks=[callback])
+    module = Adversaries()
+    data = Rolled(12)
+    data.inputs[7 * ROWS] = torch.nan
+    runner.fit(module, DataLoader(data, batch_size=ROWS))
+    assert callback.watch.guard is not None
+    assert callback.watch.guard.step < 24
+    assert math.isfinite(module.losses[-1])
+
+
+def test_one_backward_of_several_optimizers(tmp_path: Path) -> None:
+    """As docs/guide/integrations.md says: prepared in configure_model, and wrapped as one."""
+
+    class Parts(Module):
+        def configure_model(self) -> None:
+            if not precision.is_prepared:
+                precision.prepare(self.net)
+
+        def configure_optimizers(self) -> Any:
+            optimizers = [adamw(self.net[0]), adamw(self.net[2])]
+            wrapped = precision.wrap(optimizers)
+            return [wrapped], [StepLR(wrapped, 3, 0.5)]
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+            optimizer: Any = self.optimizers()
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()  # pyright: ignore
+            self.losses.append(loss.item())
+
+    expected, model = plain(recipe(), 8)
+    precision = Precision(recipe())
+    module = Parts(manual=True)
+    trainer(tmp_path, TrainerPrecision(precision)).fit(module, loader(8))
+    assert module.losses == expected
+    assert same_weights(module.net, model)
+
+
+def test_a_second_fit_with_a_guard_is_refused(tmp_path: Path) -> None:
+    module, plugin = Module(), TrainerPrecision(Precision(recipe()))
+    callback = HarnessCallback(tmp_path / "run", GUARD, mlflow=False, report=False)
+    runner = trainer(tmp_path, plugin, callbacks=[callback])
+    runner.fit(module, loader(4))
+    with pytest.raises(MisuseError, match="training begins a second time"):
+        runner.fit(module, loader(4))
+
+
 def test_a_batch_that_is_skipped_by_the_module(tmp_path: Path) -> None:
     module = Module(skip=3)
     precision = Precision(recipe())
@@ -109,6 +216,37 @@ def test_clipping_by_value_is_of_true_gradients(tmp_path: Path) -> None:
     assert (
         0 < facts.grad_norm <= 1e-3 * math.sqrt(sum(p.numel() for p in module.parameters())) * 1.001
     )
+
+
+@pytest.mark.parametrize("manual", [True, False])
+def test_a_module_that_clips_in_some_steps_alone(manual: bool, tmp_path: Path) -> None:
+    class Warm(Module):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            if len(self.losses) <= 3:
+                self.clip_gradients(optimizer, 0.05, "norm")
+
+        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().manual_backward(loss, *args, **kwargs)
+            self.configure_gradient_clipping(self.optimizers())
+
+    precision = Precision(recipe())
+    model = precision.prepare(mlp())
+    optimizer = adamw(model)
+    scheduler = StepLR(optimizer, 3, 0.5)
+    losses: list[float] = []
+    for x, y in loader(8):
+        with precision.context():
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        precision.backward(loss)
+        losses.append(loss.item())
+        precision.step(optimizer, 0.05 if len(losses) <= 3 else None)
+        optimizer.zero_grad()
+        scheduler.step()
+
+    module = Warm(manual)
+    trainer(tmp_path, TrainerPrecision(Precision(recipe()))).fit(module, loader(8))
+    assert module.losses == losses
+    assert same_weights(module.net, model)
 
 
 def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -135,6 +273,35 @@ def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert all(
         torch.equal(states[0][key], states[1][key]) for key in states[0] if key.startswith("fp8")
     )
+
+
+def test_a_checkpoint_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """A validation there may save, without gradients: Lightning's loop goes on from the last step's weights."""
+
+    def fit(path: str | None) -> tuple[Module, Precision]:
+        module, precision = Module(), Precision(recipe())
+        saver = ModelCheckpoint(
+            tmp_path, monitor="val_loss", mode="max", save_top_k=-1, filename="{step}"
+        )
+        callbacks = [saver, HarnessCallback(guard=GUARD)]
+        runner = trainer(
+            tmp_path,
+            TrainerPrecision(precision),
+            callbacks=callbacks,
+            enable_checkpointing=True,
+            accumulate_grad_batches=4,
+            val_check_interval=6,
+        )
+        runner.fit(module, loader(12), loader(2), ckpt_path=path)
+        return module, precision
+
+    _, precision = fit(None)
+    assert precision.prepared.state.step == 3
+    saved = tmp_path / "step=1.ckpt"
+    assert saved.exists(), "six of eight micro-batches of two windows"
+    module, precision = fit(str(saved))
+    assert 1 < precision.prepared.state.step <= 3
+    assert all(map(math.isfinite, module.losses))
 
 
 def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:

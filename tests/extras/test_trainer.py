@@ -160,6 +160,37 @@ def test_a_checkpoint_of_the_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None
         run("third").train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
 
 
+@pytest.mark.parametrize("moment", ["on_pre_optimizer_step", "on_step_end"])
+def test_a_callback_may_save_before_the_step_and_at_its_end(moment: str, tmp_path: Path) -> None:
+    """As transformers' own callback does for enable_jit_checkpoint, after a SIGTERM."""
+
+    class Saves(transformers.TrainerCallback):
+        trainer: Ours
+
+        def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                self.trainer._save_checkpoint(self.trainer.model, trial=None)
+                control.should_training_stop = True
+
+    setattr(Saves, moment, Saves.save)
+
+    def run(folder: str, **more: Any) -> Ours:
+        accumulate = {"gradient_accumulation_steps": 2, **more}
+        return ours(recipe(), tmp_path / folder, 8, Watch(None, GUARD), **accumulate)
+
+    whole = run("whole")
+    whole.train()
+    first = run("first")
+    saves = Saves()
+    saves.trainer = first
+    first.add_callback(saves)
+    first.train()
+    again = run("again")
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+    assert again.losses == whole.losses[4:]
+    assert same_weights(again.model, whole.model)
+
+
 def test_guard_and_telemetry_under_the_trainer(tmp_path: Path) -> None:
     """A NaN is skipped, three in a row are rolled back, a layer leaves FP8, and the run folder records it."""
     folder = tmp_path / "run"

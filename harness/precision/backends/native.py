@@ -55,7 +55,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from harness.core.errors import MisuseError, Problem
 from harness.core.facts import pad_numbers
@@ -71,6 +70,7 @@ from harness.precision.backends.native_gemm import (
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_plain, shallow_copy, swap_linears
+from harness.precision.once import once_differentiable
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast

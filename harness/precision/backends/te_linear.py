@@ -482,6 +482,7 @@ class _Once:
         if torch.is_grad_enabled():
             why = "its backward cannot be differentiated: the terms through this layer would be missing in silence"
             what = "Transformer Engine has no gradients of gradients (create_graph=True)"
+            fix = "keep the layer out of FP8 (layers.exclude), or take the recipe bf16"
             raise MisuseError(Problem(what, where, why, fix))
         if self._passed:
             what = "Transformer Engine has one backward for each forward (retain_graph=True)"

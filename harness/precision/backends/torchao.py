@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd import function
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
@@ -38,6 +38,7 @@ from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
 from harness.precision.blocks import Block, Blocks
 from harness.precision.layers import pickled_as_plain
+from harness.precision.once import once_differentiable
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
 from harness.precision.products import planned_autocast
@@ -310,7 +311,7 @@ class _Traced(torch.autograd.Function):
         return _with_bias(out, bias)
 
     @staticmethod
-    @once_differentiable
+    @function.once_differentiable  # the compiler traces this one
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, handle = ctx.saved_tensors
         needs = ctx.needs_input_grad

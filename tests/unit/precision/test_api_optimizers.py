@@ -115,7 +115,83 @@ def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
     forward_backward(precision, model, 0)
     with pytest.raises(MisuseError, match=r"LBFGS cannot be gated[\s\S]*no closure"):
         precision.step(optim.LBFGS(model.parameters()))
+    with pytest.raises(MisuseError, match=r"LineSearch cannot be gated[\s\S]*no closure"):
+        precision.step(LineSearch(model.parameters(), lr=0.1))
+    with pytest.raises(MisuseError, match="LineSearch cannot be gated"):
+        precision.wrap(LineSearch(model.parameters(), lr=0.1))
     assert precision.step(adamw(model)).was_applied, "the refusal did no harm"
+
+
+class LineSearch(optim.SGD):
+    """Its step is written like that of LBFGS."""
+
+    def step(self, closure: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = closure()
+        super().step()
+        return loss
+
+
+class WeightedLoss(nn.Module):
+    """A loss with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(16))
+
+    def forward(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return ((found - wanted).square() * self.weights.exp()).mean() - self.weights.mean()
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp16_scaler"])
+def test_weights_of_a_loss_are_trained_by_an_optimizer_of_their_own(name: str, wrap: bool) -> None:
+    """As docs/guide/api.md says: `step` or `wrap` is given both optimizers."""
+    trained: list[torch.Tensor] = []
+    for policy in (recipe(name), recipe("fp32")):
+        precision, model = prepared(policy)
+        loss_function = WeightedLoss()
+        both = [adamw(model), optim.SGD(loss_function.parameters(), lr=0.1)]
+        wrapped = precision.wrap(both) if wrap else None
+        for step in range(3):
+            x, y = batch(step)
+            if wrapped is not None:
+                loss_function(model(x), y).backward()
+                wrapped.step()
+            else:
+                with precision.context():
+                    loss = loss_function(model(x).float(), y)
+                precision.backward(loss)
+                precision.step(both)
+            for optimizer in both:
+                optimizer.zero_grad()
+        trained.append(loss_function.weights.detach())
+    torch.testing.assert_close(*trained, rtol=1e-2, atol=1e-3)
+    assert (trained[0] != 1).all()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_scaled_gradients_of_a_loss_are_not_applied_by_another_optimizer(late: bool) -> None:
+    """Without `wrap` they carry the loss scale, whichever of the two steps comes first."""
+    precision, model = prepared(recipe("fp16_scaler"))
+    loss_function = WeightedLoss()
+    optimizer = adamw(model)
+    other = optim.SGD(loss_function.parameters(), lr=0.1)
+    x, y = batch(0)
+    with precision.context():
+        loss = loss_function(model(x).float(), y)
+    precision.backward(loss)
+    if late:
+        precision.step(optimizer)
+    with pytest.raises(
+        MisuseError, match=r"1 parameters beside[\s\S]*the loss scale[\s\S]*step\(\["
+    ):
+        other.step()
+    assert (loss_function.weights == 1).all()
+    # Gradients that are not of that backward are the user's own.
+    other.zero_grad()
+    loss_function(x, y).backward()
+    other.step()
+    assert (loss_function.weights != 1).all()
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp32"])

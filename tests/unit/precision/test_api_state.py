@@ -70,6 +70,30 @@ def test_a_saved_state_continues_bit_for_bit(saved_at: int, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_current", "fp16_scaler"])
+def test_a_state_from_within_a_window_begins_that_window_anew(name: str) -> None:
+    """What trainers save in the middle of an accumulation: it holds no gradients or amaxes of the open window."""
+    precision, model = prepared(recipe(name))
+    optimizer = adamw(model)
+    for step in range(3):
+        train_step(precision, model, optimizer, step)
+    forward_backward(precision, model, 50)
+    saved = precision.state_dict(within_window=True)
+
+    again, twin = prepared(recipe(name), seed=9)
+    twin.load_state_dict(model.state_dict())
+    continued = adamw(twin)
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(saved)
+    precision.drop_window()
+    model.zero_grad()
+    for step in range(3, 6):
+        train_step(precision, model, optimizer, step)
+        train_step(again, twin, continued, step)
+    before = snapshot(precision, model, optimizer)
+    assert differences(snapshot(again, twin, continued), before) == []
+
+
 def test_a_state_is_a_copy_and_a_rollback_drops_the_window() -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)

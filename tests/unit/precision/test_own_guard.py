@@ -60,6 +60,27 @@ def test_a_rollback_puts_back_model_optimizer_schedule_and_precision(name: str) 
     assert loop.windows[-3:] == [8, 9, 12], "the windows of the two bad losses are passed over"
 
 
+def test_a_rollback_restores_what_the_optimizers_train_beside_the_model() -> None:
+    """A temperature in the model's optimizer, and a bias in an optimizer of its own; nothing is in `keep`."""
+    precision, model = prepared(recipe())
+    temperature, bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(16))
+    first = torch.optim.AdamW([*model.parameters(), temperature], lr=1e-2)
+    wrapped = precision.wrap([first, torch.optim.SGD([bias], lr=0.1)])
+    guard = Guard.for_precision(precision, wrapped, streams=True, **SETTINGS)
+    then: dict[int, tuple[float, list[float]]] = {}
+    for number in range(12):
+        x, y = batch(number)
+        poison = math.nan if number in (10, 11) else 0.0
+        (nn.functional.mse_loss(model(x) * temperature + bias, y) + poison).backward()
+        wrapped.step()
+        wrapped.zero_grad()
+        action = guard.end_step()
+        if not isinstance(action, Rollback):
+            then[guard.step] = temperature.item(), bias.tolist()
+    assert guard.step == 8, "two bad losses led back to a snapshot"
+    assert (temperature.item(), bias.tolist()) == then[8] != then[9]
+
+
 @pytest.mark.parametrize(
     ("poison", "settings", "told"),
     [

@@ -119,13 +119,12 @@ def test_what_cannot_be_wrapped_is_named_at_once() -> None:
 
     holder = Holder(model.parameters(), lr=0.1)
     holder.optimizer = optimizer
-    wrong = [torch.optim.LBFGS(model.parameters()), adamw(mlp()), "adam", wrapped, holder]
+    wrong = [torch.optim.LBFGS(model.parameters()), "adam", wrapped, holder]
     with pytest.raises(MisuseError) as caught:
         precision.wrap(wrong, max_grad_norm=0.0)  # pyright: ignore[reportArgumentType]
     text = str(caught.value)
     for expected in (
         "LBFGS",
-        "no parameter of the prepared",
         "str is no torch",
         "wrapped already",
         "Holder holds",
@@ -135,6 +134,8 @@ def test_what_cannot_be_wrapped_is_named_at_once() -> None:
         precision.wrap(optimizer, max_grad_norm=-1.0)
     with pytest.raises(MisuseError, match="no optimizer"):
         precision.wrap([])
+    with pytest.raises(MisuseError, match="AdamW holds no parameter of the prepared model"):
+        precision.wrap(adamw(mlp()))
     with pytest.raises(MisuseError, match="no model was prepared"):
         Precision(recipe()).wrap(optimizer)
 
@@ -178,6 +179,12 @@ def zeroed_in_between(model: nn.Module, wrapped: WrappedOptimizer) -> None:
         wrapped.zero_grad()
 
 
+def zeroed_in_place_in_between(model: nn.Module, wrapped: WrappedOptimizer) -> None:
+    for _ in range(2):
+        model(batch(0)[0]).mean().backward()
+        wrapped.zero_grad(set_to_none=False)
+
+
 def in_eval_mode(model: nn.Module, wrapped: WrappedOptimizer) -> None:
     model(batch(0)[0])
     model.eval()
@@ -198,6 +205,7 @@ def no_forward(model: nn.Module, wrapped: WrappedOptimizer) -> None:
         (twice, r"no backward\(\) since the last step[\s\S]*wrap\(\[first, second\]\)"),
         (not_zeroed, "not zeroed after the last"),
         (zeroed_in_between, "are gone"),
+        (zeroed_in_place_in_between, "are gone"),
         (in_eval_mode, r"eval\(\) mode, and gradients are on[\s\S]*evaluating\(\)"),
         (no_forward, r"no forward in context\(\)[\s\S]*call the prepared model itself"),
     ],
@@ -209,6 +217,30 @@ def test_what_would_go_wrong_is_refused(
     precision, model = prepared(recipe(name))
     with pytest.raises(MisuseError, match=told):
         wrong(model, precision.wrap(adamw(model)))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("name", ["fp8_hybrid", "fp8_dynamic"])
+def test_a_gradient_penalty_through_fp8_layers_is_refused_by_name(name: str, last: bool) -> None:
+    """last: only the last layer is in FP8. The gradient that comes into it is constant, which torch lets pass."""
+    layers = {"exclude": ["0"]} if last else {}
+    precision, model = prepared(recipe(name, layers=layers))
+    wrapped = precision.wrap(adamw(model))
+    x = batch(0)[0].requires_grad_()
+    grad = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    penalty = (grad.norm(dim=1) - 1).square().mean()
+    with pytest.raises(MisuseError, match=r"a gradient penalty[\s\S]*layers\.exclude"):
+        torch.autograd.grad(penalty + model(x).mean(), list(model.parameters()), retain_graph=True)
+    with pytest.raises(MisuseError, match=r"a gradient penalty[\s\S]*layers\.exclude"):
+        penalty.backward()
+    precision.drop_window()
+    wrapped.zero_grad()
+    x.grad = None
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()
+    wrapped.step()
+    assert wrapped.outcome is not None
+    assert wrapped.outcome.was_applied, "a gradient that is not differentiated again does no harm"
 
 
 @pytest.mark.parametrize("name", ["fp8_hybrid", "bf16"])
