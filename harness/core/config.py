@@ -595,7 +595,7 @@ class RunConfig(Strict):
         if train.global_batch % train.micro_batch:
             raise ValueError(
                 f"train.global_batch ({train.global_batch}) is not a multiple of "
-                f"train.micro_batch ({train.micro_batch})"
+                f"train.micro_batch ({train.micro_batch}), the samples of one forward pass"
             )
         for section, target in (("model", self.model.target), ("data", self.data.target)):
             if target is not None and ":" not in target:

@@ -761,6 +761,19 @@ def test_rows_without_a_text_name_the_way_to_one(
             prepare(config(path, text_key=first), tmp_path / "three")
 
 
+@pytest.mark.parametrize(
+    ("header", "way"),
+    [
+        ("n,Text", "fix: set data.text_key=Text"),
+        ("1,the first line is a text", "fix: .* If the first line is no line of names, write one"),
+    ],
+)
+def test_a_csv_with_odd_names_names_the_way(tmp_path: Path, header: str, way: str) -> None:
+    path = written(tmp_path / "table.csv", f"{header}\n" + "1,one more text\n" * 50)
+    with pytest.raises(DataError, match=way):
+        prepare(config(path), tmp_path / "run")
+
+
 def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:
     rows = [f"{n},2020-01-{n % 28 + 1:02},2020-01-01 10:00\n" for n in range(50)]
     path = written(tmp_path / "table.csv", "n,day,time\n" + "".join(rows))
