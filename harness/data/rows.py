@@ -789,8 +789,23 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
     if len(worded) == len(plain) == 1 and _is_text(schema.field(plain[0]).type):
         return f"set data.text_key={plain[0]}"
     if worded:
-        return _FIX_KEY
+        keys = [key for name in worded for key in _keys_of_texts(schema.field(name))]
+        # The row's columns are named before; the fields within them are not.
+        named = f": {some(keys, _COLUMNS_NAMED)}" if keys and keys != worded else ""
+        return f"{_FIX_KEY}{named}"
     return _FIX_LIST.format(lists[0]) if lists else _FIX_NUMBERS
+
+
+def _keys_of_texts(column: Any) -> list[str]:
+    """A column of text; of a column of fields those with a text, such as meta.title."""
+    if not importlib.import_module("pyarrow").types.is_struct(column.type):
+        return [column.name]
+    keys: list[str] = []
+    for number in range(column.type.num_fields):
+        field = column.type.field(number)
+        if _is_text(field.type):
+            keys.append(f"{column.name}.{field.name}")
+    return keys
 
 
 def _texts(

@@ -737,6 +737,8 @@ SHARED = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]
         ({"instruction": "go", "input": "", "output": "ok", "id": "x"},
          r"\.instruction \+ \"\\n\" \+ \.input \+ \"\\n\" \+ \.output\)"),
         ({"title": "one", "body": "two", "n": 1}, "set data.text_key to the one that has the text"),
+        ({"title": "one", "n": 1, "meta": {"by": "two", "body": "three", "n": 2}},
+         "set data.text_key to the one that has the text: title, meta.by, meta.body"),
         ({"data": [{"text": "one"}, {"text": "two"}]}, r"jq -c '\.data\[\]' FILE"),
         ({"story": ["one", "two"], "n": 1}, r"jq -c '\{story: \.story\[\]\}' FILE"),
         ({"day": "2020-01-01", "n": 1, "share": 0.5, "tags": [1.5]}, "if there is one. Numbers, dates"),
