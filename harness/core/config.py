@@ -595,7 +595,7 @@ class RunConfig(Strict):
         if train.global_batch % train.micro_batch:
             raise ValueError(
                 f"train.global_batch ({train.global_batch}) is not a multiple of "
-                f"train.micro_batch ({train.micro_batch})"
+                f"train.micro_batch ({train.micro_batch}), the samples of one forward pass"
             )
         for section, target in (("model", self.model.target), ("data", self.data.target)):
             if target is not None and ":" not in target:
@@ -844,6 +844,11 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
             f"({some(copies, _NAMED)}): their loss is no validation; take the copies out"
         )
     doubts += text_doubts(facts)
+    if padded := facts.get("padded_unmarked"):
+        doubts.append(
+            f"{some(padded, _NAMED)}: texts of different lengths are padded with the data set's pad_id (else 0), "
+            "and no field is called labels, which would be padded with -100: a loss must leave the padding out"
+        )
     copies_seen, seen = facts.get("repeated_samples", (0, 0))
     if copies_seen:
         doubts.append(

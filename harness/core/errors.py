@@ -98,6 +98,14 @@ class DataError(HarnessError, ValueError):
     exit_code = ExitCode.USAGE
 
 
+class TooShortError(DataError):
+    """Data with too few tokens, in `train` or in `val`; one sample takes `sample` of them."""
+
+    def __init__(self, problem: Problem, train: int, val: int, sample: int) -> None:
+        super().__init__(problem)
+        self.train, self.val, self.sample = train, val, sample
+
+
 class CheckpointError(HarnessError, RuntimeError):
     """A checkpoint that cannot be written, verified or loaded into this run."""
 

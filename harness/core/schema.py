@@ -191,6 +191,9 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
     if kind == "extra_forbidden":
         key = _short(path[-1])
         fix = near_match(key, _known_keys(model, path[:-1]))
+        elsewhere = _places_of(model, key)
+        if elsewhere and not fix.startswith("did you mean"):
+            fix = f"did you mean {' or '.join(elsewhere)}?"
         return Problem(f'unknown key "{key}"', where, fix=fix)
     if kind == "missing":
         return Problem("missing", where, fix="add this key")
@@ -203,7 +206,20 @@ def _problem(model: type[BaseModel], item: Mapping[str, Any], source: str) -> Pr
         return Problem(what, where, fix=near_match(short, expected))
     # What the project's own validators raise comes with this prefix.
     message = item["msg"].removeprefix("Value error, ")
+    if isinstance(given, Mapping):
+        # A rule about several keys, which the message names: the section that holds them says no more.
+        return Problem(message[:400], where, fix="correct one of them")
     return Problem(f"{message} (given: {given!r})"[:400], where, fix="correct the value")
+
+
+def _places_of(model: type[BaseModel], key: str) -> list[str]:
+    """Dotted keys of the model's sections that end in `key`."""
+    places: list[str] = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if _is_section(kind) and key in kind.model_fields:
+            places.append(f"{name}.{key}")
+    return places
 
 
 def _dotted(path: Sequence[str | int]) -> str:

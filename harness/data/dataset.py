@@ -30,7 +30,7 @@ from harness.core.config import DataConfig, RunConfig
 from harness.core.errors import ConfigError, DataError, Problem, some
 from harness.core.facts import UNREADABLE, Window
 from harness.core.files import read_json, write_json
-from harness.core.health import Fault, Flawed
+from harness.core.health import LABELS, Fault, Flawed
 from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
@@ -294,8 +294,15 @@ class DatasetBatches:
             "val_used": self._val_samples,
             "fields": fields,
             "unreadable": self._faults,
+            "padded_unmarked": self._padded_unmarked(),
             "repeated_samples": self._repeated(),
         }
+
+    def _padded_unmarked(self) -> list[str]:
+        """Texts of any length, if no field is called as labels are: a loss over them may count the padding."""
+        if any(name in LABELS for name in self._form.fields):
+            return []
+        return [name for name, form in self._form.fields.items() if form.group is not None]
 
     def _repeated(self) -> list[int]:
         """[validation samples that were looked at and equal a training sample that was; all that were looked at]."""

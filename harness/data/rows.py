@@ -17,6 +17,7 @@ import io
 import itertools
 import logging
 import lzma
+import re
 import shutil
 import tarfile
 import tempfile
@@ -84,6 +85,8 @@ _FIX_SEPARATOR = (
 )
 _FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts that have commas into quotes"
 _FIX_KEY = "set data.text_key to the one that has the text"
+_FIX_NAMES = "If the first line is no line of names, write one: sed -i 1itext FILE, for one column"
+_PLAIN_NAME = re.compile(r"[\w-]+")
 _SKIP_ROWS = "data.bad=skip passes over such rows"
 _FIX_NUMBERS = (
     f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
@@ -141,12 +144,14 @@ class Rows:
     suffixes: endings of its files, lower case.
     reader: a module of datasets.packaged_modules, and its class.
     fix: what helps if the library cannot read a file.
+    names_in_first_line: whether a file's first line names its columns, and may be missing.
     """
 
     kind: str
     suffixes: tuple[str, ...]
     reader: str
     fix = _FIX_COPY
+    names_in_first_line = False
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         """options: of the reader, as a data set's own description gives them."""
@@ -255,7 +260,10 @@ class Rows:
         own = self._options(path, key)
 
         def only_texts(table: Any, json_field_paths: Sequence[Sequence[str]] = ()) -> Any:
-            columns[:] = [_columns(table, key)]
+            found = _columns(table, key)
+            if self.names_in_first_line and any(" " in name for name in found.names):
+                found = found._replace(fix=f"{found.fix}. {_FIX_NAMES}")
+            columns[:] = [found]
             # Under the name that the library expects: Parquet names the whole column, not a field of it.
             return _texts(table, key, path, json_field_paths).rename_columns([*own["features"]])
 
@@ -355,6 +363,7 @@ class Csv(Rows):
     suffixes = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst")
     reader = "csv.csv.Csv"
     fix = _FIX_TABLE
+    names_in_first_line = True
 
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
@@ -774,9 +783,29 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
     if asked and answered:
         joined = ' + "\\n" + '.join(f".{name}" for name in texts if name in (*asked, *answered))
         return _FIX_PAIR.format(joined)
-    if set(texts) > set(wordless):
-        return _FIX_KEY
+    worded = [name for name in texts if name not in wordless]
+    # A text is no plain name: it may be the first line of a file without a line of names.
+    plain = [name for name in worded if _PLAIN_NAME.fullmatch(name)]
+    if len(worded) == len(plain) == 1 and _is_text(schema.field(plain[0]).type):
+        return f"set data.text_key={plain[0]}"
+    if worded:
+        keys = [key for name in worded for key in _keys_of_texts(schema.field(name))]
+        # The row's columns are named before; the fields within them are not.
+        named = f": {some(keys, _COLUMNS_NAMED)}" if keys and keys != worded else ""
+        return f"{_FIX_KEY}{named}"
     return _FIX_LIST.format(lists[0]) if lists else _FIX_NUMBERS
+
+
+def _keys_of_texts(column: Any) -> list[str]:
+    """A column of text; of a column of fields those with a text, such as meta.title."""
+    if not importlib.import_module("pyarrow").types.is_struct(column.type):
+        return [column.name]
+    keys: list[str] = []
+    for number in range(column.type.num_fields):
+        field = column.type.field(number)
+        if _is_text(field.type):
+            keys.append(f"{column.name}.{field.name}")
+    return keys
 
 
 def _texts(

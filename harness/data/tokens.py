@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.core.config import TEXT_COUNTS, DataConfig, Documents
-from harness.core.errors import DataError, Problem
+from harness.core.errors import DataError, Problem, TooShortError
 from harness.core.files import MAX_LARGE, home, read_json, read_mapping
 from harness.data import corpus, snapshot
 from harness.data.arrays import Ints
@@ -434,4 +434,5 @@ def _check_length(
     why += f"validation has {val} and needs {need_val}"
     where = f"data.path: {source}" if config.path else source
     fix = "give more text, or lower data.context or train.global_batch"
-    raise DataError(Problem("too short to train on", where, why, fix))
+    problem = Problem("too short to train on", where, why, fix)
+    raise TooShortError(problem, train, val, need_val)

@@ -443,7 +443,8 @@ def _listen(port: int) -> int:
         server.close()
         what = f"port {port} cannot be used for the rendezvous"
         why = error.strerror or str(error)
-        fix = "choose another port: --master-port of torchrun, --master_port of deepspeed"
+        fix = "choose another port: --master-port of torchrun, --master_port of deepspeed; "
+        fix += f'with make train: LAUNCHER_ARGS="--master_port {port + 1}" make train'
         raise MachineError(Problem(what, "launcher", why, fix)) from error
     return server.detach()
 

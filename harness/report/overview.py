@@ -38,7 +38,7 @@ class State(StrEnum):
     crashed: ended by an error, or killed.
     broken: a run without a readable journal.
     foreign: files, and none of a run's.
-    empty: no files.
+    empty: no files, but for those of a start that was refused.
     """
 
     RUNNING = "running"
@@ -73,6 +73,8 @@ _BY_STATUS = {
 _ENDED = (State.DONE, State.HALTED, State.STOPPED)
 # Any of these makes a folder one of a run.
 _OF_A_RUN = (JOURNAL, "config.yaml", "plan.json", "checkpoints", "outcome.json")
+# A start that was refused before its run began leaves these.
+_OF_A_REFUSAL = frozenset({"lock", "data"})
 _DEMOTED = "guard/demoted_layers"
 
 _ENDS = ("run.failed", "guard.halt", "guard.rollback")
@@ -213,7 +215,8 @@ def overview(folder: Path, locked: bool) -> Overview:
     try:
         changed = folder.stat().st_mtime
         there = [name for name in _OF_A_RUN if os.path.lexists(folder / name)]
-        is_empty = not any(folder.iterdir())
+        names = {each.name for each in folder.iterdir()}
+        is_empty = not names or ("lock" in names and names <= _OF_A_REFUSAL)
     except OSError as error:
         return Overview(folder, State.BROKEN, f"cannot be read: {error.strerror}")
     size = size_on_disk(folder)

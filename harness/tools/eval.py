@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.core.errors import ConfigError, ExitCode, Problem, number_of, some
+from harness.core.errors import (
+    ConfigError,
+    DataError,
+    ExitCode,
+    Problem,
+    TooShortError,
+    number_of,
+    some,
+)
 from harness.core.screen import say
 from harness.report import RunFolder, short
 from harness.report.intervals import t_quantile
@@ -270,7 +278,15 @@ def _batches_of(restored: Restored, data: Path, wanted: int) -> tuple[str, list[
     one = {"train": train}
     with tempfile.TemporaryDirectory(prefix="harness-eval-") as scratch:
         config = _with_data(config, changed).model_copy(update=one)
-        source = build_data(config, Path(scratch), worker)
+        try:
+            source = build_data(config, Path(scratch), worker)
+        except TooShortError as error:
+            why = f"its halves have {error.train} and {error.val} tokens, and each needs {error.sample} "
+            why += f"(the run's data.context {config.data.context} + 1)"
+            fix = "give more text"
+            raise DataError(
+                Problem("too short to evaluate on", f"--data {data}", why, fix)
+            ) from error
         assert not isinstance(source, DatasetBatches)
         facts = source.facts()
         is_text = facts["kind"] != "tokens"

@@ -68,12 +68,12 @@ def command(
         bool, typer.Option("--strict", help="fail unless the recipe's first rung can run")
     ] = False,
     accept_changed: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             metavar="KEY,...",
             help="what may differ in this resume: config keys, recipe",
         ),
-    ] = "",
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -90,7 +90,7 @@ def command(
 
     # Complain about the input at once. The imports that load torch come after that.
     run_config, precision_recipe = read_policies(config, overrides, recipe)
-    named = [key.strip() for key in accept_changed.split(",")]
+    named = [key.strip() for key in ",".join(accept_changed or ()).split(",")]
     accepted = tuple(key for key in named if key)
     if accepted:
         from harness.run_folder import check_accepted

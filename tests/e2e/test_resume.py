@@ -185,7 +185,8 @@ def test_accepted_changes_are_made_written_down_and_replayed(tmp_path: Path) -> 
     assert unknown.returncode == 2
     assert "--accept-changed train.rl: no such key" in unknown.stdout
     assert yaml.safe_load((run / "config.yaml").read_text()) == before
-    done = train(tmp_path, *other, "--accept-changed", "train.lr,guard.spike_sigma")
+    one_by_one = ("--accept-changed", "train.lr", "--accept-changed", "guard.spike_sigma")
+    done = train(tmp_path, *other, *one_by_one)
     assert done.returncode == 0, done.stdout
     assert "resumed at step 6" in done.stdout
     (changed,) = events(run, "run.changed")

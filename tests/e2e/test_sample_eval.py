@@ -127,6 +127,15 @@ def test_a_file_is_scored_alone_and_a_short_one_too(trained: Path, tmp_path: Pat
     (tmp_path / "short.txt").write_bytes(text[: 2 * (CONTEXT + 1)])
     assert evaluated(trained, "--data", str(tmp_path / "short.txt"))["samples"] == 2
 
+    # Less is refused in words of eval, which has no batch of its own.
+    (tmp_path / "less.txt").write_bytes(text[: 2 * CONTEXT + 1])
+    less = harness(trained, "eval", "runs/run", "--data", str(tmp_path / "less.txt"))
+    assert less.returncode == 2
+    assert "less.txt: too short to evaluate on" in less.stderr
+    halves = f"its halves have {CONTEXT + 1} and {CONTEXT} tokens, and each needs {CONTEXT + 1}"
+    assert halves in less.stderr
+    assert "global_batch" not in less.stderr
+
 
 @pytest.mark.slow
 def test_files_of_a_folder_that_are_not_scored_are_named(trained: Path, tmp_path: Path) -> None:

@@ -86,6 +86,26 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         load_config("tiny", ["train.global_batch=5"])
 
 
+def test_a_rule_about_two_keys_does_not_repeat_the_whole_config() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny", ["train.micro_batch=3"])
+    assert "given" not in str(refused.value)
+    assert str(refused.value).endswith("fix: correct one of them")
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("steps=4", "train.steps"),
+        ("lr=1e-3", "train.lr"),
+        ("train.mlflow=false", "tracking.mlflow"),
+    ],
+)
+def test_a_key_without_its_section_names_the_section(override: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"fix: did you mean {meant}\?"):
+        load_config("tiny", [override])
+
+
 def test_unknown_config_names_the_near_match() -> None:
     with pytest.raises(ConfigError, match='did you mean "quickstart"'):
         load_config("quickstrat")

@@ -33,13 +33,13 @@ def pairs(size: int = SIZE) -> Made:
     return Made(lambda index: (np.full((1, 4, 4), index, dtype=np.float64), index % 3), size)
 
 
-def texts(**more: Any) -> Made:
-    """Ids of a length that differs, their labels, and a figure."""
+def texts(labels: str = "labels", **more: Any) -> Made:
+    """Ids of a length that differs, their labels under that name, and a figure."""
 
     def sample(index: int) -> dict[str, Any]:
         length = 5 + 7 * (index % 3)
         ids = torch.full((length,), index)
-        return {"input_ids": ids, "labels": ids + 1, "weight": 0.5}
+        return {"input_ids": ids, labels: ids + 1, "weight": 0.5}
 
     return Made(sample, **more)
 

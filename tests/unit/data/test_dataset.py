@@ -289,6 +289,14 @@ def test_a_validation_that_is_trained_on_is_told() -> None:
         assert ("equal one to train on" in doubts) == (target in ("one_twice", "both"))
 
 
+@pytest.mark.parametrize(("labels", "is_told"), [("labels", False), ("answer", True)])
+def test_labels_that_are_padded_like_a_text_are_told(labels: str, is_told: bool) -> None:
+    doubts = "".join(data_doubts(run_of("texts"), source("texts", args={"labels": labels}).facts()))
+    told = "input_ids, answer: texts of different lengths are padded"
+    assert (told in doubts) == is_told
+    assert ("padded" in doubts) == is_told
+
+
 def test_texts_that_are_equally_long_by_chance_may_differ() -> None:
     data = source("translations", global_batch=36, micro_batch=36)
     assert data._train.places(0) == 0, "the first sample is the one of equal lengths"

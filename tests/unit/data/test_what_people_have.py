@@ -737,6 +737,8 @@ SHARED = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]
         ({"instruction": "go", "input": "", "output": "ok", "id": "x"},
          r"\.instruction \+ \"\\n\" \+ \.input \+ \"\\n\" \+ \.output\)"),
         ({"title": "one", "body": "two", "n": 1}, "set data.text_key to the one that has the text"),
+        ({"title": "one", "n": 1, "meta": {"by": "two", "body": "three", "n": 2}},
+         "set data.text_key to the one that has the text: title, meta.by, meta.body"),
         ({"data": [{"text": "one"}, {"text": "two"}]}, r"jq -c '\.data\[\]' FILE"),
         ({"story": ["one", "two"], "n": 1}, r"jq -c '\{story: \.story\[\]\}' FILE"),
         ({"day": "2020-01-01", "n": 1, "share": 0.5, "tags": [1.5]}, "if there is one. Numbers, dates"),
@@ -759,6 +761,19 @@ def test_rows_without_a_text_name_the_way_to_one(
     if not isinstance(row[first], str):
         with pytest.raises(DataError, match=rf'"{first}" has list<.*, not text\n    fix: .*{way}'):
             prepare(config(path, text_key=first), tmp_path / "three")
+
+
+@pytest.mark.parametrize(
+    ("header", "way"),
+    [
+        ("n,Text", "fix: set data.text_key=Text"),
+        ("1,the first line is a text", "fix: .* If the first line is no line of names, write one"),
+    ],
+)
+def test_a_csv_with_odd_names_names_the_way(tmp_path: Path, header: str, way: str) -> None:
+    path = written(tmp_path / "table.csv", f"{header}\n" + "1,one more text\n" * 50)
+    with pytest.raises(DataError, match=way):
+        prepare(config(path), tmp_path / "run")
 
 
 def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
     make(tmp_path / "killed")
     locked = make(tmp_path / "locked")
     (tmp_path / "nothing").mkdir()
+    with RunLock(tmp_path / "refused"):
+        (tmp_path / "refused" / "data").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     (tmp_path / "half").mkdir()
@@ -105,6 +107,7 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
         "killed": "crashed",
         "locked": "running",
         "nothing": "empty",
+        "refused": "empty",
         "other": "foreign",
         "half": "broken",
         "rubbish": "broken",
