@@ -277,7 +277,8 @@ def _time(made: Prediction) -> list[tuple[str, str]]:
     if baseline is not None and made.bf16 is not made.trace:
         assert made.bf16 is not None
         ratio = timing.mean / baseline.mean
-        text += f"; {ratio:.2f} of bf16's {_took(baseline, made.bf16)}"
+        word = "of" if ratio < 1 else "times"
+        text += f"; {ratio:.2f} {word} bf16's {_took(baseline, made.bf16)}"
     rows = [("step", text)]
     if made.trace.compiled:
         rows.append(("", f"{made.eager.mean * 1e3:,.1f} ms in eager mode (engine.compile=none)"))
