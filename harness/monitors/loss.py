@@ -173,13 +173,17 @@ class LossMonitor(KeptWindow):
     def _level(self, ahead: int, armed_after: int) -> Level | None:
         """The usual loss `ahead` steps on; None while too few losses are known.
 
-        Its sigma is at least what rounding to float32 hides.
+        Its sigma is at least what rounding to float32 hides. It is 0 if all losses are exactly 0.
         """
         if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
         found = level(list(self._losses), ahead)
         rounding = ROUNDING * max(map(abs, self._losses))
-        return Level(found.centre, max(rounding, found.sigma))
+        sigma = max(rounding, found.sigma)
+        # Losses that were 0 from the start do not say how far one may vary.
+        if not sigma and not self._fall:
+            return None
+        return Level(found.centre, sigma)
 
     @property
     def _fall(self) -> float:
@@ -211,7 +215,9 @@ class LossMonitor(KeptWindow):
         expected, sigmas = math.nan, math.nan
         if usual is not None:
             expected = usual.centre
-            sigmas = (facts.loss - usual.centre) / usual.sigma
+            sigmas = math.inf
+            if usual.sigma:
+                sigmas = (facts.loss - usual.centre) / usual.sigma
         what = f"loss {facts.loss:.4g} against {expected:.4g} ({sigmas:.1f} sigmas), window {facts.window}"
         evidence = {
             "loss": facts.loss,
