@@ -205,9 +205,9 @@ def test_losses_of_exactly_zero_say_nothing_about_the_first_that_is_not(
 
 def test_a_loss_that_fell_to_exactly_zero_is_measured_by_its_fall(make_facts: MakeFacts) -> None:
     monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
-    for step in range(100):
-        verdict = monitor.observe(make_facts(step, loss=2.0 if step < 20 else 0.0))
-    assert verdict.limits == Limits(loss=1.0), "half of the fall"
+    losses = [2.0] * 20 + [0.0] * 80
+    verdicts = [monitor.observe(make_facts(step, loss=loss)) for step, loss in enumerate(losses)]
+    assert verdicts[-1].limits == Limits(loss=1.0), "half of the fall"
     assert monitor.observe(make_facts(100, loss=0.9)).code == "loss.ok"
     over = make_facts(101, applied=False, loss=1.5, limits=Limits(loss=1.0))
     for _ in range(40):
