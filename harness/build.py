@@ -575,7 +575,10 @@ def _recovery(
 ) -> Recovery:
     """What saves the run and returns to a save."""
     keep = config.checkpoint
-    saver = Saver(store, Retention(store, keep.keep, keep.best).prune, staging)
+    # The newest ones would all be too young to be good.
+    too_fast = keep.keep * keep.every < keep.healthy_steps
+    retention = Retention(store, keep.keep, keep.best, next_good=too_fast)
+    saver = Saver(store, retention.prune, staging)
     return Recovery(
         state=state,
         engine=engine,

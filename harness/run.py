@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from harness.checkpoint.recovery import Kept, Recovery
 from harness.core.collectives import ForwardClock, gather_texts
 from harness.core.config import RunConfig
-from harness.core.errors import ExitCode, number_of
+from harness.core.errors import ExitCode, number_of, some
 from harness.core.facts import NO_LABEL, Halt, Limits, Outcome, Rollback, StepFacts, Window
 from harness.core.health import check_batch, harmless, name_faults, to_device
 from harness.core.progress import training
@@ -106,6 +106,7 @@ class Run:
     fp8_weights: see `Plan.fp8_weights`.
     replay_suggested: whether the user has been shown the command that finds out what made a step bad.
     bad_validation_logged: whether bad samples of the validation have been logged.
+    validation_finite: whether the last validation's loss was finite, or there was none.
     """
 
     config: RunConfig
@@ -127,6 +128,7 @@ class Run:
     fp8_weights: Mapping[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     replay_suggested: bool = False
     bad_validation_logged: bool = False
+    validation_finite: bool = True
 
 
 RUNG = "rung"
@@ -539,4 +541,23 @@ def _log_eager(run: Run) -> None:
 def _validate(run: Run) -> float:
     loss, accuracy = evaluate(run)
     run.telemetry.validation(run.state.step, loss, accuracy)
+    was_finite, run.validation_finite = run.validation_finite, math.isfinite(loss)
+    if was_finite and not run.validation_finite and not run.bad_validation_logged:
+        buffers = _not_finite_buffers(run.engine.module)
+        text = f"the validation loss is {loss:g}"
+        if buffers:
+            text += f"; not finite: {some(buffers, 3)}"
+        run.telemetry.tell(run.state.step, "validation.nonfinite", text, buffers=buffers[:32])
     return loss
+
+
+def _not_finite_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that hold a NaN or +infinity. Masks hold -infinity, and nothing is wrong with that."""
+    found: list[str] = []
+    for name, buffer in module.named_buffers():
+        if not buffer.is_floating_point():
+            continue
+        values = buffer.float()  # torch does not compare FP8
+        if (values.isnan() | (values == math.inf)).any():
+            found.append(name)
+    return found

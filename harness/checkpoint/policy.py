@@ -145,12 +145,15 @@ class Retention:
 
     keep: how many of the newest to keep, at least 2.
     metric: of the best one, the lowest value counts; empty: none is kept for being the best.
+    next_good: also keep the oldest one after the newest good one, which will be good next. Where `keep` newer ones come
+        before healthy steps make one good, none would ever be.
     """
 
-    def __init__(self, store: Store, keep: int, metric: str = "") -> None:
+    def __init__(self, store: Store, keep: int, metric: str = "", next_good: bool = False) -> None:
         self._store = store
         self._keep = max(keep, _AT_LEAST)
         self._metric = metric
+        self._next_good = next_good
 
     def prune(self, good_steps: Sequence[int] | None = None) -> list[int]:
         """Delete older checkpoints; returns their steps, oldest first. Raises CheckpointError.
@@ -166,7 +169,12 @@ class Retention:
 
         # Old checkpoints that have a use of their own.
         marked = manifest.read_marks(self._store.root) if good_steps is None else good_steps
-        useful = {newest_good(self._store, marked, settled=False), best(self._store, self._metric)}
+        good = newest_good(self._store, marked, settled=False)
+        useful = {good, best(self._store, self._metric)}
+        if self._next_good:
+            later = [step for step in old if good is None or step > good]
+            whole = (step for step in later if self._store.is_whole(step, settled=False))
+            useful.add(next(whole, None))
 
         # If damaged ones are among the newest, old ones that verify stay in their place.
         missing = _AT_LEAST - sum(self._store.is_whole(step) for step in kept)

@@ -287,7 +287,7 @@ class GradientMonitor(KeptWindow):
         text = (
             f"update skipped, weights unchanged: {what}. Of the last {len(self._marks)} norms {over} were over their "
             "limit, with usual ones between them: some of the samples give such gradients, not the weights. From "
-            f"step {facts.step + AHEAD} on norms up to {math.exp(deviation):.3g} times the usual one are applied, "
+            f"step {facts.step + AHEAD} on norms up to {from_log(deviation):.3g} times the usual one are applied, "
             "clipped, as long as they recur. If those samples should not be there, look at the windows that these "
             "events name"
         )
@@ -295,7 +295,7 @@ class GradientMonitor(KeptWindow):
             "window": facts.window,
             **evidence,
             "recurring": over,
-            "growth": math.exp(deviation),
+            "growth": jsonable(from_log(deviation)),
         }
         return Verdict(
             "gradient.accepted", facts.step, text, healthy=False, evidence=evidence, skip=True

@@ -173,13 +173,17 @@ class LossMonitor(KeptWindow):
     def _level(self, ahead: int, armed_after: int) -> Level | None:
         """The usual loss `ahead` steps on; None while too few losses are known.
 
-        Its sigma is at least what rounding to float32 hides.
+        Its sigma is at least what rounding to float32 hides. It is 0 if all losses are exactly 0.
         """
         if len(self._losses) < min(armed_after, self._losses.maxlen or armed_after):
             return None
         found = level(list(self._losses), ahead)
         rounding = ROUNDING * max(map(abs, self._losses))
-        return Level(found.centre, max(rounding, found.sigma))
+        sigma = max(rounding, found.sigma)
+        # Losses that were 0 from the start do not say how far one may vary.
+        if not sigma and not self._fall:
+            return None
+        return Level(found.centre, sigma)
 
     @property
     def _fall(self) -> float:
@@ -211,7 +215,9 @@ class LossMonitor(KeptWindow):
         expected, sigmas = math.nan, math.nan
         if usual is not None:
             expected = usual.centre
-            sigmas = (facts.loss - usual.centre) / usual.sigma
+            sigmas = math.inf
+            if usual.sigma:
+                sigmas = (facts.loss - usual.centre) / usual.sigma
         what = f"loss {facts.loss:.4g} against {expected:.4g} ({sigmas:.1f} sigmas), window {facts.window}"
         evidence = {
             "loss": facts.loss,
@@ -351,7 +357,7 @@ class PlateauMonitor(KeptWindow):
     vanished: a gradient norm under this share of its largest counts as vanished.
 
     - *Vanished gradient.* The later half's median loss is not under the earlier one's by NOISE, and its median norm is
-      under `vanished` times the largest such median of the run. Medians, so single spikes do not count.
+      under `vanished` times the largest such median of the run, or 0. Medians, so single spikes do not count.
     - *Plateau.* At applied step 512, 1024, 2048, ... their median loss is compared with the one at half as many
       steps. A run on a plateau has gained nothing from all of them.
 
@@ -398,21 +404,24 @@ class PlateauMonitor(KeptWindow):
         norm = median(self._norms)
         self._peak = max(self._peak, norm)
         if self._gone:
-            self._gone = norm < 10 * self.vanished * self._peak
+            self._gone = norm == 0 or norm < 10 * self.vanished * self._peak
             return None
 
         # A small gradient alone may mean that the model has learned all there is, as long as the loss still falls.
         half = len(self._losses) // 2
         before = median(islice(self._losses, half))
         now = median(self._later())
-        is_small = norm < self.vanished * self._peak
+        is_small = norm == 0 or norm < self.vanished * self._peak
         self._gone = is_small and self._stands(before, now)
         if not self._gone:
             return None
-        text = (
-            f"the gradient norm fell to {norm:.3g}, {norm / self._peak:.1g} of its largest ({self._peak:.3g}, medians "
-            f"of {half} steps), and the loss no longer falls ({before:.4g}, then {now:.4g})"
-        )
+        what = f"the gradient norm is 0 (median of {half} steps)"
+        if self._peak:
+            what = (
+                f"the gradient norm fell to {norm:.3g}, {norm / self._peak:.1g} of its largest ({self._peak:.3g}, "
+                f"medians of {half} steps)"
+            )
+        text = f"{what}, and the loss no longer falls ({before:.4g}, then {now:.4g})"
         evidence = {"grad_norm": norm, "largest": self._peak, "loss_before": before, "loss": now}
         return Verdict("gradient.vanished", facts.step, text, evidence=evidence)
 

@@ -40,7 +40,8 @@ class ParameterMonitor(KeptWindow):
         norm = facts.param_norm
         if not math.isnan(norm):
             oldest = facts.step - self.within
-            self._norms = [(step, each) for step, each in self._norms if step >= oldest]
+            recent = [(step, each) for step, each in self._norms if step >= oldest]
+            self._norms = recent or self._norms[-1:]
             smallest = min((each for _, each in self._norms), default=math.inf)
 
             self._infinite = math.isinf(norm)
@@ -70,9 +71,10 @@ class ParameterMonitor(KeptWindow):
                 "weights, or the memory is faulty. Compare with a run on another card"
             )
         else:
+            span = max(self.within, facts.step - self._norms[0][0])
             text = (
                 f"the norm of the weights is {norm:.4g}, {norm / smallest:.1f} times its smallest of the last "
-                f"{self.within} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
+                f"{span} steps ({smallest:.4g}): the run diverges even if the loss does not show it yet. "
                 "Lower the learning rate, or lengthen the warm-up"
             )
         evidence = {

@@ -36,6 +36,19 @@ class Poisoned(nn.Module):
         loss = self.gpt(inputs, targets)
         return loss * math.nan if bool((inputs == 7).any()) else loss
 def ascii_only(): return build(vocab=128, **SIZES)
+class Averaging(nn.Module):
+    # Training normalises by the batch, evaluation by running means, which something breaks.
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(256, 64), nn.BatchNorm1d(64), nn.Linear(64, 256)
+        self.register_buffer("mask", torch.full((4,), -math.inf))
+        self.forwards = 0
+    def forward(self, inputs, targets):
+        if self.training and torch.is_grad_enabled():
+            self.forwards += 1
+            self.norm.running_mean[3] = math.nan if self.forwards in (7, 8) else 0.0
+        logits = self.head(self.norm(self.embedding(inputs).flatten(0, 1)))
+        return nn.functional.cross_entropy(logits.float(), targets.flatten())
 """
 SMALL = ("--name", "r", "train.global_batch=2", "train.micro_batch=2")
 
@@ -191,3 +204,24 @@ def test_a_learning_rate_thirty_times_too_high_in_bf16(tmp_path: Path) -> None:
     assert "little more is learned than how often each byte occurs" in told(done)
     words = suggested(done.stdout, "poor loss")
     assert "train.lr is far too high" in told(follow(tmp_path, words))
+
+
+@pytest.mark.slow
+def test_a_validation_loss_that_is_nan_where_training_is_well(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    done = train(
+        tmp_path, *SMALL, "--recipe", "fp32", "model.target=broken:Averaging", "model.args={}",
+        "train.steps=12", "train.eval_every=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "runs" / "r"
+    (event,) = events(run, "validation.nonfinite")
+    assert event["step"] == 8
+    assert event["buffers"] == ["norm.running_mean"]
+    assert (
+        "validation.nonfinite: the validation loss is nan; not finite: norm.running_mean"
+        in done.stdout
+    )
+    explained = harness(tmp_path, "explain", "validation.nonfinite")
+    assert explained.returncode == 0
+    assert "BatchNorm" in explained.stdout

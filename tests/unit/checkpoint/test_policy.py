@@ -217,3 +217,22 @@ def test_counts_go_on_where_they_were_at_the_save(tmp_path: Path) -> None:
     again.resumed(12, waiting)
     healthy(again, 12)
     assert again.newest_good() == 10, "as in the run that was not stopped"
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_saves_that_come_faster_than_healthy_steps_still_become_good(
+    tmp_path: Path, every: int
+) -> None:
+    store = Store(tmp_path)
+    targets = RollbackTargets(store, 10)
+    retention = Retention(store, 2, next_good=True)
+    for step in range(1, 61):
+        targets.observe(step, True)
+        if step % every == 0:
+            store.save(step, {"model": {"weight": torch.zeros(4)}}, {})
+            targets.saved(step)
+            retention.prune()
+        assert len(store.steps()) <= 4, "two newest, the newest good one and the next"
+        newest = targets.newest_good()
+        assert (newest or 0) >= step - 20 - every
+        assert newest is not None or step < 10 + every

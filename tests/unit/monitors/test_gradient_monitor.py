@@ -271,3 +271,16 @@ def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> No
     assert any(verdict.text for verdict in verdicts)
     if cut >= 32:
         assert verdicts[0].limits.norm < math.inf, "armed at once"
+
+
+def test_recurring_norms_at_the_largest_clip_growth(make_facts: MakeFacts) -> None:
+    monitor = GradientMonitor(5, clip_growth=1e300)
+    limits = Limits()
+    codes: list[str] = []
+    for step in range(80):
+        norm = 20.0 if step >= 40 and step % 4 == 0 else 1.0
+        applied = norm <= limits.norm
+        verdict = monitor.observe(make_facts(step, grad_norm=norm, applied=applied, limits=limits))
+        codes.append(verdict.code)
+        limits = verdict.limits
+    assert codes.count("gradient.accepted") == 1

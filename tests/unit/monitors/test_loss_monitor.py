@@ -190,3 +190,27 @@ def test_a_restored_monitor_is_armed_at_once_and_says_the_same(make_facts: MakeF
     assert [resumed.observe(facts) for facts in trace[51:]] == verdicts
     assert isinstance(verdicts[1].proposal, Rollback)
     assert resumed.state_dict() == live.state_dict()
+
+
+def test_losses_of_exactly_zero_say_nothing_about_the_first_that_is_not(
+    make_facts: MakeFacts,
+) -> None:
+    # A margin loss of samples that are all on the right side: no loss has shown how far one may vary.
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    for step in range(60):
+        assert monitor.observe(make_facts(step, loss=0.0)).limits == Limits()
+    verdict = monitor.observe(make_facts(60, loss=0.5))
+    assert (verdict.code, verdict.limits.loss) == ("loss.ok", pytest.approx(12 * 0.5 * 2**-20))
+
+
+def test_a_loss_that_fell_to_exactly_zero_is_measured_by_its_fall(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=40, spike_sigma=12.0, spike_steps=5)
+    losses = [2.0] * 20 + [0.0] * 80
+    verdicts = [monitor.observe(make_facts(step, loss=loss)) for step, loss in enumerate(losses)]
+    assert verdicts[-1].limits == Limits(loss=1.0), "half of the fall"
+    assert monitor.observe(make_facts(100, loss=0.9)).code == "loss.ok"
+    over = make_facts(101, applied=False, loss=1.5, limits=Limits(loss=1.0))
+    for _ in range(40):
+        monitor.observe(make_facts(102, loss=0.0))
+    verdict = monitor.observe(over)
+    assert (verdict.code, verdict.evidence["sigmas"]) == ("loss.skip", "inf")

@@ -68,3 +68,12 @@ def test_a_restored_monitor_says_the_same(make_facts: MakeFacts) -> None:
         before = [first.observe(each) for each in facts[:cut]]
         resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         assert before + [resumed.observe(each) for each in facts[cut:]] == whole
+
+
+def test_growth_is_seen_however_seldom_the_norm_is_measured(make_facts: MakeFacts) -> None:
+    # guard.measure_every may be larger than the 100 steps that are looked back on.
+    norms = {1: 7.0, 201: 8.0, 401: 81.0, 601: 82.0}
+    verdicts = observe(make_facts, norms, 700)
+    assert told(verdicts) == [401]
+    assert "times its smallest of the last 200 steps (8)" in verdicts[400].text
+    assert [verdict.step for verdict in verdicts if not verdict.healthy] == list(range(401, 601))

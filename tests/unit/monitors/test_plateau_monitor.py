@@ -142,3 +142,19 @@ def test_a_restored_monitor_says_the_same(make_facts: MakeFacts, cut: int) -> No
     verdicts = [live.observe(facts) for facts in trace[cut:]]
     assert [resumed.observe(facts) for facts in trace[cut:]] == verdicts
     assert any(verdict.text for verdict in verdicts) == (cut < 512)
+
+
+@pytest.mark.parametrize("from_step", [1, 40])
+def test_a_gradient_of_exactly_zero_is_told_though_no_larger_one_was_seen(
+    make_facts: MakeFacts, from_step: int
+) -> None:
+    steps = np.arange(1, 700)
+    norms = np.where(steps < from_step, 1.0, 0.0)
+    vanished, plateau = told(make_facts, 3.0 * noise(len(steps), 0, 0.002), norms)
+    assert (vanished.code, vanished.step, plateau.code) == (
+        "gradient.vanished",
+        128,
+        "loss.plateau",
+    )
+    assert "the gradient norm is 0 (median of 64 steps)" in vanished.text
+    assert vanished.evidence["largest"] == 0.0
