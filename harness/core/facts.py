@@ -340,9 +340,10 @@ class StepFacts:
         """Whether the update was skipped because loss or gradient norm, both finite, were over the limits in force."""
         if not (math.isfinite(self.loss) and math.isfinite(self.grad_norm)):
             return False
-        # The device compared in float32.
-        loss_limit = float(np.float32(self.limits.loss))
-        norm_limit = float(np.float32(self.limits.norm))
+        # The device compared in float32, in which a large limit is none.
+        with np.errstate(over="ignore"):
+            loss_limit = float(np.float32(self.limits.loss))
+            norm_limit = float(np.float32(self.limits.norm))
         return self.loss > loss_limit or self.grad_norm > norm_limit
 
 

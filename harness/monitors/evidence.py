@@ -285,7 +285,7 @@ class Evidence:
         amax = self._spread(slots.amax)
         self._amax = np.concatenate([self._amax[1:], amax[None]])
         infinite = np.isinf(amax)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             growth = np.where(self._amax[0] > 0, amax / self._amax[0], np.nan)
         return np.stack(
             [

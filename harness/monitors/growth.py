@@ -81,7 +81,7 @@ class Growth:
         newest = np.take_along_axis(self._scale, last[None], axis=0)[0]
 
         # log2 of g; a scale that rises means a tensor that shrinks.
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             octaves = np.log2(oldest / newest) / (last - first)
         grows = valid.any(axis=0) & (last > first)
         octaves = np.where(grows, octaves, 0.0)

@@ -6,6 +6,7 @@ The job itself is in train.py, which loads torch.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,13 +126,25 @@ def read_policies(
 
     Raises ConfigError with every problem of both.
     """
-    from harness.core.config import load_config
-    from harness.precision.recipe import load_recipe
+    from harness.core.config import RunConfig, load_config
+    from harness.precision.recipe import Recipe, load_recipe
 
+    # A recipe is one file, which its hash stands for: the command line does not change it.
     problems: list[Problem] = []
+    sections = Recipe.model_fields.keys() - RunConfig.model_fields.keys() - {"name", "description"}
+    words: list[str] = []
+    for word in overrides or []:
+        section = re.split("[.=]", word, maxsplit=1)[0]
+        if section not in sections:
+            words.append(word)
+            continue
+        what = f"{word}: {section} is a section of the recipe, not of the config"
+        fix = "set it in a copy of the recipe's file, and give its path with --recipe"
+        problems.append(Problem(what, "command line", fix=fix))
+
     run_config = precision_recipe = None
     try:
-        run_config = load_config(config, overrides or [], recipe)
+        run_config = load_config(config, words, recipe)
     except ConfigError as error:
         problems += error.problems
 
@@ -145,7 +158,7 @@ def read_policies(
     except ConfigError as error:
         problems += error.problems
 
-    if run_config is None or precision_recipe is None:
+    if problems or run_config is None or precision_recipe is None:
         raise ConfigError(problems)
     return run_config, precision_recipe
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from fallback_support import LAYERS, drive, make_facts
 
 from harness.core.config import FallbackConfig
 from harness.core.facts import StepFacts
 from harness.monitors.fallback import FallbackController
+from harness.monitors.growth import Growth
 
 SLOT = f"{LAYERS[1]}.input"
 # The first amaxes of an `mlp.down.input` each, in runs whose bf16 twins train without a spike; in each of the first
@@ -149,3 +151,15 @@ def test_a_scale_that_does_not_follow_is_a_fault() -> None:
     assert switched([1.4] * 8, frozen=1.0, clipped=0.2) == [(LAYERS[1],)], (
         "so much is cut off, and nothing grows"
     )
+
+
+def test_a_move_over_all_of_float32_s_range_is_no_warning() -> None:
+    controller = FallbackController(FallbackConfig(), LAYERS)
+    amaxes = [1e-30] * 3 + [1e30] * 20
+    drive(controller, lambda step, demoted: make_facts(step, amax={SLOT: amaxes[step]}), range(23))
+
+    growth = Growth(window=2, warmup=0, layers=1)
+    amax = np.ones((1, 3), dtype=np.float32)
+    for scale in (1e30, 1e30, 1e-30):
+        growth.note(np.full((1, 3), scale, dtype=np.float32), amax)
+    assert (growth.headroom() > 1).all()

@@ -284,3 +284,8 @@ def test_recurring_norms_at_the_largest_clip_growth(make_facts: MakeFacts) -> No
         codes.append(verdict.code)
         limits = verdict.limits
     assert codes.count("gradient.accepted") == 1
+
+
+def test_a_limit_beyond_float32_is_none(make_facts: MakeFacts) -> None:
+    facts = make_facts(7, applied=False, grad_norm=1e38, limits=Limits(loss=1e300, norm=1e300))
+    assert not facts.over_limits

@@ -74,3 +74,13 @@ def test_a_terminal_that_is_not_utf8_shows_question_marks(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert b"Lauf-?" in done.stdout
+
+
+def test_keys_of_the_recipe_on_the_command_line_say_where_they_go() -> None:
+    given = ["fp8.margin=1", "layers={fuse: true}", "train.stpes=3"]
+    done = CliRunner().invoke(app, ["estimate", "--config", "tiny", *given])
+    assert done.exit_code == 2
+    assert "fp8.margin=1: fp8 is a section of the recipe" in done.stderr
+    assert "layers={fuse: true}: layers is a section of the recipe" in done.stderr
+    assert done.stderr.count("in a copy of the recipe's file") == 2
+    assert 'did you mean "steps"' in done.stderr, "all problems at once"
