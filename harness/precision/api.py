@@ -344,7 +344,7 @@ class Precision:
         # Whether gradients will carry a scale that nobody must touch: in torch's own loop the hooks divide it out.
         scales = ready.loss_scale is not None and not ready.loss_scale.retired
         carry_scale = scales and not self._hooks.begun
-        others = self._hooks.leaves_beside(loss) if carry_scale else []
+        others = self._hooks.leaves_beside(loss) if scales else []
 
         # Activation checkpoints run forwards again in here, so the backend's state has to be that of the forward.
         with self.turn.hold("backward()"):
@@ -364,7 +364,7 @@ class Precision:
 
         self._loss += loss.detach().float().reshape(()).to(ready.device)
         ready.window.backward_done(ready.parameters(), carry_scale)
-        ready.window.reached_others(others)
+        ready.window.reached_others(others, carry_scale)
         if ready.shards is not None:
             ready.shards.backward_done(carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))

@@ -275,8 +275,10 @@ class OpenWindow:
     copies: deep copies of the model or of its parts that computed with gradients under its scales. An optimizer of a
         copy is refused as well.
 
-    A loss may reach leaves that are not the model's, such as weights of its own. Their gradients carry the loss scale
-    too. Only an optimizer that `step` is given with the model's own may use them.
+    A loss may reach leaves that are not the model's: weights of its own, or a module before the model. In calls by hand
+    their gradients carry the loss scale too. In torch's own loop they are true, but not finite where fp16 overflowed.
+    An optimizer of such leaves belongs into the same `step` or `wrap` as the model's. One that is not there may use
+    gradients that are true and finite.
     """
 
     def __init__(self, owns_any: OwnsAny) -> None:
@@ -294,8 +296,8 @@ class OpenWindow:
         self._left: tuple[nn.Parameter, _Mark | None] | None = None
         # How the last `backward` left every gradient, under a loss scale.
         self._marks: dict[nn.Parameter, _Mark | None] = {}
-        # The same of leaves outside of the model, also after the window. An address may be used again, so the gradient
-        # itself is held, weakly.
+        # The same of leaves outside of the model, also after the window, and whether the gradient is scaled. An address
+        # may be used again, so the gradient itself is held, weakly.
         self._others: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         _watch_optimizers()
         _windows.add(self)
@@ -324,11 +326,14 @@ class OpenWindow:
         gradients = [each.grad for each in parameters if each.grad is not None]
         return not any(bool(local_of(grad).any()) for grad in gradients)
 
-    def reached_others(self, leaves: Iterable[torch.Tensor]) -> None:
-        """A scaled backward accumulated gradients in these leaves, which are not the model's."""
+    def reached_others(self, leaves: Iterable[torch.Tensor], scaled: bool) -> None:
+        """A backward under a loss scale accumulated gradients in these leaves, which are not the model's.
+
+        scaled: the gradients carry the scale.
+        """
         for leaf in leaves:
             if leaf.grad is not None:
-                self._others[leaf] = (ref(leaf.grad), leaf.grad._version)
+                self._others[leaf] = (ref(leaf.grad), leaf.grad._version, scaled)
 
     def check_gradients(self, call: str) -> None:
         """Raises MisuseError if gradients are not as the last `backward` left them."""
@@ -437,24 +442,34 @@ class OpenWindow:
         raise misuse("step()", what, why, fix)
 
     def _refuse_of_others(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        scaled = [parameter for parameter in parameters if self._is_as_left(parameter)]
-        if not scaled:
-            return
-        what = f"{type(optimizer).__name__}.step() was called directly, on {len(scaled)} parameters beside the model"
-        why = "precision.backward(loss) reached them, so their gradients carry the loss scale"
-        fix = (
-            "precision.step([first, second]) for both optimizers; or precision.wrap(...) of the model's, before the"
-            " loop: gradients are then true"
-        )
-        raise misuse("step()", what, why, fix)
+        scaled = 0
+        true: list[torch.Tensor] = []
+        for parameter in parameters:
+            held: tuple[ReferenceType[torch.Tensor], int, bool] | None = self._others.get(parameter)
+            if held is None or parameter.grad is None or held[0]() is not parameter.grad:
+                continue
+            _, version, is_scaled = held
+            if not is_scaled:
+                true.append(parameter.grad)
+            elif parameter.grad._version == version:
+                scaled += 1
 
-    def _is_as_left(self, leaf: nn.Parameter) -> bool:
-        """Whether the gradient of a leaf that is not the model's is as the last scaled backward left it."""
-        held: tuple[ReferenceType[torch.Tensor], int] | None = self._others.get(leaf)
-        if held is None or leaf.grad is None:
-            return False
-        grad, version = held
-        return grad() is leaf.grad and leaf.grad._version == version
+        name = type(optimizer).__name__
+        if scaled:
+            what = f"{name}.step() was called directly, on {scaled} parameters beside the model"
+            why = "precision.backward(loss) reached them, so their gradients carry the loss scale"
+            fix = (
+                "precision.step([first, second]) for both optimizers; or precision.wrap(...) of the model's, before the"
+                " loop: gradients are then true"
+            )
+            raise misuse("step()", what, why, fix)
+
+        # The host waits for these: such an optimizer is of few parameters, and only under fp16.
+        if any(not bool(grad.isfinite().all()) for grad in true):
+            what = f"{name} is not wrapped, and gradients of its parameters, which are beside the model, are not finite"
+            why = "fp16 overflowed, as it may at any time; the model skips that update, and these would become NaN"
+            fix = "precision.wrap([first, second]), with the model's optimizer, skips it for both"
+            raise misuse("step()", what, why, fix)
 
 
 _windows: Live[OpenWindow] = Live()

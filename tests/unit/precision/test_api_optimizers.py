@@ -194,6 +194,31 @@ def test_scaled_gradients_of_a_loss_are_not_applied_by_another_optimizer(late: b
     assert (loss_function.weights != 1).all()
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_overflow_does_not_reach_a_module_before_the_model(wrapped: bool) -> None:
+    """Wrapped together, both updates are skipped. Alone, the module's optimizer is refused before it writes NaN."""
+    precision, model = prepared(recipe("fp16_scaler"))
+    before = nn.Linear(16, 16)
+    own = optim.SGD(before.parameters(), lr=0.1)
+    others = [own] if wrapped else []
+    optimizer = precision.wrap([adamw(model), *others])
+    for size in (1.0, 1e30, 1.0):
+        x, y = batch(0)
+        loss = nn.functional.mse_loss(model(before(x) * size).float(), y)
+        loss.backward()
+        optimizer.step()
+        assert optimizer.outcome is not None
+        assert optimizer.outcome.was_applied == (size == 1)
+        if not wrapped and size > 1:
+            with pytest.raises(MisuseError, match=r"beside the model[\s\S]*wrap\(\["):
+                own.step()
+        elif not wrapped:
+            own.step()
+        assert before.weight.isfinite().all()
+        optimizer.zero_grad()
+        own.zero_grad()
+
+
 @pytest.mark.parametrize("name", ["fp8_hybrid", "fp32"])
 def test_sparse_gradients_are_refused(name: str) -> None:
     class Sparse(nn.Module):
