@@ -372,8 +372,10 @@ class GuardConfig(Strict):
         default=5,
         description="skipped steps in a row until a rollback, or until large norms are accepted",
     )
-    spike_window: Positive = Field(
+    # Of fewer losses the usual spread may come out as 0, and any rise would be a spike.
+    spike_window: int = Field(
         default=40,
+        ge=8,
         description="applied steps that define the usual loss and norm",
     )
     spike_sigma: float = Field(

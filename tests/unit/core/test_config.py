@@ -127,3 +127,11 @@ def test_changed_keys_are_dotted() -> None:
     assert "train.steps" in keys
     assert "model.args.dim" in keys
     assert "train.seed" not in keys
+
+
+@pytest.mark.parametrize("window", [1, 7])
+def test_a_spread_of_too_few_losses_is_refused(window: int) -> None:
+    """Of one or two losses it would be 0, and every rise a spike."""
+    with pytest.raises(ConfigError, match="spike_window"):
+        load_config("tiny", [f"guard.spike_window={window}"])
+    assert load_config("tiny", ["guard.spike_window=8"]).guard.spike_window == 8

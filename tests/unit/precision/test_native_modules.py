@@ -231,7 +231,7 @@ def test_what_fp8_cannot_differentiate_is_refused() -> None:
     x = torch.randn(4, 32, requires_grad=True)
     with backend.context():
         (first,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
+        with pytest.raises(RuntimeError, match="differentiated again"):
             first.sum().backward()
         for transform in (torch.func.vmap(model), torch.func.jacrev(model)):
             with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
