@@ -783,15 +783,18 @@ def _fix_of(schema: Any, wordless: Sequence[str] = ()) -> str:
     if asked and answered:
         joined = ' + "\\n" + '.join(f".{name}" for name in texts if name in (*asked, *answered))
         return _FIX_PAIR.format(joined)
-    worded = [name for name in texts if name not in wordless]
+    # The fields themselves: a name may stand there twice.
+    worded = [field for field in schema if field.name in texts and field.name not in wordless]
     # A text is no plain name: it may be the first line of a file without a line of names.
-    plain = [name for name in worded if _PLAIN_NAME.fullmatch(name)]
-    if len(worded) == len(plain) == 1 and _is_text(schema.field(plain[0]).type):
-        return f"set data.text_key={plain[0]}"
+    names = [field.name for field in worded]
+    if len(worded) == 1 and _is_text(worded[0].type) and _PLAIN_NAME.fullmatch(names[0]):
+        return f"set data.text_key={names[0]}"
     if worded:
-        keys = [key for name in worded for key in _keys_of_texts(schema.field(name))]
+        keys: list[str] = []
+        for field in worded:
+            keys += _keys_of_texts(field)
         # The row's columns are named before; the fields within them are not.
-        named = f": {some(keys, _COLUMNS_NAMED)}" if keys and keys != worded else ""
+        named = f": {some(keys, _COLUMNS_NAMED)}" if keys and keys != names else ""
         return f"{_FIX_KEY}{named}"
     return _FIX_LIST.format(lists[0]) if lists else _FIX_NUMBERS
 
