@@ -849,7 +849,8 @@ def data_doubts(config: RunConfig, facts: Mapping[str, Any]) -> list[str]:
     if padded := facts.get("padded_unmarked"):
         doubts.append(
             f"{some(padded, _NAMED)}: texts of different lengths are padded with the data set's pad_id (else 0), "
-            "and no field is called labels, which would be padded with -100: a loss must leave the padding out"
+            "as no field is called labels, label or targets. Those are padded with -100, which cross-entropy ignores. "
+            "Here the loss itself must leave the padding out"
         )
     copies_seen, seen = facts.get("repeated_samples", (0, 0))
     if copies_seen:

@@ -11,8 +11,8 @@ from harness.monitors.base import KeptWindow, MonitorContext
 class ParameterMonitor(KeptWindow):
     """Watches the L2 norm of the trainable parameters, at the steps in which it was measured.
 
-    growth: a norm this many times the smallest of the last `within` steps is reported. A norm of 0 is not compared
-    with.
+    growth: a norm this many times the smallest of the last `within` steps is reported. If none was measured in these,
+        it is compared with the measurement before. A norm of 0 is not compared with.
 
     Verdicts: `parameters.growth` (unhealthy until the norm has settled, reported once per streak), else
     `parameters.ok`. If the weights are not finite it proposes a rollback. Such a rollback skips no windows: no bad

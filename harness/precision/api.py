@@ -27,6 +27,7 @@ from harness.precision.recipe import Recipe, load_recipe
 from harness.precision.standard import (
     Standard,
     WrappedOptimizer,
+    leaves_of,
     own_backward,
     unwrapped,
     wrap_problems,
@@ -344,13 +345,14 @@ class Precision:
         # Whether gradients will carry a scale that nobody must touch: in torch's own loop the hooks divide it out.
         scales = ready.loss_scale is not None and not ready.loss_scale.retired
         carry_scale = scales and not self._hooks.begun
-        others = self._hooks.leaves_beside(loss) if scales else []
+        # Found now: backward frees the graph.
+        reached = list(leaves_of([loss])) if scales else []
 
         # Activation checkpoints run forwards again in here, so the backend's state has to be that of the forward.
         with self.turn.hold("backward()"):
             self.in_backward = True
             try:
-                unscaling = self._hooks.true_gradients(loss)
+                unscaling = self._hooks.true_gradients(reached)
                 with (
                     _no_autocast(ready.device),
                     ready.backend.backward_context(),
@@ -364,7 +366,7 @@ class Precision:
 
         self._loss += loss.detach().float().reshape(()).to(ready.device)
         ready.window.backward_done(ready.parameters(), carry_scale)
-        ready.window.reached_others(others, carry_scale)
+        ready.window.reached_others(self._hooks.beside(reached), carry_scale)
         if ready.shards is not None:
             ready.shards.backward_done(carry_scale)
         ready.backend.end_micro_batch(lambda values: max_over_ranks(values.clone()))

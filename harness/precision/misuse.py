@@ -100,12 +100,11 @@ def _needs_closure(kind: type[Optimizer]) -> bool:
     if issubclass(kind, LBFGS):
         return True
     _, *arguments = signature(kind.step).parameters.values()
-    named = [
-        each
-        for each in arguments
-        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    ]
-    return any(each.default is Parameter.empty for each in named)
+    for each in arguments:
+        is_named = each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        if is_named and each.default is Parameter.empty:
+            return True
+    return False
 
 
 def sharded_problems(call: str, parameters: Iterable[nn.Parameter]) -> list[Problem]:
@@ -277,7 +276,7 @@ class OpenWindow:
 
     A loss may reach leaves that are not the model's: weights of its own, or a module before the model. In calls by hand
     their gradients carry the loss scale too. In torch's own loop they are true, but not finite where fp16 overflowed.
-    An optimizer of such leaves belongs into the same `step` or `wrap` as the model's. One that is not there may use
+    An optimizer of such leaves belongs in the same `step` or `wrap` as the model's. One that is not there may use
     gradients that are true and finite.
     """
 

@@ -414,32 +414,33 @@ class Standard:
         return widened(result)
 
     @contextmanager
-    def true_gradients(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward of the scaled `loss`: the gradients of all leaves that it reaches come out unscaled."""
+    def true_gradients(self, reached: Iterable[Tensor]) -> Iterator[None]:
+        """Around the backward of a scaled loss: the gradients come out unscaled. reached: the leaves of its graph."""
         if self.gradients is None:
             yield
             return
         # The model's parameters are added by hand: a reentrant checkpoint hides them from the graph.
-        shards = self._ready.shards
-        gathered = [] if shards is None else shards.gathered
-        self.gradients.watch([*self._ready.parameters(), *gathered, *_leaves([loss])])
+        self.gradients.watch([*self._own_leaves(), *reached])
         self.gradients.active = True
         try:
             yield
         finally:
             self.gradients.active = False
 
-    def leaves_beside(self, loss: Tensor) -> list[Tensor]:
-        """The leaves that `loss` reaches and that are not the model's."""
+    def beside(self, reached: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the leaves in `reached` that are not the model's."""
+        own = {id(leaf) for leaf in self._own_leaves()}
+        return [leaf for leaf in reached if id(leaf) not in own]
+
+    def _own_leaves(self) -> list[nn.Parameter]:
         shards = self._ready.shards
         gathered = [] if shards is None else shards.gathered
-        own = {id(parameter) for parameter in [*self._ready.parameters(), *gathered]}
-        return [leaf for leaf in _leaves([loss]) if id(leaf) not in own]
+        return [*self._ready.parameters(), *gathered]
 
     def reached_by(self, losses: Sequence[Any]) -> bool:
         """Whether the graph of one of `losses` holds a parameter of the model."""
         others: list[Any] = []
-        for leaf in _leaves(losses):
+        for leaf in leaves_of(losses):
             if id(leaf) in self._ready.owned:
                 return True
             others.append(leaf)
@@ -535,7 +536,7 @@ def _drop_hooks_of_originals(module: nn.Module) -> None:
                 del hooks[key]
 
 
-def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
+def leaves_of(roots: Iterable[Any]) -> Iterator[Any]:
     """The leaf tensors that the gradients of `roots` are accumulated in, each once."""
     left: list[Any] = []
     for root in roots:

@@ -266,7 +266,7 @@ def _late_median(points: Points) -> float:
 
 
 def _per_side(a: Side, b: Side, metric: str, reduce: Any) -> tuple[float, float] | None:
-    """The median over each side's runs; None if a run does not have the metric since it is on its last machine."""
+    """The median over each side's runs, of the steps on their last machine; None if a run has no figure there."""
     sides: list[float] = []
     for side in (a, b):
         values: list[float] = []

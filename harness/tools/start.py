@@ -126,25 +126,22 @@ def read_policies(
 
     Raises ConfigError with every problem of both.
     """
-    from harness.core.config import RunConfig, load_config
-    from harness.precision.recipe import Recipe, load_recipe
+    from harness.core.config import load_config
+    from harness.precision.recipe import load_recipe
 
-    # A recipe is one file, which its hash stands for: the command line does not change it.
     problems: list[Problem] = []
-    sections = Recipe.model_fields.keys() - RunConfig.model_fields.keys() - {"name", "description"}
-    words: list[str] = []
+    of_config: list[str] = []
     for word in overrides or []:
-        section = re.split("[.=]", word, maxsplit=1)[0]
-        if section not in sections:
-            words.append(word)
-            continue
-        what = f"{word}: {section} is a section of the recipe, not of the config"
-        fix = "set it in a copy of the recipe's file, and give its path with --recipe"
-        problems.append(Problem(what, "command line", fix=fix))
+        if section := _recipe_section(word):
+            what = f"{word}: {section} is a section of the recipe, not of the config"
+            fix = "set it in a copy of the recipe's file, and give its path with --recipe"
+            problems.append(Problem(what, "command line", fix=fix))
+        else:
+            of_config.append(word)
 
     run_config = precision_recipe = None
     try:
-        run_config = load_config(config, words, recipe)
+        run_config = load_config(config, of_config, recipe)
     except ConfigError as error:
         problems += error.problems
 
@@ -161,6 +158,20 @@ def read_policies(
     if problems or run_config is None or precision_recipe is None:
         raise ConfigError(problems)
     return run_config, precision_recipe
+
+
+def _recipe_section(override: str) -> str:
+    """The section that an override names, if only recipes have it; else empty.
+
+    The command line changes no recipe: a run's recipe is one file, and is known by its hash.
+    """
+    from harness.core.config import RunConfig
+    from harness.precision.recipe import Recipe
+
+    section = re.split("[.=]", override, maxsplit=1)[0]
+    # Not its name: `name=...` means the run's, which --name sets.
+    sections = Recipe.model_fields.keys() - {"name", "description"}
+    return section if section in sections - RunConfig.model_fields.keys() else ""
 
 
 def _launcher(has_local_rank: bool) -> str:

@@ -291,8 +291,8 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "gathered weights that a reentrant checkpoint hides get true gradients",
-        "[*self._ready.parameters(), *gathered, *_leaves([loss])]",
-        "[*self._ready.parameters(), *_leaves([loss])]",
+        "self.gradients.watch([*self._own_leaves(), *reached])",
+        "self.gradients.watch([*self._ready.parameters(), *reached])",
         f"{_LOOPS} -k odd_loops",
     ),
     Mutation(
