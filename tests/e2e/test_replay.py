@@ -224,6 +224,7 @@ def no_room(
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_record_that_cannot_be_kept_is_an_event_and_ends_nothing(
     backward_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

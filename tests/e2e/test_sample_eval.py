@@ -93,6 +93,7 @@ def test_eval_says_it_in_words_and_of_earlier_checkpoints(trained: Path) -> None
     assert "95% interval" in signal
 
 
+@pytest.mark.slow
 def test_other_data_are_scored_whole(trained: Path, tmp_path: Path) -> None:
     text = (b"for name in names:\n    print(name, file=stream)\n" * 40)[: 12 * CONTEXT]
     (tmp_path / "other.txt").write_bytes(text)

@@ -93,7 +93,7 @@ def found(store: Store, step: int, path: Path, bit: int) -> bool:
 @pytest.mark.timeout(3600)
 @pytest.mark.faults(4)
 @pytest.mark.parametrize(
-    "flips", [300, pytest.param(FLIPS, marks=(pytest.mark.slow, pytest.mark.attack))]
+    "flips", [100, pytest.param(FLIPS, marks=(pytest.mark.slow, pytest.mark.attack))]
 )
 def test_every_flipped_bit_is_found_and_its_file_named(
     run: Path, figure: Callable[..., None], flips: int

@@ -199,6 +199,7 @@ def with_odd(value: Any, odd: Any) -> Iterator[Any]:
         yield from ([changed] for item in value for changed in with_odd(item, odd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_nightly(ODD, "null", "list"))
 def test_odd_and_missing_fields_end_in_no_traceback(run_dir: Path, kind: str) -> None:
     plan = {

@@ -16,6 +16,8 @@ from tests.support import warm
 from tests.support.matrix import rest_nightly
 from tests.support.runs import LOADED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TELL = """
 import json, os, random, signal, sys, threading

@@ -95,7 +95,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # pytest gives it the tests of all folders.
+    if not is_asked(config):
+        return
     kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         on_a_card = item.path.parent == GPU
         if on_a_card:
@@ -105,14 +109,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if module is not None:
                     module.torch = cpu_torch  # type: ignore[attr-defined]
         item.add_marker("te")
-        if (
+        is_kept = (
             MISSING
             or VERSION == te_wheels.NEWEST
             or on_a_card
             or item.get_closest_marker("every_version")
-        ):
-            kept.append(item)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        )
+        (kept if is_kept else left).append(item)
+    config.hook.pytest_deselected(items=left)
     items[:] = kept
 
 

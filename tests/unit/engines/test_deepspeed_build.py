@@ -74,7 +74,7 @@ def test_one_that_changed_just_now_may_be_another_machines(
     assert not lock.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_living_owner_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_request_to_stop_ends_the_compilers(tmp_path: Path, number: signal.Sig
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_rank_ends_its_compilers(tmp_path: Path) -> None:
     with compiling(tmp_path) as (process, numbers):
         process.kill()

@@ -254,6 +254,7 @@ def test_a_demoted_layer_returns_after_its_dwell_and_the_dwell_doubles() -> None
     assert steps[2] - steps[1] == 2 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far_apart", [True, False])
 def test_only_a_layer_that_leaves_again_soon_stays_away_for_longer(far_apart: bool) -> None:
     """One value just over its limit, three times: what each costs does not depend on what was long ago."""

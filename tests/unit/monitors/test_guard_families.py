@@ -26,7 +26,7 @@ def test_there_are_families_enough_and_each_one_that_is_let_through_says_why() -
     assert all(bool(FAMILIES[name].key) != bool(FAMILIES[name].limit) for name in HARMFUL)
 
 
-@pytest.mark.parametrize("name", rest_slow(HEALTHY, *HEALTHY[::16]))
+@pytest.mark.parametrize("name", rest_slow(HEALTHY, *HEALTHY[::32]))
 def test_a_healthy_course_is_let_through(name: str) -> None:
     course = drive(FAMILIES[name].formula(), 1000)
     assert course.status == "done", course.reason
@@ -34,7 +34,7 @@ def test_a_healthy_course_is_let_through(name: str) -> None:
     assert len(course.rollbacks) <= (2 if name.startswith("tasks learned anew") else 1)
 
 
-@pytest.mark.parametrize("name", rest_slow(HARMFUL, *HARMFUL[::8]))
+@pytest.mark.parametrize("name", rest_slow(HARMFUL, *HARMFUL[::16]))
 def test_a_harmful_course_is_ended_and_the_key_is_named_or_its_limit_is(name: str) -> None:
     family = FAMILIES[name]
     course = drive(family.formula(), 2500)

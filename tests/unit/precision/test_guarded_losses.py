@@ -63,6 +63,7 @@ class Run:
 STRONG = range(60, 69)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", rest_nightly([-8.0, -1.0, 1024.0], -8.0))
 def test_a_shift_of_the_loss_changes_no_decision(shift: float) -> None:
     """Nine windows in a row give large norms: five are skipped, and one that was on its way; then they are accepted."""

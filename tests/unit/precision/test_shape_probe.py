@@ -275,7 +275,7 @@ def test_a_damaged_cache_is_ignored_and_said(text: str, monkeypatch: pytest.Monk
     assert f"ignored the damaged {path}" in note
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bench_that_fails_says_why_in_the_plan() -> None:
     policy = recipe()
     te = policy.model_copy(update={"ladder": policy.ladder[:1]})

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from typer.testing import CliRunner
 
@@ -305,6 +304,8 @@ def test_another_file_for_deepspeed_is_a_cause(tmp_path: Path) -> None:
 
 
 def test_several_seeds_are_a_side_with_an_interval(tmp_path: Path) -> None:
+    import scipy.stats  # takes over a second, in every process that collects tests
+
     losses = {"a": [2.0, 2.1, 2.4], "b": [2.2, 2.6, 2.5]}
     folders: list[Path] = []
     for side, values in losses.items():

@@ -246,6 +246,7 @@ def test_rank_hours_are_those_of_each_start(tmp_path: Path) -> None:
     assert cost["rank hours"] == "2.5: 1 rank on A100 for 30:00, 4 ranks on H100 for 30:00"
 
 
+@pytest.mark.slow
 def test_a_large_run_fits_and_its_spikes_are_there(tmp_path: Path) -> None:
     # 32 layers of 4 Linears, and more steps than a page has points. More of them only join more steps in a point.
     model = make_run(tmp_path / "large", steps=1400, linears=128)

@@ -52,6 +52,7 @@ def listed(folder: Path, *words: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["runs"]
 
 
+@pytest.mark.slow
 def test_a_real_run_has_its_figures_in_its_line(tmp_path: Path) -> None:
     done = runs.train(tmp_path, "--name", "r", "--recipe", "fp8_hybrid", "train.steps=3")
     assert done.returncode == 0, done.stdout[-2000:]
