@@ -3,7 +3,8 @@
 `predict` picks the rung that the recipe would take on the card and traces a step on it (`trace.py`). It traces the same
 run in bf16 too, as the baseline.
 
-Memory: the trace's peak of live storages, plus what a process's CUDA context takes. Fragmentation is not predicted.
+Memory: the trace's peak of live storages, plus what a process's CUDA context takes. Where blocks are compiled, less is
+live (`fusion.py`). Fragmentation is not predicted.
 
 Time: each operation of the traced step takes as long as the roofline says (`roofline.py`), one after the other. If the
 host needs longer to launch the kernels, the host's time counts instead. Where the run would compile its blocks, their

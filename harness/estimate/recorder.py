@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.core.sharded import local_of
+from harness.estimate.memory import Change, Kept, Peak, peak
 from harness.estimate.roofline import OPTIMIZER, Op, Piece, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
@@ -362,9 +363,10 @@ class Recorder(TorchDispatchMode):
     tf32: whether the card has TF32.
     ops: the operations since `forget`.
     waits, transfers, collectives: those since `forget`.
+    changes: of the memory that is live, since `forget`, in order.
     phase, step, micro, block: set by the driver of a step; they apply to the operations that follow.
-    live, peak: bytes of storages now, and the most so far; each storage is rounded up to `_BLOCK`.
-    kinds, kinds_at_peak: the same bytes by kind (see `label`).
+    live: bytes of storages now; each storage is rounded up to `_BLOCK`.
+    kinds: the same bytes by kind (see `label`).
     lasting: the most bytes of `LASTING` kinds when an update began.
     routing: which rows go to which expert.
 
@@ -383,6 +385,7 @@ class Recorder(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.transfers: list[Transfer] = []
         self.collectives: list[Collective] = []
+        self.changes: list[Change] = []
 
         # Set by the driver of a step.
         self.phase = "build"
@@ -391,9 +394,9 @@ class Recorder(TorchDispatchMode):
         self.block: int | None = None
 
         # Memory; `_storages` has (bytes, kind, weak reference) by the storage's id.
-        self.live = self.peak = self.lasting = 0
+        self.live = self.lasting = 0
         self.kinds: Counter[str] = Counter()
-        self.kinds_at_peak: Counter[str] = Counter()
+        self._before: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
         self._weight_shapes: frozenset[tuple[int, ...]] = frozenset()
         # A number for each storage that was ever seen: ids are used again.
@@ -431,15 +434,19 @@ class Recorder(TorchDispatchMode):
         before, kind, ref = self._storages[key]
         after = _rounded(size)
         self._storages[key] = (after, kind, ref)
-        self._count(kind, after - before)
+        storage = ref()
+        assert storage is not None
+        self._count(self._number(storage), kind, after - before)
 
-    def _count(self, kind: str, size: int) -> None:
-        """More bytes are live, or fewer."""
+    def _count(self, storage: int, kind: str, size: int) -> None:
+        """More bytes are live, or fewer, by the storage of this number."""
+        self.changes.append(Change(len(self.ops), storage, size, kind))
         self.live += size
         self.kinds[kind] += size
-        if self.live > self.peak:
-            self.peak = self.live
-            self.kinds_at_peak = Counter(self.kinds)
+
+    def peak(self, kept: Iterable[Kept] = ()) -> Peak:
+        """The most that was live since `forget`. kept: of steps with compiled blocks (`fusion.py`)."""
+        return peak(self._before, self.changes, kept)
 
     def note_lasting(self) -> None:
         """Call it when an update begins: all gradients are there, and no activations."""
@@ -472,8 +479,10 @@ class Recorder(TorchDispatchMode):
             if key in self._storages and self._storages[key][1] != kind:
                 old_size, old_kind, ref = self._storages[key]
                 self._storages[key] = (old_size, kind, ref)
-                self.kinds[old_kind] -= old_size
-                self.kinds[kind] += old_size
+                storage = ref()
+                assert storage is not None
+                self._count(self._number(storage), old_kind, -old_size)
+                self._count(self._number(storage), kind, old_size)
                 size += old_size
         return size
 
@@ -497,8 +506,8 @@ class Recorder(TorchDispatchMode):
         self.waits = []
         self.transfers = []
         self.collectives = []
-        self.peak = self.live
-        self.kinds_at_peak = Counter(self.kinds)
+        self.changes = []
+        self._before = Counter(self.kinds)
 
     def __torch_dispatch__(
         self,
@@ -662,14 +671,17 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device.type != self.device:
                 continue
-            storage = tensor.untyped_storage()
-            number = self._numbers.get(storage)
-            if number is None:
-                number = self._numbers[storage] = next(self._numbered)
+            number = self._number(tensor.untyped_storage())
             size = tensor.element_size()
             piece = Piece(number, int(tensor.storage_offset()), touched(tensor) // size, size)
             found[piece] = None
         return tuple(found)
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers[storage] = next(self._numbered)
+        return number
 
     def _note_collective(self, name: str, args: Sequence[Any]) -> None:
         """Record an exchange with other ranks."""
@@ -722,15 +734,16 @@ class Recorder(TorchDispatchMode):
         if key in self._storages or not size:
             return
 
+        number = self._number(storage)
+
         def freed(_: Any, key: int = key) -> None:
             size, kind, _ref = self._storages.pop(key, (0, "", None))
-            self.live -= size
-            self.kinds[kind] -= size
+            self._count(number, kind, -size)
 
         # The finalizer runs when the last tensor over this memory is gone.
         kind = self._kind(tensor, of_weights)
         self._storages[key] = (size, kind, weakref.ref(storage, freed))
-        self._count(kind, size)
+        self._count(number, kind, size)
 
     def _kind(self, tensor: Tensor, of_weights: bool) -> str:
         """What a new storage is, by the phase in which it is made."""

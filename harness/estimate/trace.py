@@ -58,7 +58,8 @@ from harness.core.state import RunLedger
 from harness.data.dataset import DatasetBatches
 from harness.engines.process_group import ProcessGroup, read_launch
 from harness.estimate import device
-from harness.estimate.fusion import fused
+from harness.estimate.fusion import Fusion
+from harness.estimate.memory import Kept, Peak
 from harness.estimate.ranks import buckets, imagined
 from harness.estimate.recorder import (
     BUFFERS,
@@ -335,8 +336,8 @@ class Trace:
     static: bytes that live between steps.
     state: bytes of a copy of the state on the card.
     lasting: bytes that an update needs whatever the micro-batch is: weights, optimizer state, gradients.
-    peak: the most bytes that were live at one time.
-    peak_kinds: the bytes at that time, by kind.
+    eager_peak: the most memory that was live at one time.
+    fused_peak: the same with compiled blocks.
     waits: places where the host waits for the device, in all three traced steps.
     transfers: copies between host and device, in all three traced steps.
     collectives: exchanges with other ranks in a usual step, for all micro-batches.
@@ -353,8 +354,8 @@ class Trace:
     static: int
     state: int
     lasting: int
-    peak: int
-    peak_kinds: Counter[str]
+    eager_peak: Peak
+    fused_peak: Peak
     waits: tuple[Wait, ...]
     transfers: tuple[Transfer, ...]
     collectives: tuple[Collective, ...]
@@ -366,6 +367,20 @@ class Trace:
     def steps(self) -> dict[str, list[Op]]:
         """The operations of each step as it runs."""
         return self.fused if self.compiled else self.eager
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are live at one time, as the steps run."""
+        return self._peak.bytes
+
+    @property
+    def peak_kinds(self) -> Counter[str]:
+        """The bytes at that time, by kind."""
+        return self._peak.kinds
+
+    @property
+    def _peak(self) -> Peak:
+        return self.fused_peak if self.compiled else self.eager_peak
 
 
 def facts_of(card: Card, replaced: bool = True) -> MachineFacts:
@@ -447,20 +462,29 @@ def trace(
         made.step(1, FIRST)
         made.step(_step(run, sampled=False), USUAL)
         made.step(_step(run, sampled=True), SAMPLED)
-        ops_of: dict[str, list[Op]] = {}
-        for name in (USUAL, SAMPLED):
-            ops_of[name] = [op for op in recorder.ops if op.step == name]
+        eager: dict[str, list[Op]] = {}
+        fused: dict[str, list[Op]] = {}
+        kept: list[Kept] = []
+        first = 0
+        for name in (FIRST, USUAL, SAMPLED):
+            ops = [op for op in recorder.ops if op.step == name]
+            fusion = Fusion(ops)
+            kept.append(fusion.kept(first))
+            first += len(ops)
+            if name != FIRST:
+                eager[name] = _repeated(ops, batches)
+                fused[name] = _repeated(fusion.fused(), batches)
         return Trace(
             rung=made.plan.rung,
             plan=made.intended,
-            eager={name: _repeated(ops, batches) for name, ops in ops_of.items()},
-            fused={name: _repeated(fused(ops), batches) for name, ops in ops_of.items()},
+            eager=eager,
+            fused=fused,
             compiled=False,
             static=static,
             state=_state_on_card(run),
             lasting=recorder.lasting,
-            peak=recorder.peak,
-            peak_kinds=recorder.kinds_at_peak,
+            eager_peak=recorder.peak(),
+            fused_peak=recorder.peak(kept),
             waits=tuple(recorder.waits),
             transfers=tuple(recorder.transfers),
             collectives=_exchanged(made, batches, ranks),

@@ -35,6 +35,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._dynamo.device_interface import CudaInterface  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
+from torch._inductor.ir import NoneAsConstantBuffer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from harness.capability.cards import Card  # noqa: E402
@@ -137,16 +138,16 @@ def compiler_on_paper(card: Card) -> Iterator[None]:
         yield
 
 
-def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[tuple[str, int]]:
-    """Generated code of the forward and the backward graph, in this order, and what each moves (`moved`).
+def codes_of(block: Callable[..., Tensor], *inputs: Any) -> list[tuple[str, int, int]]:
+    """Generated code of the forward and the backward graph, in this order; what each moves, and gives out (`given`).
 
     Raises if there is a graph break.
     """
-    codes: list[tuple[str, int]] = []
+    codes: list[tuple[str, int, int]] = []
 
     def compile_to_module(graph: GraphLowering) -> Any:
         code = graph.codegen()[0].value
-        codes.append((code, moved(graph, code)))
+        codes.append((code, moved(graph, code), given(graph)))
 
         def call(_: Any) -> Any:
             raise Stop
@@ -214,6 +215,18 @@ def moved(graph: GraphLowering, code: str) -> int:
     return total
 
 
+def given(graph: GraphLowering) -> int:
+    """Bytes of the memory that the graph makes and gives out: forward gives its result, and what backward needs."""
+    names: set[str] = set()
+    for output in graph.graph_outputs:
+        if not isinstance(output, NoneAsConstantBuffer):
+            names.add(output.get_name())
+    return sum(
+        int(graph.get_numel(name)) * graph.get_dtype(name).itemsize
+        for name in names - graph.graph_inputs.keys()
+    )
+
+
 def noted_in_place(code: str) -> int:
     """Calls of torchao's note whose first argument is what a GEMM wrote, and not a copy of it."""
     products = set(re.findall(r"extern_kernels\._scaled_mm\(.*out=(\w+)\)", code))
@@ -249,7 +262,7 @@ def main(rung: str, casts: str = "") -> dict[str, Any]:
             rotary(TOKENS, DIM // HEADS, gpu),
         )
         with backend.context():
-            (forward, in_forward), (backward, in_backward) = codes_of(
+            (forward, in_forward, kept), (backward, in_backward, _) = codes_of(
                 next(iter(model.blocks)), *inputs
             )
     return {
@@ -257,6 +270,7 @@ def main(rung: str, casts: str = "") -> dict[str, Any]:
         "forward": launches(forward),
         "backward": launches(backward),
         "moved": {"forward": in_forward, "backward": in_backward},
+        "kept": kept,
         "noted in place": noted_in_place(forward) + noted_in_place(backward),
         "fp8 in forward": sorted(set(re.findall(r"tl\.float8e\w+", forward))),
         "fp8 in backward": sorted(set(re.findall(r"tl\.float8e\w+", backward))),

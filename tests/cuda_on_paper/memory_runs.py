@@ -82,7 +82,7 @@ def _peak(name: str, fake: bool) -> dict[str, float]:
             ):
                 for number in (1, 2, 3):
                     made.step(number, str(number))
-                found["recorded"] = recorder.peak
+                found["recorded"] = recorder.peak().bytes
                 found["static"] = recorder.live
         if not fake:
             found["allocator"] = allocated(profiler)

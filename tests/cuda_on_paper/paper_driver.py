@@ -34,7 +34,8 @@ from harness.checkpoint.copy_stream import CudaCopyStream  # noqa: E402
 from harness.checkpoint.overlapped import Copier, copy_bytes  # noqa: E402
 from harness.checkpoint.snapshots import Snapshots  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
-from harness.estimate.fusion import fused  # noqa: E402
+from harness.estimate.fusion import Fusion  # noqa: E402
+from harness.estimate.memory import Change  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import Op, find_card, step_seconds, usual_rates  # noqa: E402
 from harness.estimate.trace import FakeEvent, FakeRun, built, facts_of, on_card, trace  # noqa: E402
@@ -96,7 +97,7 @@ def seen(made: FakeRun) -> dict[str, Any]:
         "kernels": dict(kernels),
         "attention": sorted({op.name for op in recorder.ops if op.attention}),
         "fp8_gemms": sum(op.unit == "fp8" for op in recorder.ops),
-        "peak": recorder.peak,
+        "peak": recorder.peak().bytes,
         "ideal": dict(made.run.ideal),
     }
 
@@ -192,7 +193,7 @@ def scene_snapshots(_: str) -> dict[str, Any]:
             found[name] = {
                 **seen(made),
                 "kept": recorder.live - before,
-                "at_peak": recorder.peak - before,
+                "at_peak": recorder.peak().bytes - before,
                 "state": copy_bytes(tensors, stream.has),
                 "transfers": [asdict(each) for each in recorder.transfers],
                 "synchronised": synchronize.call_count,
@@ -383,8 +384,27 @@ def scene_budget(_: str) -> dict[str, Any]:
     return found
 
 
+def kept_for_backward(fusion: Fusion, changes: list[Change]) -> int:
+    """Bytes that forward of block 0 has made, but for casts of weights, and that live when it has ended."""
+    places = [at for at, op in enumerate(fusion.ops) if (op.block, op.phase) == (0, "forward")]
+    here = {piece.storage for at in places for piece in fusion.ops[at].outputs}
+    for at in places:
+        op = fusion.ops[at]
+        if op.own and op.inputs[0].storage not in here:
+            here -= {piece.storage for piece in op.outputs}
+    kept = fusion.kept()
+    live = 0.0
+    for change in changes:
+        place = change.place
+        if change.bytes < 0 and change.storage in kept.until:
+            place = kept.until[change.storage] + 1
+        if change.storage in here and place <= places[-1] + 1:
+            live += change.bytes * kept.share.get(change.storage, 1.0)
+    return round(live)
+
+
 def scene_fusion(rung: str) -> dict[str, Any]:
-    """The block of compiled_driver.py as `harness.estimate.fusion` has it: kernels, and bytes outside of products.
+    """The block of compiled_driver.py as `harness.estimate.fusion` has it: kernels, bytes outside of products, memory.
 
     Casts of weights are left out: they are no part of that block's compiled code.
     """
@@ -397,8 +417,9 @@ def scene_fusion(rung: str) -> dict[str, Any]:
         made.step(1, "first")
         made.recorder.forget()
         made.step(2, "usual")
-        ops = made.recorder.ops
-    found: dict[str, Any] = {}
+        ops, changes = made.recorder.ops, list(made.recorder.changes)
+    fusion = Fusion(ops)
+    found: dict[str, Any] = {"kept": kept_for_backward(fusion, changes)}
     for phase in ("forward", "backward"):
         made_here = {
             piece.storage
@@ -407,7 +428,7 @@ def scene_fusion(rung: str) -> dict[str, Any]:
             for piece in op.outputs
         }
         kernels = moved = 0
-        for op in fused(ops):
+        for op in fusion.fused():
             if (op.block, op.phase) != (0, phase) or op.flops:
                 continue
             of_weight = op.own and op.inputs[0].storage not in made_here

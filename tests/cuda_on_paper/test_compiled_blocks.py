@@ -72,6 +72,15 @@ def test_an_estimate_moves_what_the_compilers_code_moves(
     assert len(generated) == kernels[0]
 
 
+@pytest.mark.parametrize("rung", ["autocast:bf16", "native:fp8"])
+def test_an_estimate_keeps_for_backward_what_the_compilers_code_keeps(
+    scene: Scene, rung: str
+) -> None:
+    kept = compiled(rung)["kept"]
+    assert kept > 50e6
+    assert scene("fusion", rung)["kept"] == pytest.approx(kept, rel=1e-3)
+
+
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_operations_of_blocks_are_told_from_those_around_them(
     scene: Scene, recompute: str

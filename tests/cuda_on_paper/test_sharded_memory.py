@@ -76,8 +76,8 @@ def measured(model: str, recipe_name: str, sync: str, fake: bool) -> dict[str, A
     ):
         for number in (1, 2):
             made.step(number, str(number))
-        found["recorded"], found["static"] = recorder.peak, recorder.live
-        found["kinds"] = recorder.kinds_at_peak.most_common(8)
+        found["recorded"], found["static"] = recorder.peak().bytes, recorder.live
+        found["kinds"] = recorder.peak().kinds.most_common(8)
         usual = [each for each in recorder.collectives if each.step == "2"]
         counts = Counter(f"{each.name}, {each.phase}" for each in usual)
         sizes: Counter[str] = Counter()

@@ -85,7 +85,7 @@ def main(card_name: str, target: str, folder: Path) -> None:
         (cuda, "mem_get_info", lambda *_: (card.memory - 2**29 - recorder.live, card.memory)),
         (cuda, "memory_allocated", lambda *_: recorder.live),
         (cuda, "memory_reserved", lambda *_: recorder.live),
-        (cuda, "max_memory_allocated", lambda *_: recorder.peak),
+        (cuda, "max_memory_allocated", lambda *_: recorder.peak().bytes),
         (cuda, "reset_peak_memory_stats", lambda *_: recorder.forget()),
         (cuda, "empty_cache", lambda: None),
         (cuda, "set_sync_debug_mode", modes.append),

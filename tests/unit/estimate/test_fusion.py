@@ -1,12 +1,14 @@
-"""Which operations a compiled block launches together, and what they move, against counts by hand."""
+"""Which operations a compiled block launches together, what they move and what they keep, against counts by hand."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from harness.estimate.fusion import fused
+from harness.estimate.fusion import Fusion
+from harness.estimate.memory import Change, Kept, Peak, peak
 from harness.estimate.roofline import Op, Piece
 
 WIDE = 4
@@ -49,7 +51,7 @@ def backward(made: Op) -> Op:
 
 def moved(ops: list[Op]) -> list[tuple[int, int]]:
     """Elements that each fused kernel reads and writes, in order of its first operation."""
-    kernels = [each for each in fused(ops) if not each.flops and not each.own]
+    kernels = [each for each in Fusion(ops).fused() if not each.flops and not each.own]
     return sorted((each.reads // WIDE, each.writes // WIDE) for each in kernels)
 
 
@@ -62,7 +64,7 @@ def test_a_chain_reads_its_beginning_and_writes_its_end() -> None:
     ]
     assert moved(ops) == [(200, 100)]
     products = [replace(each, compiled=True) for each in (ops[0], ops[3])]
-    assert [each for each in fused(ops) if each.flops] == products
+    assert [each for each in Fusion(ops).fused() if each.flops] == products
 
 
 def test_what_lies_behind_a_product_is_another_kernel() -> None:
@@ -176,12 +178,71 @@ def test_another_micro_batch_does_not_compute_it_again() -> None:
 def test_what_our_casts_alone_read_is_written_in_16_bits() -> None:
     cast = op("fp8_quantize", "1:100", "2:100", own=True)
     ops = [op("norm", "0:100", "1:100"), cast, product("2:100", "3:9")]
-    (norm,) = [each for each in fused(ops) if each.name == "norm"]
-    (after,) = [each for each in fused(ops) if each.own]
+    (norm,) = [each for each in Fusion(ops).fused() if each.name == "norm"]
+    (after,) = [each for each in Fusion(ops).fused() if each.own]
     assert (norm.reads, norm.writes) == (400, 200)
     assert (after.reads, after.writes) == (200, 400)
 
     # A weight is older than the step, and somebody else reads the other tensor, too.
-    assert fused([cast]) == [replace(cast, compiled=True)]
-    (norm, *_) = fused([*ops, op("add", "1:100", "4:100", block=None)])
+    assert Fusion([cast]).fused() == [replace(cast, compiled=True)]
+    (norm, *_) = Fusion([*ops, op("add", "1:100", "4:100", block=None)]).fused()
     assert norm.writes == 400
+
+
+def test_what_only_its_kernel_reads_is_in_no_memory() -> None:
+    ops = [
+        product("0:9 1:9", "2:100"),
+        op("silu", "2:100", "3:100"),
+        op("mul", "3:100 4:100", "5:100"),
+        product("5:100 6:9", "7:9"),
+    ]
+    assert Fusion(ops).kept() == Kept({3: 0.0, 5: 1.0}, {})
+
+
+def test_what_backward_can_compute_again_is_not_kept() -> None:
+    """It is computed from 1, which therefore lives until then."""
+    ops = [
+        product("0:9", "1:100"),
+        op("silu", "1:100", "2:100"),
+        op("mul", "2:100 3:100", "4:100"),
+        product("4:100", "5:9"),
+        backward(op("of mul", "2:100 6:100 1:100", "7:100")),
+        backward(product("7:100", "8:9")),
+    ]
+    kept = Fusion(ops).kept(first=10)
+    assert (kept.share[2], kept.share[4]) == (0.0, 1.0)
+    assert kept.until == {1: 14}
+
+
+def test_the_smaller_is_kept_of_a_tensor_and_what_it_is_computed_from() -> None:
+    """As the sum before a norm, of a residual in float32 and a product of half its size, which backward reads too."""
+
+    def until(size: int) -> dict[int, int]:
+        ops = [
+            product("0:9", f"1:{size}"),
+            op("add", f"1:{size} 2:100", "3:100"),
+            product("3:100", "4:9"),
+            op("add", "3:100 4:9", "5:100"),
+            backward(op("of norm", "3:100 2:100 6:100", "7:100")),
+        ]
+        return dict(Fusion(ops).kept().until)
+
+    assert until(50) == {1: 4, 2: 4, 3: 3}, "3 is freed after forward, and 1 is kept in its place"
+    assert until(100) == {}
+
+
+def test_memory_of_compiled_blocks() -> None:
+    """Storage 2 takes half, 3 nothing, and 1 lives for two operations more."""
+    changes = [
+        Change(0, 1, 100, "activations"),
+        Change(1, 2, 80, "activations"),
+        Change(2, 3, 60, "activations"),
+        Change(2, 1, -100, "activations"),
+        Change(3, 4, 50, "gradients"),
+        Change(4, 2, -80, "activations"),
+    ]
+    before = Counter({"weights": 1000})
+    assert peak(before, changes) == Peak(1240, Counter(weights=1000, activations=240))
+    kept = Kept(share={2: 0.5, 3: 0.0}, until={1: 3})
+    found = peak(before, changes, [kept])
+    assert found == Peak(1190, Counter(weights=1000, activations=140, gradients=50))

@@ -1,0 +1,77 @@
+"""The most memory that is live in a step, as it was recorded or with compiled blocks. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """Live memory grows or shrinks.
+
+    place: how many operations were recorded before.
+    storage: number of the storage, as in `roofline.Piece`.
+    bytes: by which it grows; negative where it shrinks.
+    kind: of the storage, such as "gradients".
+    """
+
+    place: int
+    storage: int
+    bytes: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What compiled blocks do to storages, by their numbers.
+
+    share: what a storage takes of its bytes; 0 where it is in no memory. One that is not named takes all.
+    until: the place of the last operation that reads it, where compiled code frees it at another time.
+    """
+
+    share: Mapping[int, float] = field(default_factory=dict[int, float])
+    until: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that were live at one time, and the bytes at that time by kind."""
+
+    bytes: int
+    kinds: Counter[str]
+
+
+def peak(before: Mapping[str, int], changes: Sequence[Change], kept: Iterable[Kept] = ()) -> Peak:
+    """The peak of the memory that `changes` describe, in their order.
+
+    before: bytes that were live before, by kind.
+    kept: for each step in which blocks are compiled.
+    """
+    share: dict[int, float] = {}
+    until: dict[int, int] = {}
+    for each in kept:
+        share |= each.share
+        until |= each.until
+
+    # In the order of compiled code: there some storages are freed earlier, and others later.
+    ordered: list[tuple[int, Change]] = []
+    for change in changes:
+        place = change.place
+        if change.bytes < 0 and change.storage in until:
+            place = until[change.storage] + 1
+        ordered.append((place, change))
+    ordered.sort(key=lambda each: each[0])
+
+    kinds = Counter(before)
+    live = most = sum(kinds.values())
+    at_most = Counter(kinds)
+    for _, change in ordered:
+        size = round(change.bytes * share.get(change.storage, 1.0))
+        live += size
+        kinds[change.kind] += size
+        if live > most:
+            most = live
+            at_most = Counter(kinds)
+    return Peak(most, at_most)
