@@ -387,12 +387,12 @@ class GuardConfig(Strict):
     skip_growth: float = Field(
         default=5.0,
         gt=1,
-        description="times the median norm that skips an update, or e^(6 sigma) times if more",
+        description="times the usual norm that skips an update, or e^(6 sigma) times if more",
     )
     clip_growth: float = Field(
         default=3.0,
         gt=1,
-        description="times the median norm that gradients are clipped to",
+        description="times the usual norm that gradients are clipped to",
     )
     measure_every: Positive = Field(
         default=10,

@@ -195,15 +195,17 @@ class GradientMonitor(KeptWindow):
     def _over(self, facts: StepFacts) -> Verdict:
         """The verdict on an update that was skipped because its norm was over the limit."""
         limit = facts.limits.norm
-        usual = median(self._norms) if self._norms else math.nan
+        # What the limit is a multiple of. Where norms fall, it is under their median.
+        known = self._usual(1)
+        usual = math.nan if known is None else from_log(known[0])
         what = (
-            f"gradient norm {facts.grad_norm:.4g} is over its limit of {limit:.4g} (median {usual:.4g}), "
+            f"gradient norm {facts.grad_norm:.4g} is over its limit of {limit:.4g} (usual norm {usual:.4g}), "
             f"loss {facts.loss:.4g}, window {facts.window}"
         )
         evidence = {
             "grad_norm": facts.grad_norm,
             "limit": limit,
-            "median": jsonable(usual),
+            "usual": jsonable(usual),
             "loss": facts.loss,
         }
 

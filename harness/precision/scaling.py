@@ -397,12 +397,18 @@ LARGEST = 1 << 20
 """Most elements measured of one tensor. Enough for a share, and about 20 MB of temporaries for a tensor of any size."""
 
 
+def exact_scale(amax: Tensor, largest: float) -> Tensor:
+    """The scale that puts `amax` on `largest`."""
+    return largest / amax
+
+
 class SampledStats:
     """Adds up, for every slot, the sums over the casts of a sampled window. Nothing here waits for the device.
 
     formats: "e4m3" or "e5m2" for each slot.
     by_row: dynamic scales are one for each row of the last dimension, not one for the tensor.
     measure: `cast_stats`, or a faster equivalent on the device.
+    scale_of: the dynamic scale of an amax, for a format's largest value.
     sampling: whether the current window is measured.
     sums: float64 [slots, SUMS].
     """
@@ -413,10 +419,12 @@ class SampledStats:
         device: torch.device,
         by_row: bool = False,
         measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
+        scale_of: Callable[[Tensor, float], Tensor] = exact_scale,
     ) -> None:
         self.formats = tuple(formats)
         self.by_row = by_row
         self.measure = measure
+        self.scale_of = scale_of
         self.sampling = False
         self.sums = torch.zeros(len(self.formats), SUMS, dtype=torch.float64, device=device)
 
@@ -441,13 +449,14 @@ class SampledStats:
 
         # One dynamic scale for the tensor comes from all of it, before the sample is taken.
         if scale is None and not self.by_row:
-            scale = FORMATS[fmt].max / amax(rows)
+            scale = self.scale_of(amax(rows), FORMATS[fmt].max)
 
         # Whole rows, evenly spread, so that every channel is in the sample.
         stride = -(-rows.numel() // LARGEST)
         rows = rows[::stride].to(dtype or rows.dtype)
         if scale is None:
-            scale = FORMATS[fmt].max / rows.abs().amax(dim=-1, keepdim=True).float()
+            largest = rows.abs().amax(dim=-1, keepdim=True).float()
+            scale = self.scale_of(largest, FORMATS[fmt].max)
 
         # A tensor or row of zeros has an infinite scale. Under any other scale its values are zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)

@@ -108,6 +108,22 @@ def test_a_skipped_norm_never_enters_the_median(make_facts: MakeFacts) -> None:
     assert monitor.observe(make_facts(400, grad_norm=10.0)).code == "gradient.growth"
 
 
+def test_a_skip_names_the_usual_norm_that_its_limit_is_a_multiple_of(make_facts: MakeFacts) -> None:
+    """Norms that fall tenfold: the median of the last hundred is far over what is usual now."""
+    monitor = GradientMonitor(5)
+    limits = Limits()
+    for step in range(101):
+        norm = 10.0 ** (-step / 50)
+        limits = monitor.observe(make_facts(step, grad_norm=norm)).limits
+    skipped = monitor.observe(make_facts(101, applied=False, grad_norm=0.08, limits=limits))
+    assert skipped.code == "gradient.skip"
+    assert limits.norm == pytest.approx(0.05, rel=0.1), "5 times the norm of now"
+    assert skipped.evidence["usual"] == pytest.approx(0.01, rel=0.1)
+    assert f"over its limit of {limits.norm:.4g} (usual norm {skipped.evidence['usual']:.4g})" in (
+        skipped.text
+    )
+
+
 def noisy_norms(steps: int, seed: int = 0, sigma: float = 0.2) -> list[float]:
     """Around 0.5, log-normal: as in the quickstart after warm-up."""
     return (0.5 * np.exp(sigma * np.random.default_rng(seed).standard_normal(steps))).tolist()
@@ -180,7 +196,7 @@ def test_a_norm_over_its_limit_is_told_as_skipped(make_facts: MakeFacts) -> None
         make_facts(40, grad_norm=12.5, applied=False, limits=Limits(norm=5.0))
     )
     assert (verdict.code, verdict.healthy, verdict.proposal) == ("gradient.skip", False, Continue())
-    for part in ("12.5", "limit of 5", "median 1", "window 1040"):
+    for part in ("12.5", "limit of 5", "usual norm 1", "window 1040"):
         assert part in verdict.text
     assert verdict.evidence["window"] == 1040
     json.dumps(verdict.evidence, allow_nan=False)
