@@ -219,7 +219,7 @@ def _splits(given: Any) -> tuple[Any, Any, list[str]]:
     if isinstance(given, Mapping) and "train" in given:
         named = cast("Mapping[str, Any]", given)
         others = [name for name in named if name != "train"]
-        # The plain names first: there may be a `validation_matched` or a `dev` beside them.
+        # The plain names first: MNLI has matched and mismatched ones, others a dev beside them.
         plain = [name for name in ("validation", "valid", "val") if name in named]
         held_out = [*plain, *(name for name in others if is_validation(str(name)))]
         left_out = [str(name) for name in others if name not in held_out[:1]]
