@@ -103,8 +103,15 @@ def test_a_port_that_another_process_has_is_named(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        done = train(tmp_path, "train.steps=2", RANK="0", LOCAL_RANK="0", **job)
+        done = train(
+            tmp_path,
+            "train.steps=2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            WORLD_SIZE="2",
+            RANK="0",
+            LOCAL_RANK="0",
+        )
     assert done.returncode == ExitCode.FAILED, done.stdout
     assert f"port {port} of 127.0.0.1 is taken, and the ranks were to meet there" in done.stdout
     assert "or give another: MASTER_PORT" in done.stdout
