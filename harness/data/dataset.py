@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from harness.core.config import DataConfig, RunConfig
 from harness.core.errors import ConfigError, DataError, Problem, some
@@ -38,6 +38,7 @@ from harness.data.arrays import Ints
 from harness.data.batches import check_world, validation_rows
 from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
+from harness.data.splits import is_validation
 
 RECORD = "target.json"
 """In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
@@ -59,16 +60,40 @@ class Samples(Protocol):
     """What `data.target` returns, or a pair of these: training and validation.
 
     It may also have
-    - `collate(samples) -> batch`; the default stacks samples and pads texts,
+    - `collate(samples) -> batch`, or `collate_fn`; the default stacks samples and pads texts,
     - `set_seed(seed)`, called before each sample,
     - `validation`: another such object,
     - `pad_id`: what texts are padded with, else 0,
     - `unit`: of the loss that the model returns, such as "nats per token".
+
+    All but `validation` may also be those of the data sets that a Subset or a ConcatDataset of torch holds.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def _members(samples: Any) -> Iterator[Any]:
+    """The data set, and those that it holds if it is a Subset (as random_split makes them) or a ConcatDataset."""
+    yield samples
+    held: Sequence[Any] = ()
+    if isinstance(samples, Subset):
+        held = [cast("Subset[Any]", samples).dataset]
+    elif isinstance(samples, ConcatDataset):
+        held = cast("ConcatDataset[Any]", samples).datasets
+    for each in held:
+        yield from _members(each)
+
+
+def _said(samples: Any, *names: str) -> Any:
+    """The first of these attributes that the data set has, or one that it holds; None without any."""
+    for each in _members(samples):
+        for name in names:
+            found = getattr(each, name, None)
+            if found is not None:
+                return found
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +105,18 @@ class Split:
     places: Callable[[int], int] = int
 
 
-def open_target(config: DataConfig) -> tuple[Split, Split]:
-    """(training, validation) of `config.target`. Without a validation of its own, the share `val_fraction` of the
-    samples is held out, by a hash of their numbers: the same samples whatever the run's seed.
+def open_target(config: DataConfig) -> tuple[Split, Split, list[str]]:
+    """(training, validation, names of splits that are neither) of `config.target`.
+
+    Without a validation of its own, the share `val_fraction` of the samples is held out, by a hash of their numbers:
+    the same samples whatever the run's seed.
 
     Raises ConfigError if the target gives no data set, with everything that is wrong with it.
     """
     assert config.target is not None
     where = f"data.target {config.target!r}"
     given = call_target("data", config.target, config.args, "data sets")
-    train, val = _splits(given)
+    train, val, left_out = _splits(given)
 
     # A pair (X, y) has all that two data sets need, and would train on X without labels.
     if arrays := _inputs_and_labels(train, val):
@@ -103,7 +130,7 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
     if problems:
         raise ConfigError(problems)
     if val is not None:
-        return Split(train, len(train)), Split(val, len(val))
+        return Split(train, len(train)), Split(val, len(val)), left_out
 
     # Only training data: hold a share of it out.
     size = len(train)
@@ -113,7 +140,7 @@ def open_target(config: DataConfig) -> tuple[Split, Split]:
         what = f"{samples} too few to hold out {config.val_fraction:g} of them"
         fix = "return a pair (training, validation), or change data.val_fraction"
         raise ConfigError(Problem(what, where, fix=fix))
-    return _divided(train, held)
+    return *_divided(train, held), left_out
 
 
 def _misfit(name: str, data: Any, where: str) -> list[Problem]:
@@ -176,24 +203,28 @@ def _divided(samples: Samples, held: int) -> tuple[Split, Split]:
     return train, Split(samples, held, number_of_validation)
 
 
-def _splits(given: Any) -> tuple[Any, Any]:
-    """(training, validation or None) of what a target returned.
+def _splits(given: Any) -> tuple[Any, Any, list[str]]:
+    """(training, validation or None, names of other splits) of what a target returned.
 
     A pair, a list of two data sets (as torch splits one) or arrays, or a mapping with the names of splits (as Hugging
     Face's).
     """
     if isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2:
-        return cast("tuple[Any, Any]", given)
+        return *cast("tuple[Any, Any]", given), []
     if isinstance(given, list) and len(cast("list[Any]", given)) == 2:
         first, second = cast("list[Any]", given)
         for kinds in (Dataset, (torch.Tensor, np.ndarray)):
             if isinstance(first, kinds) and isinstance(second, kinds):
-                return first, second
+                return first, second, []
     if isinstance(given, Mapping) and "train" in given:
         named = cast("Mapping[str, Any]", given)
-        held_out = [named[name] for name in ("validation", "valid", "val") if name in named]
-        return named["train"], held_out[0] if held_out else None
-    return given, getattr(given, "validation", None)
+        others = [name for name in named if name != "train"]
+        # The plain names first: MNLI has matched and mismatched ones, others a dev beside them.
+        plain = [name for name in ("validation", "valid", "val") if name in named]
+        held_out = [*plain, *(name for name in others if is_validation(str(name)))]
+        left_out = [str(name) for name in others if name not in held_out[:1]]
+        return named["train"], named[held_out[0]] if held_out else None, left_out
+    return given, getattr(given, "validation", None), []
 
 
 def _inputs_and_labels(first: Any, second: Any) -> str:
@@ -211,7 +242,7 @@ def _inputs_and_labels(first: Any, second: Any) -> str:
 
 
 class DatasetBatches:
-    """Batches of a data set. The only state is the form of a sample.
+    """Batches of a data set. The only state is the form of a sample, of each split.
 
     Every sample is read in the calling thread, since random number generators belong to the process: see `read`.
     """
@@ -230,16 +261,19 @@ class DatasetBatches:
     ) -> None:
         """Opens the target and reads a few samples, twice. Raises ConfigError or DataError naming what is wrong."""
         self.name = f"data.target {config.target}"
-        train, val = open_target(config)
+        train, val, self._left_out = open_target(config)
         self._train, self._val = train, val
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._val_samples = min(config.val_samples, val.size)
         self.n_samples = train.size
-        self.unit = str(getattr(train.samples, "unit", "loss"))
+        self.unit = str(_said(train.samples, "unit") or "loss")
 
         # A resume compares the fingerprint: it must find that the data set is another one.
-        self._form, hashes, self._faults = _probe(train, val, seed, self.name, config.bad)
+        self._form = _first_form(train, seed, self.name)
+        self._val_form = _form_of_validation(train, val, self._form, seed, self.name)
+        forms = (self._form, self._val_form)
+        hashes, self._faults = _probe(train, val, forms, seed, self.name, config.bad)
         described = repr((train.size, val.size, hashes))
         self.fingerprint = {
             "train_samples": train.size,
@@ -294,6 +328,9 @@ class DatasetBatches:
             "val_used": self._val_samples,
             "fields": fields,
             "unreadable": self._faults,
+            "skipped": [
+                f"{name} (a split that is neither train nor validation)" for name in self._left_out
+            ],
             "padded_unmarked": self._padded_unmarked(),
             "repeated_samples": self._repeated(),
         }
@@ -314,7 +351,7 @@ class DatasetBatches:
 
     def _batch(self, split: Split, places: Ints, epochs: Ints) -> Batch:
         """A batch of the samples at `places`. Samples that cannot be read have stand-ins, and the batch says so."""
-        form = self._form
+        form = self._form_of(split)
         samples: list[Any] = []
         faults: list[Fault] = []
         with random_numbers_apart():
@@ -338,13 +375,16 @@ class DatasetBatches:
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
+    def _form_of(self, split: Split) -> Form:
+        return self._form if split is self._train else self._val_form
+
     def _alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
         """Which samples make no batch, each tried by itself."""
         faults: list[Fault] = []
         pairs = zip(places.tolist(), samples, strict=True)
         for row, (place, sample) in enumerate(pairs):
             try:
-                self._form.batch([sample])
+                self._form_of(split).batch([sample])
             except Exception as error:
                 why = _why(split, place, error)
                 faults.append(Fault(row, UNREADABLE, why))
@@ -362,9 +402,10 @@ def read(split: Split, place: int, seed: int, epoch: int) -> object:
     random.seed(own)
     np.random.seed(own)
     torch.default_generator.manual_seed(own)
-    set_seed = getattr(split.samples, "set_seed", None)
-    if set_seed is not None:
-        set_seed(own)
+    for each in _members(split.samples):
+        set_seed = getattr(each, "set_seed", None)
+        if set_seed is not None:
+            set_seed(own)
     return split.samples[number]
 
 
@@ -384,27 +425,27 @@ def _text_of(error: Exception) -> str:
 
 
 def _probe(
-    train: Split, val: Split, seed: int, name: str, bad: str
-) -> tuple[Form, dict[str, str], list[str]]:
-    """(form of a sample, hashes of evenly spread samples, what is wrong with some of them), each read twice.
+    train: Split, val: Split, forms: tuple[Form, Form], seed: int, name: str, bad: str
+) -> tuple[dict[str, str], list[str]]:
+    """(hashes of evenly spread samples, what is wrong with some of them), each read twice.
 
-    Raises DataError if no training sample can be read, or with bad="fail" if one cannot; ConfigError if samples differ
-    when they are read again.
+    forms: of the samples of both splits.
+
+    Raises DataError with bad="fail" if a sample cannot be read; ConfigError if samples differ when they are read again.
     """
     with random_numbers_apart():
-        form = _first_form(train, seed, name)
-        # Each with its name in the fingerprint, its split, place and epoch.
-        probed: list[tuple[str, Split, int, int]] = []
+        # Each with its name in the fingerprint, its form, split, place and epoch.
+        probed: list[tuple[str, Form, Split, int, int]] = []
         for place in _spread(train.size):
             key = f"train {place}"
-            probed.append((key, train, place, 0))
+            probed.append((key, forms[0], train, place, 0))
         for place in _spread(val.size):
             key = f"val {place}"
-            probed.append((key, val, place, _VALIDATION_EPOCH))
+            probed.append((key, forms[1], val, place, _VALIDATION_EPOCH))
 
         hashes: dict[str, str] = {}
         faults: list[str] = []
-        for key, split, place, epoch in probed:
+        for key, form, split, place, epoch in probed:
             hashes[key], fault = _look_at(form, split, place, seed, epoch)
             if fault:
                 word = key.partition(" ")[0]
@@ -412,7 +453,7 @@ def _probe(
 
         # Again, in another order: a generator that goes on from sample to sample gives others now.
         others: list[str] = []
-        for key, split, place, epoch in reversed(probed):
+        for key, form, split, place, epoch in reversed(probed):
             now, _ = _look_at(form, split, place, seed, epoch)
             if now != hashes[key]:
                 others.append(key)
@@ -427,23 +468,36 @@ def _probe(
     if faults and bad == "fail":
         fix = "repair it, or set data.bad=skip"
         raise DataError([Problem(fault, name, fix=fix) for fault in faults])
-    return form, hashes, faults
+    return hashes, faults
 
 
-def _first_form(train: Split, seed: int, name: str) -> Form:
-    """The form of the first of some training samples that can be read."""
-    collate = getattr(train.samples, "collate", None)
+def _collate_of(split: Split) -> Any:
+    return _said(split.samples, "collate", "collate_fn")
+
+
+def _form_of_validation(train: Split, val: Split, form: Form, seed: int, name: str) -> Form:
+    """`form`, that of training; another one if the validation has a collate of its own. Raises DataError."""
+    own = _collate_of(val)
+    if own is None or own == _collate_of(train):
+        return form
+    return _first_form(val, seed, name)
+
+
+def _first_form(split: Split, seed: int, name: str) -> Form:
+    """The form of the first of some samples that can be read. Raises DataError if none can."""
+    collate = _collate_of(split)
     faults: dict[str, str] = {}  # one for each kind of error
-    places = _spread(train.size)
-    for number, place in enumerate(places):
-        try:
-            given = read(train, place, seed, 0)
-            pad_id = int(getattr(train.samples, "pad_id", 0))
-            others = _readable(train, places[number + 1 :], seed)
-            return first_form(given, collate, pad_id, others)
-        except Exception as error:
-            what = f"sample {place} cannot be read: {_why(train, place, error)}"
-            faults.setdefault(_text_of(error), what)
+    places = _spread(split.size)
+    with random_numbers_apart():
+        for number, place in enumerate(places):
+            try:
+                given = read(split, place, seed, 0)
+                pad_id = int(_said(split.samples, "pad_id") or 0)
+                others = _readable(split, places[number + 1 :], seed)
+                return first_form(given, collate, pad_id, others)
+            except Exception as error:
+                what = f"sample {place} cannot be read: {_why(split, place, error)}"
+                faults.setdefault(_text_of(error), what)
     why = f"nor can any other of the {len(places)} that were tried"
     fix = "what a sample may be: docs/guide/datasets.md"
     raise DataError([Problem(what, name, why, fix) for what in faults.values()])

@@ -10,6 +10,7 @@ To add a format: a class here with the library's reader (`Rows`), its line in `R
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import functools
 import importlib
@@ -65,6 +66,8 @@ _QUOTING = (
     "encoding",
     "dialect",
 )  # options of pandas
+# Options of pandas with which the first line may be no line of names.
+_NAMING = ("names", "header", "skiprows")
 _PANDAS_CUTS = "Length of header or names does not match"  # how its warning begins
 _COLUMNS_NAMED, _LETTERS = 8, 300
 
@@ -406,12 +409,19 @@ class Csv(Rows):
 
 
 def _check_separator(path: str, key: str, options: Mapping[str, Any]) -> None:
-    """Raises DataError for a table whose first line has other separators alone. options: of the reader."""
+    """Raises DataError for a table whose first line has other separators alone, or the key twice.
+
+    options: of the reader.
+    """
     separator = options.get("delimiter") or options["sep"]
     arrow = importlib.import_module("pyarrow")
     with arrow.input_stream(path, compression="detect") as stream:
         head = stream.read(_HEAD).decode("utf-8-sig", "replace")
     names = head.splitlines()[0] if head else ""
+    # pandas calls the second of two columns `text.1`, and would read the first alone.
+    if len(separator) == 1 and options.keys().isdisjoint(_NAMING):
+        with contextlib.suppress(csv.Error):
+            _require_one(key, next(csv.reader([names], delimiter=separator), []), path)
     others = [each for each in _SEPARATORS if each in names]
     if separator in names or not others or names.strip().strip('"') == key:
         return
@@ -490,6 +500,7 @@ class Parquet(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         schema = _parquet(path).schema.to_arrow_schema()
         column = _column(key, Columns(schema.names, _fix_of(schema)), path)
+        _require_one(column, schema.names, path)
         return {"features": _features(column), "columns": [column], "batch_size": _TABLE_ROWS}
 
     def _divide(self, file: Path, size: int) -> list[tuple[int, int, int]]:
@@ -732,6 +743,14 @@ def _column(key: str, columns: Columns, path: str) -> str:
         why = f"it has {some(columns.names, _COLUMNS_NAMED)}"
         raise DataError(Problem(f'has no "{key}"', f"data.path: {path}", why, columns.fix))
     return column
+
+
+def _require_one(column: str, names: Sequence[str], path: str) -> None:
+    """Raises DataError if several columns have the name."""
+    if (count := names.count(column)) > 1:
+        what = f'has {count} columns called "{column}"'
+        why = "which of them is the text cannot be known"
+        raise DataError(Problem(what, f"data.path: {path}", why, "write it again with other names"))
 
 
 def _columns(table: Any, key: str) -> Columns:

@@ -22,7 +22,10 @@ from harness.engines.process_group import ProcessGroup
 def without_gradient(names: Sequence[str], why: str) -> Problem:
     """The refusal of trainable parameters that got no gradient in the first step. why: it cannot go on so."""
     what = f"{number_of(len(names), 'parameter')} took no part in the loss, such as {names[0]}"
-    fix = "freeze them (requires_grad_(False)), use them, or train on one process"
+    fix = (
+        "freeze them (requires_grad_(False); those of an hf:FOLDER in a function of your own that loads it, "
+        "model.target=package.module:function), use them, or train on one process"
+    )
     return Problem(what, "model", why, fix)
 
 

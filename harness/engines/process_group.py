@@ -47,6 +47,8 @@ _HALTED = {letter: state for letter, state in _STATES.items() if state != "gone"
 _NAMED = 5
 _SHOWN = 40
 
+# In torch's error where another process listens on the port already.
+_PORT_TAKEN = "EADDRINUSE"
 # Seconds between two looks at other ranks and the store.
 _LOOK = 0.1
 # The same for each rank in a large run: one process answers all of them.
@@ -156,6 +158,13 @@ def _problem(why: str) -> Problem:
         if not come:
             what = f"{_meeting.host} does not answer"
         fix = f"{fix}; if it is only slow to start: a higher engine.timeout_seconds"
+        if _PORT_TAKEN in why:
+            host, port = _meeting.address
+            what = f"port {port} of {host} is taken, and the ranks were to meet there"
+            fix = (
+                "end what has it (ss -ltnp), perhaps another run; or give another: MASTER_PORT, torchrun "
+                "--master-port, deepspeed --master_port"
+            )
         return Problem(what, where, why, fix)
 
     # All have come, and those of this machine are alive: the lost rank is on another machine, or one of them hangs.

@@ -444,7 +444,9 @@ class CausalLM:
         self.unpackable = str(getattr(base, _UNPACKABLE, ""))
         self._base = base
         self.chunk = int(getattr(base, _CHUNK, 0))
-        self._positions: int | None = getattr(text, "max_position_embeddings", None)
+        positions = int(getattr(text, "max_position_embeddings", None) or 0)
+        # XLNet says -1: as many as there are.
+        self._positions = positions if positions > 0 else None
         self._coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
 
         # Embedding and head may be padded to different sizes. A token id has to fit both.
@@ -640,8 +642,9 @@ def check(model: Any, where: str) -> None:
     """Try a causal LM of transformers on twelve tokens, in eval mode and on its device. Other models are not tried.
 
     Raises ConfigError if model.args.loss_chunk is set and the model does more with its logits than return them.
-    Raises ConfigError if a token changes the logits of earlier ones. Raises it too if the model's own loss is not the
-    mean cross-entropy of its logits (plus the auxiliary loss), because training on logits would leave something out.
+    Raises ConfigError if its forward fails, and if a token changes the logits of earlier ones. Raises it too if the
+    model's own loss is not the mean cross-entropy of its logits (plus the auxiliary loss), because training on logits
+    would leave something out.
     The result on packed documents is left on the model, for `CausalLM.unpackable`.
     """
     called = causal_lm(model)
@@ -656,6 +659,13 @@ def check(model: Any, where: str) -> None:
         # The rest compares values, which fake tensors do not have.
         if not isinstance(torch.empty(0), FakeTensor):
             _check_values(called, model, where)
+    except (HarnessError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever its code raises
+        what = f"{called.kind} fails on twelve tokens: {_short(error)}"
+        why = "sizes of its config.json, or those of model.args.config, may not fit each other"
+        fix = "run it in transformers with the same config: model(input_ids), and repair the config"
+        raise ConfigError(Problem(what, where, why, fix)) from error
     finally:
         model.train(was_training)
 
@@ -727,10 +737,11 @@ def _unpackable(called: CausalLM, model: nn.Module, ids: Tensor) -> str:
     """Why `model` gets packed documents wrong; empty if it gets them right.
 
     Three documents are packed: tokens 0 to 4, 5 to 8 and 9 to 11. The logits of the second one must stay the same if a
-    token of the first one changes, and if the second one lies elsewhere in the sample.
+    last token of the first one changes (a short convolution reaches no further), and if the second one lies elsewhere
+    in the sample.
     """
     segments = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3], device=ids.device)
-    other = _with_another(ids, 2, called.vocab_size)
+    other = _with_another(ids, 4, called.vocab_size)
     # The same second document, after a first one of two tokens.
     earlier = torch.cat([ids[:, :2], ids[:, 5:9], ids], 1)[:, :12]
     earlier_segments = torch.tensor([[0] * 2 + [1] * 4 + [2] * 6], device=ids.device)

@@ -318,6 +318,9 @@ def _own_data(data: Mapping[str, Any], epochs: str, steps: int) -> list[str]:
     if left := data["unreadable"]:
         looked_at = len(data["looked_at"])
         lines.append(f"unreadable among the {looked_at} looked at: {some(left, MAX_NAMED)}")
+    # Runs of earlier versions do not say it.
+    if left := data.get("skipped"):
+        lines.append(f"left out {len(left):,}: {some(left, MAX_NAMED)}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 
 from harness.core.errors import ExitCode
 from tests.support.matrix import rest_nightly
-from tests.support.runs import ROOT, command, environment, rank_logs, start_ranks, train_ranks
+from tests.support.runs import (
+    ROOT,
+    command,
+    environment,
+    rank_logs,
+    start_ranks,
+    train,
+    train_ranks,
+)
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults(20)]
 
@@ -87,6 +96,25 @@ def lose(folder: Path, stage: str, name: str, victim: int) -> str:
     assert code == ExitCode.FAILED, told
     assert "Traceback" not in told
     return told.replace(str(processes[victim].pid), "PID")
+
+
+def test_a_port_that_another_process_has_is_named(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        done = train(
+            tmp_path,
+            "train.steps=2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            WORLD_SIZE="2",
+            RANK="0",
+            LOCAL_RANK="0",
+        )
+    assert done.returncode == ExitCode.FAILED, done.stdout
+    assert f"port {port} of 127.0.0.1 is taken, and the ranks were to meet there" in done.stdout
+    assert "or give another: MASTER_PORT" in done.stdout
 
 
 @pytest.mark.slow

@@ -359,6 +359,38 @@ def test_wrong_arguments_are_named(args: dict[str, Any], told: str, tmp_path: Pa
         load(save(tmp_path, "llama"), **args)
 
 
+def test_sizes_that_do_not_fit_each_other_are_named(tmp_path: Path) -> None:
+    wrong = {"num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM fails on twelve tokens: RuntimeError"):
+        load(save(tmp_path, "llama"), weights="fresh", config=wrong)
+
+
+def test_any_number_of_positions_is_no_bound(tmp_path: Path) -> None:
+    """XLNet says -1. It is refused for what it is: a model that sees later tokens."""
+    transformers.XLNetConfig(
+        vocab_size=VOCAB, d_model=32, n_layer=1, n_head=2, d_inner=64
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="sees those after it"):
+        load(tmp_path)
+
+
+def test_one_short_convolution_does_not_keep_documents_apart(tmp_path: Path) -> None:
+    """It moves the logits of two tokens after the last one of a document, and no others."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64}
+    layers = ["conv", "full_attention"]
+    config = transformers.Lfm2Config(
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=layers,
+    )
+    config.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    with pytest.raises(ConfigError, match="a token of one document moves the logits of the next"):
+        Task(model, "hf").loss(model, {**batch(), "segments": SEGMENTS})
+
+
 def test_a_name_of_the_hub_is_no_folder() -> None:
     with pytest.raises(ConfigError, match="only local folders are read"):
         build_model(ModelConfig(target="hf:meta-llama/Llama-3.1-8B"))

@@ -105,10 +105,46 @@ def mapping() -> dict[str, Made]:
     return {"test": pairs(3), "train": pairs(), "validation": pairs(6)}
 
 
+def named(names: list[str]) -> dict[str, Made]:
+    """Splits of these names beside one to train on; each has one sample more than the one before."""
+    return {"train": pairs(), **{name: pairs(6 + number) for number, name in enumerate(names)}}
+
+
 def random_split() -> Any:
     """A list of two data sets."""
     data: Any = pairs(SIZE + 6)
     return torch.utils.data.random_split(data, [SIZE, 6])
+
+
+def wrapped(by: str, **more: Any) -> Any:
+    """`texts`, or `seeded`, within torch's own data sets."""
+    inner: Any = seeded(True) if more.pop("noise", False) else texts(**more)
+    if by == "random_split":
+        return torch.utils.data.random_split(inner, [30, 10])
+    if by == "concat":
+        return torch.utils.data.ConcatDataset([inner, torch.utils.data.Subset(inner, [1, 2, 3])])
+    return inner
+
+
+def collated(by: str, name: str) -> Any:
+    """`lists`, whose collate has this name."""
+    inner: Any = lists()
+    setattr(inner, name, inner.__dict__.pop("collate"))
+    return torch.utils.data.random_split(inner, [30, 10]) if by == "random_split" else inner
+
+
+def mixed() -> tuple[Made, Made]:
+    """Training whose collate mixes the samples of a batch, and a validation whose collate does not."""
+
+    def plain(samples: list[Any]) -> dict[str, torch.Tensor]:
+        images = torch.stack([torch.from_numpy(image).float() for image, _ in samples])
+        return {"inputs": images, "targets": torch.tensor([label for _, label in samples])}
+
+    def mean(samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = plain(samples)
+        return {**batch, "inputs": batch["inputs"].mean(0, keepdim=True).expand_as(batch["inputs"])}
+
+    return Made(pairs().sample, collate=mean), Made(pairs().sample, 6, collate=plain)
 
 
 def stream() -> Any:

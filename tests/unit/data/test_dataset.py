@@ -20,6 +20,7 @@ from harness.data.dataset import DatasetBatches, open_dataset
 from harness.data.order import sample_numbers
 from harness.data.samples import first_form
 from harness.monitors.data import DataMonitor
+from harness.report.inspect import trained_on
 from tests.unit.data import targets
 
 
@@ -72,6 +73,29 @@ def test_a_validation_of_its_own(target: str, expected: range) -> None:
     assert sorted(numbers(data.validation(0, 1))) == list(expected)
 
 
+@pytest.mark.parametrize(
+    ("names", "size", "left_out"),
+    [
+        (["dev"], 6, []),
+        (
+            ["test", "validation_matched", "validation_mismatched"],
+            7,
+            ["test", "validation_mismatched"],
+        ),
+        (["dev", "validation"], 7, ["dev"]),
+        # As train_test_split of the datasets library names them: a share of train is held out, and this is said.
+        (["test"], 4, ["test"]),
+    ],
+)
+def test_splits_are_known_by_name_and_others_are_named(
+    names: list[str], size: int, left_out: list[str]
+) -> None:
+    facts = source("named", args={"names": names}, val_fraction=0.1).facts()
+    assert facts["val_samples"] == size
+    assert [text.partition(" ")[0] for text in facts["skipped"]] == left_out
+    assert ("left out" in trained_on(facts, {})[-1]) == bool(left_out)
+
+
 def test_a_random_split_is_two_data_sets() -> None:
     data = source("random_split", global_batch=targets.SIZE, micro_batch=targets.SIZE)
     train = numbers(data.micro_batches(data.window(0), 0, 1))
@@ -113,6 +137,33 @@ def test_a_collate_of_its_own_is_used() -> None:
     batch = data.micro_batches(data.window(0), 0, 1)[0]
     assert batch["inputs"].shape == (4, 1)
     assert torch.equal(batch["targets"], batch["inputs"][:, 0].long() % 3)
+
+
+@pytest.mark.parametrize("name", ["collate", "collate_fn"])
+@pytest.mark.parametrize("by", ["itself", "random_split"])
+def test_a_collate_is_used_by_either_name_and_through_a_split(by: str, name: str) -> None:
+    data = source("collated", args={"by": by, "name": name})
+    batch = data.micro_batches(data.window(0), 0, 1)[0]
+    assert torch.equal(batch["targets"], batch["inputs"][:, 0].long() % 3)
+
+
+def test_a_validation_is_collated_by_its_own() -> None:
+    assert numbers(source("mixed", micro_batch=3, global_batch=3).validation(0, 1)) == [*range(6)]
+
+
+@pytest.mark.parametrize("by", ["random_split", "concat"])
+def test_what_a_data_set_says_counts_within_those_of_torch(by: str) -> None:
+    data = source("wrapped", args={"by": by, "pad_id": 9, "unit": "nats per token"})
+    batch = data.micro_batches(data.window(0), 0, 1)[0]
+    padding = batch["input_ids"][batch["attention_mask"] == 0]
+    assert padding.numel()
+    assert set(padding.tolist()) == {9}
+    assert data.unit == "nats per token"
+
+    # A generator of its own is seeded for every sample: the same noise whenever one is read.
+    noisy = source("wrapped", args={"by": by, "noise": True})
+    once, again = (noisy.micro_batches(noisy.window(1), 0, 1)[0]["inputs"] for _ in range(2))
+    assert torch.equal(once, again)
 
 
 @pytest.mark.parametrize(

@@ -776,6 +776,21 @@ def test_a_csv_with_odd_names_names_the_way(tmp_path: Path, header: str, way: st
         prepare(config(path), tmp_path / "run")
 
 
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "parquet"])
+def test_a_table_with_two_columns_of_the_name_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"table.{suffix}"
+    if suffix == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        columns = [arrow.array([f"{name} {n}" for n in range(50)]) for name in ("a", "b")]
+        parquet.write_table(arrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    else:
+        rows = "".join(f"a {n},b {n}\n" for n in range(50))
+        packed = gzip.compress(f"text,text\n{rows}".encode())
+        path.write_bytes(packed if suffix == "csv.gz" else gzip.decompress(packed))
+    with pytest.raises(DataError, match='has 2 columns called "text"'):
+        prepare(config(path), tmp_path / "run")
+
+
 def test_a_table_of_dates_and_numbers_names_data_target(tmp_path: Path) -> None:
     rows = [f"{n},2020-01-{n % 28 + 1:02},2020-01-01 10:00\n" for n in range(50)]
     path = written(tmp_path / "table.csv", "n,day,time\n" + "".join(rows))
