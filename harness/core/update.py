@@ -11,7 +11,8 @@ both call it. `update` is the part that changes weights. It has five phases:
 3. **Unscale and clip.** Gradients are divided once, by `loss_scale * max(1, norm / max_norm)`. That undoes the loss
    scale and clips to `max_norm`.
 4. **Apply.** The optimizer steps where `skip` is 0.0. Where it is 1.0, weights, moments and step counters stay
-   bit-equal.
+   bit-equal. `Gradients.apply` does it: for torch's optimizers with `gated_step`, for DeepSpeed's in
+   `engines/deepspeed.py`.
 5. **Roll.** The FP8 scales of the next window follow from the amaxes of this one. They too stay as they are in a
    skipped step.
 

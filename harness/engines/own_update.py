@@ -1,7 +1,7 @@
 """What the engines share whose optimizers are torch's own, and which update the weights themselves.
 
 The loss scale, the learning rate as a tensor on the device, the count of applied updates, and a model's buffers around
-a skipped update. DeepSpeed does these things itself.
+a skipped update. For DeepSpeed `engines/deepspeed.py` does them in other ways.
 """
 
 from __future__ import annotations

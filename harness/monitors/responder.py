@@ -53,8 +53,8 @@ class Responder:
     ledger: what was spent.
     notes: the responder's own verdicts of the last `decide` (a refused switch, once); log them beside the monitors'.
 
-    The guard carries the action out: it adds `Rollback.bad` to `ledger.skipped_windows`, and halts when there is no
-    good state to go back to.
+    `Judge.switch_due` carries switches out. The guard does the rest: it adds `Rollback.bad` to
+    `ledger.skipped_windows`, and halts when there is no good state to go back to.
     """
 
     def __init__(self, guard: GuardConfig, ledger: RunLedger) -> None:

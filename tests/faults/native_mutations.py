@@ -99,15 +99,15 @@ NATIVE = (
     Mutation(
         16,
         "a demoted layer's gradient is measured in every window",
-        "            if record:\n                buffers.observe(grad, slot)",
-        "            if record and buffers.sampling:\n                buffers.observe(grad, slot)",
+        "            if record:\n                buffers.record_demoted(grad, slot)",
+        "            if record and buffers.sampling:\n                buffers.record_demoted(grad, slot)",
         "tests/unit/precision/test_native_fp8.py -k plain_bf16",
     ),
     Mutation(
         16,
         "a demoted layer's input and weight are measured in every window",
-        "            if record:\n                buffers.observe(left.values, slot)",
-        "            if record and buffers.sampling:\n                buffers.observe(left.values, slot)",
+        "            if record:\n                buffers.record_demoted(left.values, slot)",
+        "            if record and buffers.sampling:\n                buffers.record_demoted(left.values, slot)",
         "tests/unit/precision/test_native_fp8.py -k plain_bf16",
     ),
     Mutation(

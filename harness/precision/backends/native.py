@@ -242,8 +242,8 @@ class NativeLayer(nn.Module):
             # BF16 needs no scale, but the layer's return to FP8 does: amaxes are recorded all the same.
             left, right = plain_operand(rows), plain_operand(weight)
             if record:
-                buffers.observe(left.values, slot)
-                buffers.observe(weight, slot + 1)
+                buffers.record_demoted(left.values, slot)
+                buffers.record_demoted(weight, slot + 1)
         else:
             left = buffers.activation(rows, slot, record, needs[1])
             right = self.quantized_weight(weight, record, needs[0])
@@ -267,7 +267,7 @@ class NativeLayer(nn.Module):
         if isinstance(left, Carrier) and left.inverse is None:
             scaled: Operand = Carrier(grad)
             if record:
-                buffers.observe(grad, slot)
+                buffers.record_demoted(grad, slot)
         else:
             scaled = buffers.activation(grad, slot, record, needs[1])
 

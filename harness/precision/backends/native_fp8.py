@@ -568,8 +568,8 @@ class Fp8SlotBuffers(SlotBuffers):
         _, columns = self.cast(rows, scale, None, fmt, through_bf16=False, transpose=True)
         return Fp8Pair(None, columns, inverse)
 
-    def observe(self, x: Tensor, slot: int) -> None:
-        """As `SlotBuffers.observe`."""
+    def record_demoted(self, x: Tensor, slot: int) -> None:
+        """As `SlotBuffers.record_demoted`."""
         if self.sampling:
             self.sampled.add(slot, x, self.scale[slot])
         self.stage(slot, scaling.amax(x))

@@ -235,7 +235,7 @@ class SlotBuffers(ScalingState):
                 self.sums[slot] += torch.cat([scaling.summed(rows, slot), channels])
         return quantized
 
-    def observe(self, x: Tensor, slot: int) -> None:
+    def record_demoted(self, x: Tensor, slot: int) -> None:
         """Record max|x| of a demoted layer's tensor, which is multiplied in BF16.
 
         In a sampled window also measure what a cast to FP8 would lose. The layer must not return to FP8 while its
