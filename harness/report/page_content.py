@@ -7,6 +7,7 @@ may have written: `RunHistory` has made them fit to be shown and cut them, and t
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +150,10 @@ def _hunt(history: RunHistory) -> Iterator[dict[str, Any]]:
         return
     cells: list[list[str]] = []
     for each in layers[:SHOWN]:
-        figures = (f"{each.usual:.4g}", f"{each.largest:.4g}", str(each.at), f"{each.growth:.4g}")
+        usual, growth = [
+            "-" if math.isnan(figure) else f"{figure:.4g}" for figure in (each.usual, each.growth)
+        ]
+        figures = (usual, f"{each.largest:.4g}", str(each.at), growth)
         cells.append([shown(each.layer), str(each.steps), *figures])
     lines: list[str] = []
     if len(layers) > SHOWN:
