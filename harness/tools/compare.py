@@ -64,10 +64,10 @@ def command(
     Raises ConfigError for runs that cannot be compared; with --replay also what `replay_pair` raises.
     """
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
+    # With --json as well: the object names the picture's path. Before a replay, which takes long: it may be refused.
+    path = None if no_picture else _draw(made)
     if replay:
         made = replace(made, replay=replay_pair(made.pair, made.compared))
-    # With --json as well: the object names the picture's path.
-    path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}
         print(json.dumps(content, indent=1, allow_nan=False))

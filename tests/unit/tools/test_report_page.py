@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.report_page import make_run
+from harness.cli import app
 from harness.core.errors import ConfigError
 from harness.core.facts import SlotStats
 from harness.report import decimate
@@ -341,6 +343,15 @@ def test_the_command_writes_one_page_or_one_of_two_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(content_of(tmp_path / "mine.html")["pictures"]) == 2
     assert sorted(path.name for path in one.iterdir()) == before, "nothing was written into the run"
+
+
+def test_a_run_folder_that_takes_no_report_is_named_with_another_place(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "r")
+    (run / "plots").write_bytes(b"")
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert done.exit_code == 2
+    assert f"{run}: the report cannot be written here: " in done.stderr
+    assert "--out FILE.html" in done.stderr
 
 
 @pytest.mark.slow
