@@ -149,7 +149,7 @@ def page(histories: Sequence[RunHistory], drawn: Sequence[Path] = ()) -> str:
         "compared": compared(*histories) if len(histories) == 2 else None,
     }
     names = " and ".join(run["name"] for run in runs)
-    return _html(f"Run {names}", content)
+    return _html(f"{'Run' if len(runs) == 1 else 'Runs'} {names}", content)
 
 
 def _picture(path: Path) -> dict[str, str]:

@@ -399,7 +399,7 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
 
     # What was paid for and does not count.
     found = counts(history)
-    abandoned = len(history.abandoned.get("train/loss", ()))
+    abandoned = history.thrown_away
     if abandoned:
         share = spent.thrown_away / spent.seconds if spent.seconds else 0.0
         steps = number_of(abandoned, "step")
@@ -460,8 +460,8 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
 
 
 def _gap(gap: Gap) -> list[Any]:
-    """what, step, loss in A, loss in B, and their difference."""
-    return [gap.what, gap.last, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
+    """Which loss of which steps, in A, in B, and their difference."""
+    return [gap.name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
 
 
 def _difference(each: Difference) -> list[str]:

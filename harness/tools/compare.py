@@ -287,13 +287,10 @@ def _gap_lines(made: Comparison) -> list[str]:
     """Two tables, of the losses and of speed and memory, and the notes on them."""
     rows = [("", "A", "B", "B - A", "95% interval")]
     for gap in made.gaps:
-        name = f"{_GAP_NAMES[gap.what]}, step {gap.last}"
-        if gap.first != gap.last:
-            name = f"{_GAP_NAMES[gap.what]}, steps {gap.first}-{gap.last}"
         interval = "-"
         if gap.interval is not None:
             interval = f"{gap.interval[0]:+.4f} to {gap.interval[1]:+.4f}"
-        rows.append((name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
+        rows.append((gap.name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
     lines = aligned(rows)
 
     # Speed and memory are compared as ratios, and only where both sides have them.
@@ -306,9 +303,6 @@ def _gap_lines(made: Comparison) -> list[str]:
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
     return [*lines, *(f"note: {text}" for text in made.notes)]
-
-
-_GAP_NAMES = {"last": "loss", "window": "mean loss", "validation": "validation loss"}
 
 
 def _divergence_lines(made: Comparison) -> list[str]:

@@ -181,6 +181,11 @@ class Figures:
         steps, values, _ = self._in_order(name, lambda _: math.inf)
         return steps, values
 
+    def count_replaced(self, name: str, first: First) -> int:
+        """In how many rows one figure is of a step that a later attempt did again."""
+        _, _, replaced = self._in_order(name, first)
+        return int(replaced.sum())
+
     def executed(self, name: str) -> Points:
         """One figure of each step as it was when the step was executed for the first time."""
         steps, values = self.measured(name)

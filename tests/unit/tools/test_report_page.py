@@ -209,6 +209,18 @@ def test_a_demotion_has_its_evidence_and_a_rollback_what_led_to_it(tmp_path: Pat
     assert dict(content["cost"])["thrown away"].startswith("4 steps by rollbacks")
 
 
+def test_every_execution_that_a_rollback_discarded_is_paid_for(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    with Journal(run / JOURNAL) as journal:
+        # Steps 5 to 8, then 5 to 6, were in vain.
+        for attempt, steps in enumerate([range(1, 9), range(5, 7), range(5, 10)], start=1):
+            journal.attempt = attempt
+            for step in steps:
+                journal.metrics(step, {"train/loss": 1.0})
+    content = content_of(saved(run))["runs"][0]
+    assert dict(content["cost"])["thrown away"].startswith("6 steps by rollbacks")
+
+
 def test_checkpoints_and_cost_come_from_the_journal(tmp_path: Path) -> None:
     run = tmp_path / "r"
     run.mkdir()
@@ -278,6 +290,7 @@ def test_two_runs_are_on_one_page(tmp_path: Path) -> None:
     assert ["config", "train.lr", "0.1", "0.2"] in compared["given"]
     assert compared["first"] == "step 4, loss loss: A 1.0, B 1.5"
     assert compared["steps"] == [6, 1, 6]
+    assert [gap[0] for gap in compared["gaps"]] == ["loss, step 6", "mean loss, steps 1-6"]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
