@@ -9,6 +9,7 @@ right.
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 import time
@@ -21,15 +22,33 @@ from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from harness.core.errors import ExitCode, HarnessError, LostRankError, tell_wrapper
+from harness.core.errors import (
+    ConfigError,
+    ExitCode,
+    HarnessError,
+    LostRankError,
+    Problem,
+    tell_wrapper,
+)
 from harness.core.secrets import scrubbed
 from harness.stop import NOTHING_YET, StoppedEarly, end_at_a_signal, end_while_importing
 
 # Seconds that other ranks wait before they print an error that rank 0 prints, too. On a busy machine ranks start some
 # seconds apart.
 _LEAD_SPEAKS_SECONDS = 5.0
+
+# Errors of the system that nobody needs a traceback for, and what to do about them.
+_PERMISSIONS = "check the permissions of it and of the folders above it"
+_SPACE = "free space on its disk"
+_FIXES = {
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.EROFS: "work on a copy, on a disk that can be written",
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+}
 
 # name: its file, and what it does. `harness --help` lists the first sentence of each.
 COMMANDS = {
@@ -129,12 +148,30 @@ def _guarded(action: Callable[[], int], trains: bool = False) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if not trains and isinstance(error, KeyboardInterrupt | BrokenPipeError):
             raise
-        code = 1
-        _say_at_the_end(traceback.format_exc().rstrip(), code)
+        refused = None if trains else _refused(error)
+        if refused is None:
+            code = 1
+            _say_at_the_end(traceback.format_exc().rstrip(), code)
+        else:
+            code = int(refused.exit_code)
+            _report(refused, code)
         _kept.append(error)
     if trains:
         _end(code)
     raise typer.Exit(code)
+
+
+def _refused(error: BaseException) -> ConfigError | None:
+    """What to say of a file that the system lets a command neither read nor write; None for any other error.
+
+    A command that trains has its traceback: such a file may be one of the user's own code.
+    """
+    if not isinstance(error, OSError) or error.filename is None:
+        return None
+    fix = _FIXES.get(error.errno or 0)
+    if fix is None:
+        return None
+    return ConfigError(Problem(error.strerror or str(error), str(error.filename), fix=fix))
 
 
 def _report(error: HarnessError, code: int) -> None:
@@ -196,8 +233,23 @@ def _single(name: str) -> typer.Typer:
     single = typer.Typer(
         rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False
     )
-    single.command(name, help=text)(run)
+    single.command(name, cls=_Command, help=text)(run)
     return single
+
+
+class _Command(TyperCommand):
+    """A command whose overrides, `key.path=value`, were perhaps given as options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(each.name == "config" for each in self.params):
+            for word in args:
+                option, equals, value = word.partition("=")
+                # No option has a dot in its name.
+                if option.startswith("--") and "." in option:
+                    key = option.removeprefix("--")
+                    text = f"config keys are written without dashes: {key}={value if equals else 'VALUE'}"
+                    raise typer.BadParameter(text, ctx, param_hint=option)
+        return super().parse_args(ctx, args)
 
 
 class _OnCall(TyperGroup):

@@ -95,7 +95,7 @@ def choose_folder(
         folder = RUNS / (base if number == 1 else f"{base}-{number}")
         if not _has_remains(folder):
             return folder
-        resumable = (folder / "config.yaml").exists()
+        resumable = os.path.exists(folder / "config.yaml")
         if resumable and resume == "auto" and not is_finished(folder, steps):
             return folder
         number += 1
@@ -111,7 +111,8 @@ def _named_folder(name: str, resume: str) -> Path:
         fix = "use letters, digits, - and _"
         raise ConfigError(Problem(f"{name!r} is no folder name", "--name", fix=fix))
     folder = RUNS / name
-    has_config = (folder / "config.yaml").exists()
+    # os.path's answer for a folder that may not be read is no. What refuses it is its lock, with the reason.
+    has_config = os.path.exists(folder / "config.yaml")
     if resume != "auto" and has_config:
         fix = "choose another --name, or use --resume auto"
         raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
@@ -130,7 +131,7 @@ def base_name(config_name: str, recipe_name: str) -> str:
 def _has_remains(folder: Path) -> bool:
     """Whether a run was here, whose checkpoints must never be taken for another run's."""
     names = ("config.yaml", "journal.jsonl", "checkpoints")
-    return any((folder / name).exists() for name in names)
+    return any(os.path.exists(folder / name) for name in names)
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -540,6 +541,8 @@ class RunLock:
             fix = "wait for it, stop it, or give this run another --name"
             return Problem(f"another process is writing this run: {owner}", where, fix=fix)
         fix = "choose a folder on a writable disk that supports file locks"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            fix = "check the permissions of this folder and of those above it, or give the run another --name"
         if error.errno in (errno.ELOOP, errno.EISDIR):
             where, fix = str(self._path), "move away what is there: it is no lock of a run"
         return Problem(

@@ -827,7 +827,7 @@ def lacks_room(folder: Path, bytes_each: int, existing: int, ranks: int = 1) -> 
         _write_probe(folder / _PROBE)
         disk = os.statvfs(folder)
     except OSError as error:
-        fix = "choose a folder that you may write to: start from another working folder, or give another --name"
+        fix = "start from a working folder that you may write to, or let runs be a link to such a folder"
         why = error.strerror or str(error)
         return [Problem("checkpoints cannot be written here", str(folder), why, fix)]
 

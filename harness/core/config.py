@@ -730,6 +730,8 @@ def _after_warmup(train: TrainConfig) -> str:
 def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     """One line on what never happens in a run of this length; empty if everything does.
 
+    Snapshots have a line of their own, `snapshot_plan`.
+
     stats_every: `fp8.stats_every` of the recipe; None if nothing runs in FP8.
     """
     steps, guard = config.train.steps, config.guard
@@ -741,12 +743,9 @@ def left_out(config: RunConfig, stats_every: int | None, ranks: int = 1) -> str:
     if stats_every is not None:
         why = "underflow and SQNR sampled once at most"
         periods.append(("fp8.stats_every", stats_every, why))
-    if guard.enabled:
-        why = "no snapshot to roll back to"
-        periods.append(("guard.snapshot_every", guard.snapshot_every, why))
-        if ranks > 1:
-            why = "the ranks' weights not compared"
-            periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, why))
+    if guard.enabled and ranks > 1:
+        why = "the ranks' weights not compared"
+        periods.append(("guard.compare_ranks_every", guard.compare_ranks_every, why))
     if config.train.profile_steps is not None:
         first, last = config.train.profile_steps
         # It begins in a run that has its first step, and then ends with the run.

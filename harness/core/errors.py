@@ -162,6 +162,11 @@ def number_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def in_a_row(count: int, noun: str) -> str:
+    """How often something came without a pause: `1 update`, `3 updates in a row`."""
+    return number_of(count, noun) + (" in a row" if count > 1 else "")
+
+
 def clock(seconds: float) -> str:
     """A duration as `0:41` or `2:05:09`; `-` if it is not finite."""
     if not isfinite(seconds):

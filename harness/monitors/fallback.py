@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from harness.core.config import FallbackConfig
-from harness.core.errors import CheckpointError, MisuseError, Problem, number_of
+from harness.core.errors import CheckpointError, MisuseError, Problem, in_a_row, number_of
 from harness.core.facts import StepFacts, Switch, Verdict, jsonable
 from harness.core.protocols import Meta
 from harness.monitors.base import Bools, Ints, KeptWindow, MonitorContext, is_calibration
@@ -365,7 +365,7 @@ class WholeRunFallback(KeptWindow):
             "grad_norm": jsonable(facts.grad_norm),
         }
         text = (
-            f"{self._failures} updates in a row failed in fp16 (loss {facts.loss:g}, gradient norm "
+            f"{in_a_row(self._failures, 'update')} failed in fp16 (loss {facts.loss:g}, gradient norm "
             f"{facts.grad_norm:g}, loss scale {facts.loss_scale:g}): the run goes on in {self.precision}, for good"
         )
         proposal = Switch(reason=text, whole_run_to=self.precision)

@@ -22,6 +22,7 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
+from harness.core.errors import in_a_row
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
 from harness.monitors.base import (
     AHEAD,
@@ -226,8 +227,9 @@ class GradientMonitor(KeptWindow):
             return self._accept(facts, near, what, evidence)
 
         advice = f"; if norms like this are right, raise guard.skip_growth ({self.skip_growth:g})"
-        why = f"were skipped (last: {what}){advice}"
-        return self._skip(facts, "gradient.skip", what, why, evidence, facts.grad_norm)
+        return self._skip(
+            facts, "gradient.skip", what, "skipped", evidence, advice, norm=facts.grad_norm
+        )
 
     def _accept(
         self, facts: StepFacts, row: list[float], what: str, evidence: dict[str, Any]
@@ -330,22 +332,21 @@ class GradientMonitor(KeptWindow):
                 suspect=False,
             )
         what = f"loss {facts.loss:g}, gradient norm {facts.grad_norm:g}, window {facts.window}"
-        return self._skip(
-            facts, "nonfinite.skip", what, f"were not finite (last: {what})", evidence
-        )
+        return self._skip(facts, "nonfinite.skip", what, "not finite", evidence)
 
     def _skip(
         self,
         facts: StepFacts,
         code: str,
         what: str,
-        why: str,
+        was: str,
         evidence: dict[str, Any],
+        advice: str = "",
         norm: float | None = None,
     ) -> Verdict:
         """Extend the row by this update; propose a rollback once the row is long enough.
 
-        what: about this update. why: the same about the row. norm: None where it was not the reason.
+        what: about this update. was: what all updates of the row were. norm: None where it was not the reason.
         """
         self._bad_windows.append(facts.window)
         self._bad_norms.append(norm)
@@ -353,7 +354,9 @@ class GradientMonitor(KeptWindow):
         proposal: Continue | Rollback = Continue()
         if run >= self.max_consecutive_skips:
             # Skip all of the row's windows: the facts do not show which of them broke the state first.
-            proposal = Rollback(f"{run} updates in a row {why}", tuple(self._bad_windows))
+            updates = f"{in_a_row(run, 'update')} {'was' if run == 1 else 'were'} {was}"
+            reason = f"{updates} (last: {what}){advice}"
+            proposal = Rollback(reason, tuple(self._bad_windows))
         return Verdict(
             code,
             facts.step,

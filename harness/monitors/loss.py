@@ -26,6 +26,7 @@ from dataclasses import replace
 from itertools import islice
 from statistics import median
 
+from harness.core.errors import in_a_row
 from harness.core.facts import Continue, Limits, Rollback, StepFacts, Verdict, jsonable
 from harness.monitors.base import (
     AHEAD,
@@ -250,7 +251,7 @@ class LossMonitor(KeptWindow):
         proposal: Continue | Rollback = Continue()
         if run >= self.spike_steps:
             reason = (
-                f"the loss spiked {run} steps in a row (last: {what}); if losses like this are right, raise "
+                f"the loss spiked in {in_a_row(run, 'step')} (last: {what}); if losses like this are right, raise "
                 f"guard.spike_sigma ({self.spike_sigma:g})"
             )
             proposal = Rollback(reason, tuple(self._spiking))

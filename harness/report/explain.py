@@ -174,8 +174,9 @@ def without_marks(markdown: str) -> str:
 class Streak:
     """Events of one code.
 
-    first, last: steps of the first and the last event.
-    text, last_text: texts of these two.
+    first, last: the lowest and the highest step.
+    latest: step of the event that came last; after a rollback that may be a lower one.
+    text, last_text: texts of the first event and of the last.
     attempt: the attempt of the first event.
     windows: the events' windows (places in the data order), in order.
     """
@@ -183,6 +184,7 @@ class Streak:
     code: str
     first: int
     last: int
+    latest: int
     count: int
     text: str
     last_text: str
@@ -223,6 +225,7 @@ def streaks(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
             code=code,
             first=int(first["step"]),
             last=int(last["step"]),
+            latest=int(last["step"]),
             count=len(each),
             text=described(first),
             last_text=described(last),
@@ -243,7 +246,9 @@ def distinct(events: Sequence[Mapping[str, Any]]) -> list[Streak]:
             continue
         found[each.code] = replace(
             first,
-            last=each.last,
+            first=min(first.first, each.first),
+            last=max(first.last, each.last),
+            latest=each.latest,
             count=first.count + each.count,
             last_text=each.last_text,
             windows=first.windows + each.windows,
@@ -577,7 +582,7 @@ def _explain_run(run_dir: Path, console: Screen) -> None:
     for each in events[:MOST_CODES]:
         console.print(Text(f"{each.steps}: {each.times}: {each.text}"))
         if each.last_text != each.text:
-            console.print(Text(f"    the last, step {each.last}: {each.last_text}"))
+            console.print(Text(f"    the last, step {each.latest}: {each.last_text}"))
     if len(events) > MOST_CODES:
         console.print(Text(f"and {len(events) - MOST_CODES} more codes"))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.core.errors import number_of, shown
+from harness.core.errors import number_of, shown, some
 from harness.core.metrics import OF_LAYERS
 from harness.report import label
 from harness.report.fp8_pictures import GRID, INK, save
@@ -33,11 +33,11 @@ class Hunted:
     """One layer in the steps that measured it, those that a rollback discarded included.
 
     layer: name with padded numbers, as the journal has it.
-    steps: how many there are.
-    usual: lower quartile of its norms over zero; NaN if there is none.
+    steps: how often it was measured; a step that was done again counts again.
+    usual: lower quartile of its finite norms over zero; NaN if there is none.
     largest: infinite if a norm was not finite.
-    at: the first step that had the largest norm.
-    growth: largest over usual; NaN without a usual norm.
+    at: the step that had the largest norm first.
+    growth: largest over usual; infinite if a norm was not finite, NaN if all were zero.
     """
 
     layer: str
@@ -61,14 +61,7 @@ def hunted(history: RunHistory) -> list[Hunted]:
 
 
 def _hunted(history: RunHistory, name: str) -> Hunted:
-    kept = history.points(name)
-    steps, norms = kept.steps, kept.figures
-    # Steps that a rollback discarded count as well.
-    discarded = history.abandoned.get(name)
-    if discarded is not None:
-        steps = np.concatenate([discarded.steps, steps])
-        norms = np.concatenate([discarded.figures, norms])
-
+    steps, norms = history.rows.measured(name)
     # A NaN is as bad as an infinity, and would hide every other number.
     norms = np.where(np.isfinite(norms), norms, math.inf)
     place = int(np.argmax(norms))
@@ -77,13 +70,14 @@ def _hunted(history: RunHistory, name: str) -> Hunted:
     if len(usable):
         usual = float(np.quantile(usable, _USUAL))
     largest = float(norms[place])
+    growth = largest / usual if math.isfinite(largest) else math.inf
     return Hunted(
         layer=name.removeprefix(_PREFIX),
         steps=len(norms),
         usual=usual,
         largest=largest,
         at=int(steps[place]),
-        growth=largest / usual,
+        growth=growth,
     )
 
 
@@ -92,13 +86,28 @@ def hunt_line(history: RunHistory) -> str:
     layers = hunted(history)
     if not layers:
         return ""
+    steps = max(each.steps for each in layers)
+    parts = [f"gradient norms of {number_of(len(layers), 'layer')} in {number_of(steps, 'step')}"]
+
+    # Layers whose norm was not finite come first. They may be all: after a NaN loss no gradient is finite.
+    count = sum(math.isinf(each.largest) for each in layers)
+    if count:
+        named = [f"{shown(each.layer)} at step {each.at}" for each in layers[:count]]
+        which = some(named, _NAMED)
+        if count == len(layers) > 1 and len({each.at for each in layers}) == 1:
+            which = f"every layer, at step {layers[0].at}"
+        parts.append(f"not finite: {which}")
+
     grown: list[str] = []
-    for each in layers[:_NAMED]:
+    for each in layers[count : count + _NAMED]:
+        # All its norms were zero.
+        if math.isnan(each.usual):
+            break
         figures = f"{each.largest:.3g} at step {each.at}, usually {each.usual:.3g}"
         grown.append(f"{shown(each.layer)} {figures}")
-    steps = max(each.steps for each in layers)
-    measured = f"{number_of(len(layers), 'layer')} in {number_of(steps, 'step')}"
-    return f"gradient norms of {measured}; grew most: {'; '.join(grown)}"
+    if grown:
+        parts.append(f"grew most: {', '.join(grown)}")
+    return "; ".join(parts)
 
 
 def hunt_plot(history: RunHistory, path: Path) -> bool:

@@ -229,7 +229,9 @@ def overview(folder: Path, locked: bool) -> Overview:
     journal, trouble = Totals(), ""
     try:
         journal = _read_journal(folder / JOURNAL)
-        if not journal.rows:
+        # A run that was killed in its first second has an empty journal, and nothing of it is lost.
+        begun = (folder / JOURNAL).stat().st_size > 0 or "outcome.json" in there
+        if not journal.rows and begun:
             trouble = f"{JOURNAL} has no row that can be read"
     except (OSError, ValueError) as error:
         trouble = f"{JOURNAL}: {getattr(error, 'strerror', None) or error}"

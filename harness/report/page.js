@@ -977,7 +977,7 @@ function comparison(part) {
     if (found.evidence) part.append(el("p", {}, found.evidence));
     if (found.causes.length) part.append(el("h3", {}, "Likely causes"), table(["kind", "key", "A", "B"], found.causes));
   }
-  if (found.gaps.length) part.append(el("h3", {}, "Losses"), table(["loss", "step", "A", "B", "B - A"], found.gaps, [1, 2, 3, 4]));
+  if (found.gaps.length) part.append(el("h3", {}, "Losses"), table(["loss", "A", "B", "B - A"], found.gaps, [1, 2, 3]));
   for (const note of found.notes) part.append(el("p", {class: "note"}, note));
   part.append(el("h3", {}, "What they were given that differs"));
   if (found.given.length) part.append(table(["kind", "key", "A", "B"], found.given));

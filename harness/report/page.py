@@ -70,13 +70,18 @@ def command(
         return int(ExitCode.DONE)
 
     # The page with its plots. The table needs pyarrow, and the rest is written without it.
-    made = write(run)
     try:
-        table = write_parquet(run)
-        if table is not None:
-            made.append(table)
-    except ImportError as error:
-        print(f"no {PARQUET}: {error}; pip install pyarrow", file=sys.stderr)
+        made = write(run)
+        try:
+            table = write_parquet(run)
+            if table is not None:
+                made.append(table)
+        except ImportError as error:
+            print(f"no {PARQUET}: {error}; pip install pyarrow", file=sys.stderr)
+    except OSError as error:
+        what = f"the report cannot be written here: {error.strerror or error}"
+        fix = "write the page alone, to another place: --out FILE.html"
+        raise ConfigError(Problem(what, str(run), fix=fix)) from error
     for path in made:
         say(path)
     return int(ExitCode.DONE)
@@ -144,7 +149,7 @@ def page(histories: Sequence[RunHistory], drawn: Sequence[Path] = ()) -> str:
         "compared": compared(*histories) if len(histories) == 2 else None,
     }
     names = " and ".join(run["name"] for run in runs)
-    return _html(f"Run {names}", content)
+    return _html(f"{'Run' if len(runs) == 1 else 'Runs'} {names}", content)
 
 
 def _picture(path: Path) -> dict[str, str]:

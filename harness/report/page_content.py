@@ -7,6 +7,7 @@ may have written: `RunHistory` has made them fit to be shown and cut them, and t
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +150,10 @@ def _hunt(history: RunHistory) -> Iterator[dict[str, Any]]:
         return
     cells: list[list[str]] = []
     for each in layers[:SHOWN]:
-        figures = (f"{each.usual:.4g}", f"{each.largest:.4g}", str(each.at), f"{each.growth:.4g}")
+        usual, growth = [
+            "-" if math.isnan(figure) else f"{figure:.4g}" for figure in (each.usual, each.growth)
+        ]
+        figures = (usual, f"{each.largest:.4g}", str(each.at), growth)
         cells.append([shown(each.layer), str(each.steps), *figures])
     lines: list[str] = []
     if len(layers) > SHOWN:
@@ -395,7 +399,7 @@ def _cost(history: RunHistory, spent: Spent) -> list[tuple[str, str]]:
 
     # What was paid for and does not count.
     found = counts(history)
-    abandoned = len(history.abandoned.get("train/loss", ()))
+    abandoned = history.thrown_away
     if abandoned:
         share = spent.thrown_away / spent.seconds if spent.seconds else 0.0
         steps = number_of(abandoned, "step")
@@ -456,8 +460,8 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
 
 
 def _gap(gap: Gap) -> list[Any]:
-    """what, step, loss in A, loss in B, and their difference."""
-    return [gap.what, gap.last, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
+    """Which loss of which steps, in A, in B, and their difference."""
+    return [gap.name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}"]
 
 
 def _difference(each: Difference) -> list[str]:

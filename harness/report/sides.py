@@ -132,6 +132,9 @@ def pair(a: Side, b: Side) -> tuple[RunHistory, RunHistory]:
     return a.runs[0], b.runs[0]
 
 
+_NAMES = {"last": "loss", "window": "mean loss", "validation": "validation loss"}
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How far two sides are apart in a loss.
@@ -148,6 +151,14 @@ class Gap:
     a: float
     b: float
     interval: tuple[float, float] | None
+
+    @property
+    def name(self) -> str:
+        """`loss, step 12`, `mean loss, steps 3-12`."""
+        name = _NAMES[self.what]
+        if self.first == self.last:
+            return f"{name}, step {self.last}"
+        return f"{name}, steps {self.first}-{self.last}"
 
     @property
     def gap(self) -> float:

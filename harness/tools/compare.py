@@ -64,10 +64,10 @@ def command(
     Raises ConfigError for runs that cannot be compared; with --replay also what `replay_pair` raises.
     """
     made = compare_runs([RunHistory.read(path) for path in find_runs(runs)])
+    # With --json as well: the object names the picture's path. Before a replay, which takes long: it may be refused.
+    path = None if no_picture else _draw(made)
     if replay:
         made = replace(made, replay=replay_pair(made.pair, made.compared))
-    # With --json as well: the object names the picture's path.
-    path = None if no_picture else _draw(made)
     if as_json:
         content = made.as_json() | {"picture": None if path is None else str(path)}
         print(json.dumps(content, indent=1, allow_nan=False))
@@ -287,13 +287,10 @@ def _gap_lines(made: Comparison) -> list[str]:
     """Two tables, of the losses and of speed and memory, and the notes on them."""
     rows = [("", "A", "B", "B - A", "95% interval")]
     for gap in made.gaps:
-        name = f"{_GAP_NAMES[gap.what]}, step {gap.last}"
-        if gap.first != gap.last:
-            name = f"{_GAP_NAMES[gap.what]}, steps {gap.first}-{gap.last}"
         interval = "-"
         if gap.interval is not None:
             interval = f"{gap.interval[0]:+.4f} to {gap.interval[1]:+.4f}"
-        rows.append((name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
+        rows.append((gap.name, f"{gap.a:.4f}", f"{gap.b:.4f}", f"{gap.gap:+.4f}", interval))
     lines = aligned(rows)
 
     # Speed and memory are compared as ratios, and only where both sides have them.
@@ -306,9 +303,6 @@ def _gap_lines(made: Comparison) -> list[str]:
     if len(rows) > 1:
         lines += ["", *aligned(rows)]
     return [*lines, *(f"note: {text}" for text in made.notes)]
-
-
-_GAP_NAMES = {"last": "loss", "window": "mean loss", "validation": "validation loss"}
 
 
 def _divergence_lines(made: Comparison) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -74,7 +75,19 @@ def command(
     request = _request(subject or [], config, recipe, from_step, before)
     if "fp8" in wanted:
         require_free(out / FILE)
+    if "fp8" in wanted or not no_picture:
+        _require_writable(out)
     return _rehearse(request, wanted, steps, from_step, before, out, not no_picture, as_json)
+
+
+def _require_writable(out: Path) -> None:
+    """Raise ConfigError if nothing can be written into `out`, which need not be there yet: branches take long."""
+    above = next(folder for folder in (out, *out.parents, Path()) if folder.exists())
+    if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+        return
+    why = "it cannot be written" if above.is_dir() else f"{above} is a file"
+    fix = "name another folder with --out"
+    raise ConfigError(Problem("results have no place here", str(out), why, fix))
 
 
 def _precisions(given: str) -> list[PrecisionName]:

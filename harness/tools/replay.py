@@ -43,6 +43,8 @@ def replay(
 ) -> int:
     """Print the answer, and write it into `<run>/flight/step-<step>/replay.json`; returns 0.
 
+    A run folder that cannot be written, such as an archive, gets no file.
+
     Raises ConfigError for a step that the run has not done, CheckpointError if no state before it is left.
     """
     from harness.build import join_worker
@@ -65,9 +67,13 @@ def replay(
     for line in lines(answer):
         say(line)
     report = record_folder(branches.folder, step) / REPORT
-    report.parent.mkdir(parents=True, exist_ok=True)
-    write_json(report, plain(answer))
-    say(f"report: {report}")
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_json(report, plain(answer))
+    except OSError as error:
+        say(f"no report: {report}: {error.strerror or error}")
+    else:
+        say(f"report: {report}")
     return 0
 
 

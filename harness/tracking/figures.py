@@ -176,9 +176,19 @@ class Figures:
         wanted = was_replaced == replaced
         return Points(steps[wanted], values[wanted])
 
+    def measured(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """(steps, figures) of all rows that have one figure, in the order of the journal; a step may come again."""
+        steps, values, _ = self._in_order(name, lambda _: math.inf)
+        return steps, values
+
+    def count_replaced(self, name: str, first: First) -> int:
+        """In how many rows one figure is of a step that a later attempt did again."""
+        _, _, replaced = self._in_order(name, first)
+        return int(replaced.sum())
+
     def executed(self, name: str) -> Points:
         """One figure of each step as it was when the step was executed for the first time."""
-        steps, values, _ = self._in_order(name, lambda _: math.inf)
+        steps, values = self.measured(name)
         # Points keeps the last row of a step.
         return Points(steps[::-1], values[::-1])
 

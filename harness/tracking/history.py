@@ -207,6 +207,11 @@ class RunHistory:
         """The same for steps that a rollback discarded."""
         return SeriesOf(self.rows, self._replaced_from, replaced=True)
 
+    @property
+    def thrown_away(self) -> int:
+        """How many steps rollbacks discarded; a step that two attempts did in vain counts twice."""
+        return self.rows.count_replaced(LOSS, self._replaced_from)
+
     def points(self, name: str) -> Points:
         """A metric at the steps that count; empty if it was never logged."""
         return self.rows.points(name, self._replaced_from, replaced=False)

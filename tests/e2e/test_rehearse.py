@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -384,6 +385,10 @@ def test_what_cannot_be_rehearsed_is_refused(
     assert "not a run" in refused(str(tmp_path / "foreign"))
     Path("file").write_text("")
     assert "is no folder" in refused(str(run), out=Path("file"))
+    assert "file is a file" in refused(str(run), out=Path("file/below"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert "it cannot be written" in refused(str(run), out=Path("new"))
 
     # Of a loop of one's own only that loop knows the model.
     own = tmp_path / "own"

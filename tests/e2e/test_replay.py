@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -203,6 +204,20 @@ def test_steps_without_a_record(backward_run: Path, monkeypatch: pytest.MonkeyPa
         replay(backward_run, 400, False)
     assert raised.value.exit_code == 2
     assert not (backward_run / "flight" / "step-00000400").exists()
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_takes_no_file_has_its_answer_on_the_screen(
+    backward_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(backward_run, tmp_path / "r", symlinks=True)
+    shutil.rmtree(run / "flight" / "step-00000007", ignore_errors=True)
+    (run / "flight" / "step-00000007").write_bytes(b"")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown: list[str] = []
+    assert replay(run, 7, False, shown.append) == 0
+    assert "steps 6 to 7 reproduced bit for bit" in "\n".join(shown)
+    assert re.fullmatch("no report: .*replay.json: .*", shown[-1])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import run_folder
 from harness.core.errors import CheckpointError, ExitCode
 from harness.run_folder import RunLock
 
@@ -67,6 +69,22 @@ def test_a_folder_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be locked"):
         RunLock(tmp_path / "run").acquire()
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.EACCES, "permissions"), (errno.EROFS, "on a writable disk")]
+)
+def test_the_fix_is_for_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder, "_lock", refuse)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        RunLock(tmp_path).acquire()
+    assert fix in str(caught.value)
+    assert ("another --name" in str(caught.value)) == (number == errno.EACCES)
 
 
 @pytest.mark.parametrize("planted", ["link", "folder"])

@@ -44,6 +44,7 @@ def test_a_folder_that_takes_no_files_is_named(tmp_path: Path, kind: str) -> Non
     assert "cannot be written" in problem.what
     assert problem.where == str(folder)
     assert problem.why
+    assert "--name" not in problem.fix, "another name is on the same disk"
 
 
 def test_a_disk_that_takes_no_byte_is_left_as_it_was(tmp_path: Path) -> None:

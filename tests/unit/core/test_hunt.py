@@ -23,6 +23,8 @@ from harness.monitors.responder import Judge
 from harness.report.hunt import hunt_line, hunted
 from harness.report.page import write
 from harness.tracking.history import RunHistory
+from harness.tracking.journal import Journal
+from tests.support.pages import content_of
 
 CPU = torch.device("cpu")
 
@@ -244,6 +246,46 @@ def test_a_layer_with_a_nan_is_named_first(tmp_path: Path) -> None:
         loop.steps(2)
     first = hunted(RunHistory.read(tmp_path / "run"))[0]
     assert (first.layer, first.largest, first.at, first.steps) == ("03", math.inf, 6, 7)
+
+
+def of_norms(folder: Path, *attempts: dict[int, dict[str, float]]) -> Path:
+    """A run whose journal has these norms: {step: {layer: norm}}, a mapping for each attempt."""
+    with Journal(folder / "journal.jsonl") as journal:
+        for attempt, steps in enumerate(attempts, start=1):
+            journal.attempt = attempt
+            for step, norms in steps.items():
+                row = {f"grad_norm/{layer}": norm for layer, norm in norms.items()}
+                journal.metrics(step, {"train/loss": 1.0, **row})
+    return folder
+
+
+def test_layers_that_were_never_finite_have_not_grown(tmp_path: Path) -> None:
+    never = {step: {"a": 1.0, "b": math.nan, "c": math.inf} for step in (3, 4)}
+    run = of_norms(tmp_path, never)
+    history = RunHistory.read(run)
+    assert [each.layer for each in hunted(history)] == ["b", "c", "a"]
+    line = "gradient norms of 3 layers in 2 steps; not finite: b at step 3, c at step 3"
+    assert hunt_line(history) == f"{line}; grew most: a 1 at step 3, usually 1"
+    write(run)
+    tables = content_of(run / "report.html")["runs"][0]["measured"]
+    (table,) = [each for each in tables if each["title"] == "Gradient norms by layer"]
+    assert table["rows"][0] == ["b", "2", "-", "inf", "3", "inf"]
+
+
+def test_a_step_without_a_finite_gradient_names_no_layer(tmp_path: Path) -> None:
+    usual = {step: {"a": 1.0, "b": 2.0} for step in (1, 2)}
+    history = RunHistory.read(of_norms(tmp_path, {**usual, 3: {"a": math.nan, "b": math.nan}}))
+    text = "gradient norms of 2 layers in 3 steps; not finite: every layer, at step 3"
+    assert hunt_line(history) == text
+
+
+def test_a_norm_that_a_later_attempt_discarded_as_well_counts(tmp_path: Path) -> None:
+    discarded = {step: {"a": 1.0} for step in (1, 2, 3)}
+    history = RunHistory.read(
+        of_norms(tmp_path, {**discarded, 4: {"a": 90.0}}, {3: {"a": 1.0}, 4: {"a": 2.0}}, discarded)
+    )
+    (found,) = hunted(history)
+    assert (found.largest, found.at, found.steps) == (90.0, 4, 9)
 
 
 def test_a_run_without_a_hunt_has_nothing_of_it(tmp_path: Path) -> None:

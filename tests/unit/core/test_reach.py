@@ -77,9 +77,10 @@ def test_what_a_short_run_leaves_out_is_one_line() -> None:
         guard={"snapshot_every": 18},
     )
     told = left_out(short, stats_every=19, ranks=2)
-    for name in ("eval_every 16", "checkpoint.every 17", "snapshot_every 18", "stats_every 19"):
+    for name in ("eval_every 16", "checkpoint.every 17", "stats_every 19"):
         assert name in told
     assert "compare_ranks_every 100" in told
+    assert "snapshot" not in told, "the plan's note says it"
     assert "compare_ranks_every" not in left_out(short, 19)
     assert "stats_every" not in left_out(short, None)
 

@@ -35,6 +35,19 @@ def test_skips_in_a_row_roll_back_past_all_their_windows(make_facts: MakeFacts) 
     assert found == [None, None, None, None, None, (1003, 1004, 1005), (1003, 1004, 1005, 1006)]
 
 
+@pytest.mark.parametrize(
+    ("row", "text"), [(1, "1 update was not finite"), (2, "2 updates in a row were not finite")]
+)
+def test_a_rollback_says_how_many_updates_were_bad(
+    make_facts: MakeFacts, row: int, text: str
+) -> None:
+    monitor = GradientMonitor(row)
+    bad = [make_facts(step, applied=False, grad_norm=math.nan) for step in range(row)]
+    proposal = [monitor.observe(facts).proposal for facts in bad][-1]
+    assert isinstance(proposal, Rollback)
+    assert proposal.reason.startswith(text)
+
+
 def test_a_falling_loss_scale_is_calibration_down_to_its_floor(make_facts: MakeFacts) -> None:
     monitor = GradientMonitor(5)
     scales = [2.0**power for power in range(16, -1, -1)]

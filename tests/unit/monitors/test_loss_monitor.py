@@ -30,6 +30,14 @@ def test_a_clean_run_has_no_spike(make_facts: MakeFacts, seed: int) -> None:
     assert codes == {"loss.ok"}
 
 
+def test_a_single_spike_that_rolls_back_is_no_row(make_facts: MakeFacts) -> None:
+    monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=1)
+    losses = [*falling_losses(100), 60.0]
+    last = [monitor.observe(make_facts(step, loss=loss)) for step, loss in enumerate(losses)][-1]
+    assert isinstance(last.proposal, Rollback)
+    assert last.proposal.reason.startswith("the loss spiked in 1 step (last")
+
+
 @pytest.mark.parametrize("at", [16, 17, 25, 40, 60, 80, 100, 150, 499])
 def test_a_tenfold_loss_is_a_spike_wherever_it_is(make_facts: MakeFacts, at: int) -> None:
     monitor = LossMonitor(spike_window=64, spike_sigma=12.0, spike_steps=5)

@@ -226,7 +226,9 @@ def test_a_loss_of_zero_or_below_is_like_any_other(loss: float, make_facts: Make
 
 def test_one_step_is_no_row(make_facts: MakeFacts) -> None:
     monitor = armed(make_facts, max_consecutive_skips=1)
-    assert isinstance(monitor.observe(over(make_facts, 40, 10.0, 5.0)).proposal, Rollback)
+    proposal = monitor.observe(over(make_facts, 40, 10.0, 5.0)).proposal
+    assert isinstance(proposal, Rollback)
+    assert "1 update was skipped (last" in proposal.reason
 
 
 def test_the_text_counts_the_row(make_facts: MakeFacts) -> None:

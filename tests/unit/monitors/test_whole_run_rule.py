@@ -42,6 +42,11 @@ def test_the_third_failure_in_a_row_at_a_small_scale_lowers_the_run_once(precisi
     assert "loss scale 128" in switch.reason
 
 
+def test_one_failure_that_is_enough_is_no_row() -> None:
+    ((_, switch),) = proposals(WholeRunFallback(1, "bf16"), [facts(0, False, 1024.0, math.nan)])
+    assert switch.reason.startswith("1 update failed in fp16")
+
+
 def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
     trace = [facts(step, False, 65536.0 / 2**step, loss=math.nan) for step in range(3)]
     ((step, _),) = proposals(WholeRunFallback(3, "bf16"), trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli import COMMANDS, app
+from harness.tracking.history import RunHistory
 
 LOADED = """
 import json, sys
@@ -84,3 +86,27 @@ def test_keys_of_the_recipe_on_the_command_line_say_where_they_go() -> None:
     assert "layers={fuse: true}: layers is a section of the recipe" in done.stderr
     assert done.stderr.count("in a copy of the recipe's file") == 2
     assert 'did you mean "steps"' in done.stderr, "all problems at once"
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "estimate", "rehearse"])
+@pytest.mark.parametrize("given", [["--train.steps=4"], ["--train.steps", "4"]])
+def test_a_config_key_with_dashes_says_how_it_is_written(command: str, given: list[str]) -> None:
+    done = CliRunner().invoke(app, [command, "--config", "tiny", *given])
+    assert done.exit_code == 2
+    value = "4" if "=" in given[0] else "VALUE"
+    assert f"config keys are written without dashes: train.steps={value}" in done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_file_that_the_system_refuses_is_named_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / "journal.jsonl").write_text("")
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr(RunHistory, "read", refuse)
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: some/file: {os.strerror(number)}\n    fix: ")

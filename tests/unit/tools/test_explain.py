@@ -316,6 +316,11 @@ def test_streaks_join_neighbours_and_distinct_names_each_once(tmp_path: Path) ->
     assert skips.windows == (5, 6, 7, 5)
     assert (skips.text, skips.last_text) == ("update skipped: window 5", "again")
 
+    # After a rollback the last one may come at a lower step than the first.
+    earlier = {"code": "nonfinite.skip", "step": 2, "attempt": 3, "text": "the last", "window": 9}
+    skips = next(each for each in distinct([*events, earlier]) if each.code == "nonfinite.skip")
+    assert (skips.steps, skips.latest, skips.last_text) == ("steps 2-20", 2, "the last")
+
 
 def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

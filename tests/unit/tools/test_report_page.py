@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.report_page import make_run
+from harness.cli import app
 from harness.core.errors import ConfigError
 from harness.core.facts import SlotStats
 from harness.report import decimate
@@ -207,6 +209,18 @@ def test_a_demotion_has_its_evidence_and_a_rollback_what_led_to_it(tmp_path: Pat
     assert dict(content["cost"])["thrown away"].startswith("4 steps by rollbacks")
 
 
+def test_every_execution_that_a_rollback_discarded_is_paid_for(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    with Journal(run / JOURNAL) as journal:
+        # Steps 5 to 8, then 5 to 6, were in vain.
+        for attempt, steps in enumerate([range(1, 9), range(5, 7), range(5, 10)], start=1):
+            journal.attempt = attempt
+            for step in steps:
+                journal.metrics(step, {"train/loss": 1.0})
+    content = content_of(saved(run))["runs"][0]
+    assert dict(content["cost"])["thrown away"].startswith("6 steps by rollbacks")
+
+
 def test_checkpoints_and_cost_come_from_the_journal(tmp_path: Path) -> None:
     run = tmp_path / "r"
     run.mkdir()
@@ -277,6 +291,7 @@ def test_two_runs_are_on_one_page(tmp_path: Path) -> None:
     assert ["config", "train.lr", "0.1", "0.2"] in compared["given"]
     assert compared["first"] == "step 4, loss loss: A 1.0, B 1.5"
     assert compared["steps"] == [6, 1, 6]
+    assert [gap[0] for gap in compared["gaps"]] == ["loss, step 6", "mean loss, steps 1-6"]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -342,6 +357,15 @@ def test_the_command_writes_one_page_or_one_of_two_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(content_of(tmp_path / "mine.html")["pictures"]) == 2
     assert sorted(path.name for path in one.iterdir()) == before, "nothing was written into the run"
+
+
+def test_a_run_folder_that_takes_no_report_is_named_with_another_place(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "r")
+    (run / "plots").write_bytes(b"")
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert done.exit_code == 2
+    assert f"{run}: the report cannot be written here: " in done.stderr
+    assert "--out FILE.html" in done.stderr
 
 
 @pytest.mark.slow

@@ -80,6 +80,10 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
     for status in ("done", "halted", "stopped", "failed"):
         make(tmp_path / status, status=status)
     make(tmp_path / "killed")
+    for name in ("killed at once", "emptied"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.jsonl").write_bytes(b"")
+    (tmp_path / "emptied" / "outcome.json").write_text('{"status": "done"}')
     locked = make(tmp_path / "locked")
     (tmp_path / "nothing").mkdir()
     with RunLock(tmp_path / "refused"):
@@ -106,6 +110,8 @@ def test_every_kind_of_folder_is_listed_as_what_it_is(tmp_path: Path) -> None:
         "stopped": "stopped",
         "failed": "crashed",
         "killed": "crashed",
+        "killed at once": "crashed",
+        "emptied": "broken",
         "locked": "running",
         "nothing": "empty",
         "refused": "empty",
