@@ -89,8 +89,11 @@ def test_a_compiled_llama_is_faster_by_what_its_blocks_fuse() -> None:
     for key in ("step_ms", "bf16_step_ms"):
         assert found[key] < 0.92 * eager[key]
     assert found["kernels"] < eager["kernels"]
-    for same in ("flops", "peak_gib", "parameters"):
+    for same in ("flops", "parameters"):
         assert found[same] == eager[same]
+    # Weights, moments and what products read stay. 8 blocks of bf16 took 29.36 GiB eager and 28.13 compiled.
+    for key in ("peak_gib", "bf16_peak_gib"):
+        assert 0.94 * eager[key] < found[key] < 0.98 * eager[key]
     assert not any("eager" in note for note in (*found["notes"], *eager["notes"]))
 
 
