@@ -55,11 +55,13 @@ def peak(before: Mapping[str, int], changes: Sequence[Change], kept: Iterable[Ke
         share |= each.share
         until |= each.until
 
-    # In the order of compiled code: there some storages are freed earlier, and others later.
+    # In the order of compiled code: there some storages are freed earlier, and others later. One that is freed and
+    # filled again, as FSDP2 gathers weights, is no memory of the compiler's.
+    freed = Counter(change.storage for change in changes if change.bytes < 0)
     ordered: list[tuple[int, Change]] = []
     for change in changes:
         place = change.place
-        if change.bytes < 0 and change.storage in until:
+        if change.bytes < 0 and change.storage in until and freed[change.storage] == 1:
             place = until[change.storage] + 1
         ordered.append((place, change))
     ordered.sort(key=lambda each: each[0])

@@ -246,3 +246,12 @@ def test_memory_of_compiled_blocks() -> None:
     kept = Kept(share={2: 0.5, 3: 0.0}, until={1: 3})
     found = peak(before, changes, [kept])
     assert found == Peak(1190, Counter(weights=1000, activations=140, gradients=50))
+
+
+def test_weights_that_are_gathered_again_are_freed_when_fsdp_frees_them() -> None:
+    changes = [
+        Change(place, 1, size, "gathered weights") for place, size in enumerate([70, -70] * 2)
+    ]
+    changes.insert(2, Change(1, 2, 50, "activations"))
+    assert peak({}, changes, [Kept(until={1: 9})]) == peak({}, changes)
+    assert peak({}, changes).bytes == 120
