@@ -8,12 +8,20 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 FILE = os.environ.get("FAULT_FIGURES", "")
+
+
+def pytest_configure() -> None:
+    """Under nohup hang-ups are ignored, and the programs that tests start would ignore them too, but for this."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        # A handler is not passed on to another program. This process goes on after a hang-up, as asked.
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_finish() -> None:
