@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
+from tests.support.matrix import rest_slow
 from tests.support.runs import ROOT, TEXT, environment, harness
 
 TINY = ("drill", "--config", "tiny", f"data.path={TEXT}")
@@ -34,17 +35,17 @@ class Noisy(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--only", "sigtem"), "did you mean"),
-        (("--steps", "3"), "at least 8"),
-        (("--patience", "0"), "--patience"),
-        (("engine.name=deepspeed",), "deepspeed cannot be drilled"),
-        (("train.lrr=1",), "unknown key"),
-        (("--folder", "mine"), "is not empty"),
-    ],
-)
+REFUSED = [
+    (("--only", "sigtem"), "did you mean"),
+    (("--steps", "3"), "at least 8"),
+    (("--patience", "0"), "--patience"),
+    (("engine.name=deepspeed",), "deepspeed cannot be drilled"),
+    (("train.lrr=1",), "unknown key"),
+    (("--folder", "mine"), "is not empty"),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), rest_slow(REFUSED, REFUSED[-1]))
 def test_what_cannot_be_drilled_is_refused_before_anything_starts(
     tmp_path: Path, words: tuple[str, ...], text: str
 ) -> None:

@@ -26,7 +26,6 @@ from harness.core.facts import SWITCH_DELAY
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.start import Request
 from harness.tools.train import train
-from tests.support.matrix import rest_slow
 from tests.support.runs import environment, metrics
 
 pytestmark = pytest.mark.faults(16)
@@ -138,8 +137,9 @@ def losses(recipe: Recipe, target: str, on: bool) -> tuple[list[float], dict[str
     return told, dict(model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SEVERE)
-@pytest.mark.parametrize("name", rest_slow(["fp32", "bf16", "plain_fp8"], "bf16", "plain_fp8"))
+@pytest.mark.parametrize("name", ["fp32", "bf16", "plain_fp8"])
 def test_only_fp8_notices_a_fault(work: Path, target: str, name: str) -> None:
     recipe = load_recipe(str(work / "plain_fp8.yaml") if name == "plain_fp8" else name)
     (losses_on, weights_on), (losses_off, weights_off) = (

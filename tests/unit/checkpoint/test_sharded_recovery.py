@@ -33,6 +33,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.core.shards import Rows
 from harness.core.state import TrainState
 from harness.tracking.journal import Journal
+from tests.support.matrix import rest_slow
 from tests.support.runs import events
 from tests.support.sharded_saves import PATIENCE, in_threads
 
@@ -242,7 +243,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setattr(Path, "mkdir", made)
 
 
-@pytest.mark.parametrize("how", ["with a reason", "in silence", "rank 0"])
+@pytest.mark.parametrize("how", rest_slow(["with a reason", "in silence", "rank 0"], "in silence"))
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_failure_on_any_rank_is_one_on_all_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, blocking: bool
@@ -286,9 +287,14 @@ def test_a_failure_on_any_rank_is_one_on_all_and_named(
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize(("victim", "sharded"), [(0, True), (1, True), (0, False)])
+DEFECT = ValueError("a defect")
+
+
+@pytest.mark.parametrize(
+    ("victim", "sharded"), rest_slow([(0, True), (1, True), (0, False)], (1, True))
+)
 @pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("error", [ValueError("a defect"), KeyError("a defect"), MemoryError()])
+@pytest.mark.parametrize("error", rest_slow([DEFECT, KeyError("a defect"), MemoryError()], DEFECT))
 def test_a_save_that_fails_by_no_disk_ends_the_run_on_every_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -21,6 +21,7 @@ from harness.core.errors import ConfigError, DataError
 from harness.core.schema import validate
 from harness.data import hub
 from harness.data.tokens import TokenData, prepare
+from tests.support.matrix import rest_slow
 from tests.unit.data.test_what_people_have import EXPECTED, LINES, split
 from tests.unit.data.token_files import config
 
@@ -200,18 +201,18 @@ def test_a_configuration_and_a_split_are_chosen(tmp_path: Path, server: Hub) -> 
     assert {"train"} == {skip["name"] for skip in data.info["skipped"]}
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"configuration": "another"}, r"another(.|\n)*plain"),
-        ({"split": "nope"}, "has no split nope, but train, validation, extra"),
-        ({"split": "train[:1%]"}, "has no split train"),
-        ({"revision": "nope"}, "cannot be fetched"),
-        ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
-        ({"configuration": "outside"}, "outside of it"),
-        ({"format": "Parquet"}, "is JSONL"),
-    ],
-)
+NOT_THERE: list[tuple[dict[str, str], str]] = [
+    ({"configuration": "another"}, r"another(.|\n)*plain"),
+    ({"split": "nope"}, "has no split nope, but train, validation, extra"),
+    ({"split": "train[:1%]"}, "has no split train"),
+    ({"revision": "nope"}, "cannot be fetched"),
+    ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
+    ({"configuration": "outside"}, "outside of it"),
+    ({"format": "Parquet"}, "is JSONL"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), rest_slow(NOT_THERE, *NOT_THERE[1:4:2]))
 def test_what_there_is_not_is_refused(
     tmp_path: Path, server: Hub, more: dict[str, str], words: str
 ) -> None:

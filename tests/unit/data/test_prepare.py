@@ -145,6 +145,7 @@ def test_links_and_pipes_are_treated_as_a_run_treats_them(tmp_path: Path) -> Non
     assert left_out["leaves.txt"] == f"is a link out of the folder, to {outside / 'b.txt'}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_number_of_processes_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def trained(
     return losses, dict(model.state_dict()), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "args"),
     rest_nightly(product(RECIPES, ASKED), *zip(RECIPES, cycle(ASKED), strict=False)),

@@ -32,7 +32,6 @@ from harness.precision.backends.registry import BACKENDS, Backend
 from harness.precision.plan import Plan, agree_on_rung, make_plan
 from harness.precision.recipe import Recipe, load_recipe
 from harness.tools.preflight import check_first_rung
-from tests.support.matrix import rest_slow
 from tests.support.runs import TEXT
 
 CPU = torch.device("cpu")
@@ -507,7 +506,8 @@ class FailsWhenCalled(NativeBackend):
         raise RuntimeError("no such kernel")
 
 
-@pytest.mark.parametrize("broken", rest_slow([Fails, FailsWhenCalled], Fails))
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [Fails, FailsWhenCalled])
 def test_a_first_rung_that_fails_is_not_taken_either(
     monkeypatch: pytest.MonkeyPatch, broken: type
 ) -> None:

@@ -89,6 +89,7 @@ RATES = [(3e-4, 1), (3e-3, 20), (1e-2, 1), (3e-2, 20)]
 SPREAD = [(part, *RATES[at % len(RATES)]) for at, part in enumerate(PARTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "rate", "warmup"),
     rest_nightly([(part, *rate) for part in PARTS for rate in RATES], *SPREAD),
