@@ -212,7 +212,7 @@ NOT_THERE: list[tuple[dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "words"), rest_slow(NOT_THERE, *NOT_THERE[1:4:2]))
+@pytest.mark.parametrize(("more", "words"), rest_slow(NOT_THERE, NOT_THERE[1], NOT_THERE[3]))
 def test_what_there_is_not_is_refused(
     tmp_path: Path, server: Hub, more: dict[str, str], words: str
 ) -> None:
