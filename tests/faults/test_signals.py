@@ -397,6 +397,8 @@ def test_more_signals_until_the_process_is_gone_leave_75(tmp_path: Path, name: s
     """The last moments of a process are the interpreter's, where its own handlers are gone."""
     job = at_step(tmp_path, 5)
     job.process.send_signal(signal.Signals[name])
+    # Of two signals on their way at once a busy machine may hand over the second one first.
+    wait_until(lambda: f"{name}: saving" in job.output(), "the first one is heard", START_SECONDS)
     sent = 0
     while job.process.poll() is None:
         job.process.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ import pytest
 
 from harness.core.facts import Continue, StepFacts, Verdict
 from harness.monitors.loss import PlateauMonitor
+from tests.support.matrix import rest_slow
 
 MakeFacts = Callable[..., StepFacts]
 
@@ -30,7 +31,7 @@ def noise(steps: int, seed: int, sigma: float = 0.03) -> np.ndarray:
     return np.exp(sigma * np.random.default_rng(seed).standard_normal(steps))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rest_slow(range(6), 0))
 def test_a_clean_run_of_slow_progress_is_silent(make_facts: MakeFacts, seed: int) -> None:
     steps = np.arange(1, 9000)
     losses = (1.2 + 4.3 * np.exp(-steps / 60) + 2.0 * steps**-0.3) * noise(len(steps), seed)

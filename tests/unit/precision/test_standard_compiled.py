@@ -114,6 +114,7 @@ WAYS = [wrapper, in_place, its_forward, the_loss, the_step, wrapper_and_optimize
 NAMES = ["fp8_hybrid", "fp16_scaler", "bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "name"), rest_nightly(product(WAYS, NAMES), *zip(WAYS, cycle(NAMES), strict=False))
 )

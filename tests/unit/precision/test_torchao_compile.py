@@ -149,6 +149,7 @@ def test_shared_tied_and_frozen_layers_over_micro_batches() -> None:
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("demoted", [True, False])
 def test_an_output_may_be_changed_in_place(demoted: bool, bias: bool) -> None:
