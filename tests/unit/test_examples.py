@@ -92,7 +92,7 @@ def test_convnet_digits_under_an_fp8_recipe_says_why_not(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unsafe_loss(tmp_path: Path) -> None:
     """The overflow is skipped and reported, and training goes on; the same penalty in float32 never overflows."""
     done = run_example(UNSAFE_LOSS, tmp_path)

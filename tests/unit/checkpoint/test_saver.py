@@ -299,7 +299,7 @@ def test_memory_for_a_copy_that_cannot_be_pinned_is_logged_once(
     assert len(store.steps()) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_is_nicer_already_saves_all_the_same() -> None:
     """Without the right to raise its priority, a thread at 15 may not be set to 10."""
     script = (

@@ -65,7 +65,7 @@ def test_the_interpreted_statistics_are_those_of_torch() -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_statistics_are_right_of_tensors_in_any_layout() -> None:
     """A Conv1D's weight is a transposed view, and the gradient of a sum is one number, expanded.
 
