@@ -243,8 +243,9 @@ class Fusion:
         for storage, sources in again.items():
             last = max(self.readers[storage])
             for piece in self._unfolded(sources, again):
-                readers = self.readers[piece.storage]
-                until[piece.storage] = first + max(last, *readers)
+                own = max(self.readers[piece.storage])
+                # Several may be computed from it.
+                until[piece.storage] = max(first + max(last, own), until.get(piece.storage, first))
             if forward := self._forward_readers(storage):
                 until[storage] = first + max(forward)
         return Kept(share, until)

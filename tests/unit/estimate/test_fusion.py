@@ -214,6 +214,26 @@ def test_what_backward_can_compute_again_is_not_kept() -> None:
     assert kept.until == {1: 14}
 
 
+def test_what_two_tensors_are_computed_from_again_lives_until_the_later_one() -> None:
+    ops = [
+        product("0:9", "1:50"),
+        op("silu", "1:50", "2:100"),
+        op("gelu", "1:50", "3:100"),
+        op("mul", "2:100 3:100", "4:100"),
+        product("4:100", "5:9"),
+        backward(op("of gelu", "3:100 6:100", "7:100")),
+        backward(product("7:100", "8:9")),
+        backward(op("of silu", "2:100 8:9", "9:100")),
+    ]
+    assert Fusion(ops).kept().until == {1: 7}
+    # The other way round: the later reader comes first.
+    ops[5], ops[7] = (
+        backward(op("of silu", "2:100 6:100", "7:100")),
+        backward(op("of gelu", "3:100 8:9", "9:100")),
+    )
+    assert Fusion(ops).kept().until == {1: 7}
+
+
 def test_the_smaller_is_kept_of_a_tensor_and_what_it_is_computed_from() -> None:
     """As the sum before a norm, of a residual in float32 and a product of half its size, which backward reads too."""
 
