@@ -43,11 +43,10 @@ class Peak:
     kinds: Counter[str]
 
 
-def peak(before: Mapping[str, int], changes: Sequence[Change], kept: Iterable[Kept] = ()) -> Peak:
-    """The peak of the memory that `changes` describe, in their order.
+def as_compiled(changes: Sequence[Change], kept: Iterable[Kept]) -> list[Change]:
+    """`changes` as steps with compiled blocks make them, in the order of compiled code.
 
-    before: bytes that were live before, by kind.
-    kept: for each step in which blocks are compiled.
+    kept: of each such step.
     """
     share: dict[int, float] = {}
     until: dict[int, int] = {}
@@ -55,24 +54,27 @@ def peak(before: Mapping[str, int], changes: Sequence[Change], kept: Iterable[Ke
         share |= each.share
         until |= each.until
 
-    # In the order of compiled code: there some storages are freed earlier, and others later. One that is freed and
-    # filled again, as FSDP2 gathers weights, is no memory of the compiler's.
+    # Some storages are freed earlier there, and others later. One that is freed and filled again, as FSDP2 gathers
+    # weights, is no memory of the compiler's.
     freed = Counter(change.storage for change in changes if change.bytes < 0)
-    ordered: list[tuple[int, Change]] = []
+    found: list[Change] = []
     for change in changes:
         place = change.place
         if change.bytes < 0 and change.storage in until and freed[change.storage] == 1:
             place = until[change.storage] + 1
-        ordered.append((place, change))
-    ordered.sort(key=lambda each: each[0])
+        size = round(change.bytes * share.get(change.storage, 1.0))
+        found.append(change._replace(place=place, bytes=size))
+    return sorted(found, key=lambda change: change.place)
 
+
+def peak(before: Mapping[str, int], changes: Iterable[Change]) -> Peak:
+    """The peak of the memory that `changes` describe, in their order. before: bytes that were live before, by kind."""
     kinds = Counter(before)
     live = most = sum(kinds.values())
     at_most = Counter(kinds)
-    for _, change in ordered:
-        size = round(change.bytes * share.get(change.storage, 1.0))
-        live += size
-        kinds[change.kind] += size
+    for change in changes:
+        live += change.bytes
+        kinds[change.kind] += change.bytes
         if live > most:
             most = live
             at_most = Counter(kinds)

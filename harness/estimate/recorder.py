@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from harness.core.sharded import local_of
-from harness.estimate.memory import Change, Kept, Peak, peak
+from harness.estimate.memory import Change, Kept, Peak, as_compiled, peak
 from harness.estimate.roofline import OPTIMIZER, Op, Piece, Unit
 from harness.estimate.routing import Routing
 from harness.precision.backends.registry import BACKENDS
@@ -356,6 +356,15 @@ class Transfer:
     where: tuple[str, ...]
 
 
+class _Storage(NamedTuple):
+    """A storage that is live. reference: keeps its finalizer."""
+
+    number: int
+    bytes: int
+    kind: str
+    reference: weakref.ref[Any]
+
+
 class Recorder(TorchDispatchMode):
     """Records the operations on one kind of device while this context is active, also those of autograd's threads.
 
@@ -393,11 +402,11 @@ class Recorder(TorchDispatchMode):
         self.micro = 0
         self.block: int | None = None
 
-        # Memory; `_storages` has (bytes, kind, weak reference) by the storage's id.
+        # Memory, by the storage's id.
         self.live = self.lasting = 0
         self.kinds: Counter[str] = Counter()
         self._before: Counter[str] = Counter()
-        self._storages: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
+        self._storages: dict[int, _Storage] = {}
         self._weight_shapes: frozenset[tuple[int, ...]] = frozenset()
         # A number for each storage that was ever seen: ids are used again.
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -431,12 +440,9 @@ class Recorder(TorchDispatchMode):
 
     def _resize(self, key: int, size: int) -> None:
         """The storage `key` takes `size` bytes from now on."""
-        before, kind, ref = self._storages[key]
-        after = _rounded(size)
-        self._storages[key] = (after, kind, ref)
-        storage = ref()
-        assert storage is not None
-        self._count(self._number(storage), kind, after - before)
+        before = self._storages[key]
+        after = self._storages[key] = before._replace(bytes=_rounded(size))
+        self._count(after.number, after.kind, after.bytes - before.bytes)
 
     def _count(self, storage: int, kind: str, size: int) -> None:
         """More bytes are live, or fewer, by the storage of this number."""
@@ -446,7 +452,7 @@ class Recorder(TorchDispatchMode):
 
     def peak(self, kept: Iterable[Kept] = ()) -> Peak:
         """The most that was live since `forget`. kept: of steps with compiled blocks (`fusion.py`)."""
-        return peak(self._before, self.changes, kept)
+        return peak(self._before, as_compiled(self.changes, kept))
 
     def note_lasting(self) -> None:
         """Call it when an update begins: all gradients are there, and no activations."""
@@ -476,14 +482,12 @@ class Recorder(TorchDispatchMode):
         size = 0
         for tensor in tensors:
             key = id(tensor.untyped_storage())
-            if key in self._storages and self._storages[key][1] != kind:
-                old_size, old_kind, ref = self._storages[key]
-                self._storages[key] = (old_size, kind, ref)
-                storage = ref()
-                assert storage is not None
-                self._count(self._number(storage), old_kind, -old_size)
-                self._count(self._number(storage), kind, old_size)
-                size += old_size
+            before = self._storages.get(key)
+            if before is not None and before.kind != kind:
+                self._storages[key] = before._replace(kind=kind)
+                self._count(before.number, before.kind, -before.bytes)
+                self._count(before.number, kind, before.bytes)
+                size += before.bytes
         return size
 
     def weights_are(self, parameters: Iterable[Tensor]) -> None:
@@ -722,7 +726,8 @@ class Recorder(TorchDispatchMode):
             )
 
     def _kind_of(self, tensor: Tensor) -> str:
-        return self._storages.get(id(tensor.untyped_storage()), (0, "", None))[1]
+        found = self._storages.get(id(tensor.untyped_storage()))
+        return "" if found is None else found.kind
 
     def _track(self, tensor: Tensor, of_weights: bool) -> None:
         """Count the tensor's storage as live until it is freed. of_weights: it may be a copy of a weight."""
@@ -734,15 +739,13 @@ class Recorder(TorchDispatchMode):
         if key in self._storages or not size:
             return
 
-        number = self._number(storage)
-
         def freed(_: Any, key: int = key) -> None:
-            size, kind, _ref = self._storages.pop(key, (0, "", None))
-            self._count(number, kind, -size)
+            gone = self._storages.pop(key)
+            self._count(gone.number, gone.kind, -gone.bytes)
 
         # The finalizer runs when the last tensor over this memory is gone.
-        kind = self._kind(tensor, of_weights)
-        self._storages[key] = (size, kind, weakref.ref(storage, freed))
+        number, kind = self._number(storage), self._kind(tensor, of_weights)
+        self._storages[key] = _Storage(number, size, kind, weakref.ref(storage, freed))
         self._count(number, kind, size)
 
     def _kind(self, tensor: Tensor, of_weights: bool) -> str:

@@ -35,7 +35,7 @@ from harness.checkpoint.overlapped import Copier, copy_bytes  # noqa: E402
 from harness.checkpoint.snapshots import Snapshots  # noqa: E402
 from harness.core.config import RunConfig, load_config, merge  # noqa: E402
 from harness.estimate.fusion import Fusion  # noqa: E402
-from harness.estimate.memory import Change  # noqa: E402
+from harness.estimate.memory import Change, as_compiled  # noqa: E402
 from harness.estimate.recorder import Recorder  # noqa: E402
 from harness.estimate.roofline import Op, find_card, step_seconds, usual_rates  # noqa: E402
 from harness.estimate.trace import FakeEvent, FakeRun, built, facts_of, on_card, trace  # noqa: E402
@@ -392,15 +392,9 @@ def kept_for_backward(fusion: Fusion, changes: list[Change]) -> int:
         op = fusion.ops[at]
         if op.own and op.inputs[0].storage not in here:
             here -= {piece.storage for piece in op.outputs}
-    kept = fusion.kept()
-    live = 0.0
-    for change in changes:
-        place = change.place
-        if change.bytes < 0 and change.storage in kept.until:
-            place = kept.until[change.storage] + 1
-        if change.storage in here and place <= places[-1] + 1:
-            live += change.bytes * kept.share.get(change.storage, 1.0)
-    return round(live)
+    made = as_compiled(changes, [fusion.kept()])
+    end = places[-1] + 1
+    return sum(each.bytes for each in made if each.storage in here and each.place <= end)
 
 
 def scene_fusion(rung: str) -> dict[str, Any]:

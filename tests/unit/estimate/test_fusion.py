@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.estimate.fusion import Fusion
-from harness.estimate.memory import Change, Kept, Peak, peak
+from harness.estimate.memory import Change, Kept, Peak, as_compiled, peak
 from harness.estimate.roofline import Op, Piece
 
 WIDE = 4
@@ -264,7 +264,7 @@ def test_memory_of_compiled_blocks() -> None:
     before = Counter({"weights": 1000})
     assert peak(before, changes) == Peak(1240, Counter(weights=1000, activations=240))
     kept = Kept(share={2: 0.5, 3: 0.0}, until={1: 3})
-    found = peak(before, changes, [kept])
+    found = peak(before, as_compiled(changes, [kept]))
     assert found == Peak(1190, Counter(weights=1000, activations=140, gradients=50))
 
 
@@ -273,5 +273,5 @@ def test_weights_that_are_gathered_again_are_freed_when_fsdp_frees_them() -> Non
         Change(place, 1, size, "gathered weights") for place, size in enumerate([70, -70] * 2)
     ]
     changes.insert(2, Change(1, 2, 50, "activations"))
-    assert peak({}, changes, [Kept(until={1: 9})]) == peak({}, changes)
+    assert peak({}, as_compiled(changes, [Kept(until={1: 9})])) == peak({}, changes)
     assert peak({}, changes).bytes == 120
