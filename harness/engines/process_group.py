@@ -151,6 +151,14 @@ def _problem(why: str) -> Problem:
     for rank, peer in enumerate(_meeting.peers):
         group = absent if peer is None else come
         group.append(f"rank {rank}")
+    if absent and _PORT_TAKEN in why:
+        host, port = _meeting.address
+        what = f"port {port} of {host} is taken, and the ranks were to meet there"
+        fix = (
+            "end what has it (ss -ltnp), perhaps another run; or give another: MASTER_PORT, torchrun "
+            "--master-port, deepspeed --master_port"
+        )
+        return Problem(what, where, why, fix)
     if absent:
         ranks = len(_meeting.peers)
         what = f"waited in vain for {some(absent, _NAMED)} of {ranks} ranks"
@@ -158,13 +166,6 @@ def _problem(why: str) -> Problem:
         if not come:
             what = f"{_meeting.host} does not answer"
         fix = f"{fix}; if it is only slow to start: a higher engine.timeout_seconds"
-        if _PORT_TAKEN in why:
-            host, port = _meeting.address
-            what = f"port {port} of {host} is taken, and the ranks were to meet there"
-            fix = (
-                "end what has it (ss -ltnp), perhaps another run; or give another: MASTER_PORT, torchrun "
-                "--master-port, deepspeed --master_port"
-            )
         return Problem(what, where, why, fix)
 
     # All have come, and those of this machine are alive: the lost rank is on another machine, or one of them hangs.

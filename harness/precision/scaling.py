@@ -397,9 +397,9 @@ LARGEST = 1 << 20
 """Most elements measured of one tensor. Enough for a share, and about 20 MB of temporaries for a tensor of any size."""
 
 
-def exact_scale(amax: Tensor, largest: float) -> Tensor:
-    """The scale that puts `amax` on `largest`."""
-    return largest / amax
+def exact_scale(amax: Tensor, fmt: str) -> Tensor:
+    """The scale that puts `amax` on the largest value of the format."""
+    return FORMATS[fmt].max / amax
 
 
 class SampledStats:
@@ -408,7 +408,7 @@ class SampledStats:
     formats: "e4m3" or "e5m2" for each slot.
     by_row: dynamic scales are one for each row of the last dimension, not one for the tensor.
     measure: `cast_stats`, or a faster equivalent on the device.
-    scale_of: the dynamic scale of an amax, for a format's largest value.
+    scale_of: the dynamic scale of an amax in a format.
     sampling: whether the current window is measured.
     sums: float64 [slots, SUMS].
     """
@@ -419,7 +419,7 @@ class SampledStats:
         device: torch.device,
         by_row: bool = False,
         measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
-        scale_of: Callable[[Tensor, float], Tensor] = exact_scale,
+        scale_of: Callable[[Tensor, str], Tensor] = exact_scale,
     ) -> None:
         self.formats = tuple(formats)
         self.by_row = by_row
@@ -449,14 +449,14 @@ class SampledStats:
 
         # One dynamic scale for the tensor comes from all of it, before the sample is taken.
         if scale is None and not self.by_row:
-            scale = self.scale_of(amax(rows), FORMATS[fmt].max)
+            scale = self.scale_of(amax(rows), fmt)
 
         # Whole rows, evenly spread, so that every channel is in the sample.
         stride = -(-rows.numel() // LARGEST)
         rows = rows[::stride].to(dtype or rows.dtype)
         if scale is None:
             largest = rows.abs().amax(dim=-1, keepdim=True).float()
-            scale = self.scale_of(largest, FORMATS[fmt].max)
+            scale = self.scale_of(largest, fmt)
 
         # A tensor or row of zeros has an infinite scale. Under any other scale its values are zeros as well.
         scale = torch.where(torch.isfinite(scale), scale, 1.0)

@@ -30,7 +30,7 @@ from torchao.float8.config import ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole
-from torchao.float8.float8_utils import EPS
+from torchao.float8.float8_utils import amax_to_scale
 
 from harness.core.errors import CheckpointError, Problem
 from harness.core.facts import pad_numbers
@@ -420,9 +420,9 @@ class TorchaoBackend:
     """torchao's Linears in the planned layers. Each cast computes its own scale from its own amax.
 
     Saturation is therefore never over 1. Scales by rows are powers of two, and torchao takes an amax under 1e-12 for
-    1e-12: saturation is under 1 there. FP8 runs inside a precision context only. Outside
-    of one, and in demoted layers, it is `F.linear` on the same Parameters. On a CPU torchao emulates its GEMMs. On a
-    GPU it gains speed only under torch.compile.
+    1e-12: saturation is under 1 there. FP8 runs inside a precision context only. Outside of one, and in demoted layers,
+    it is `F.linear` on the same Parameters. On a CPU torchao emulates its GEMMs. On a GPU it gains speed only under
+    torch.compile.
     """
 
     def __init__(
@@ -451,15 +451,15 @@ class TorchaoBackend:
 
         # Ours are these layers under another class, with three slots each. By rows, torchao casts gradients to e4m3.
         tensorwise = recipe.fp8.dynamic == "tensorwise"
-        gradient = "e5m2" if tensorwise else "e4m3"
-        formats = ["e4m3", "e4m3", gradient] * len(self.layers)
+        self._gradient = "e5m2" if tensorwise else "e4m3"
+        formats = ["e4m3", "e4m3", self._gradient] * len(self.layers)
         largest = [scaling.FORMATS[fmt].max for fmt in formats]
         self._fp8_max = torch.tensor(largest, device=device)
         measure, in_pytorch = load_stats(device)
         self.note += in_pytorch
         self._powers = config.round_scales_to_power_of_2
         sampled = SampledStats(
-            formats, device, by_row=not tensorwise, measure=measure, scale_of=self._scale
+            formats, device, by_row=not tensorwise, measure=measure, scale_of=self._scale_of
         )
         self._watch = Watch(sampled, device)
         for module in self.modules.values():
@@ -515,18 +515,15 @@ class TorchaoBackend:
 
         Clipped share, underflow and SQNR are those of casts whose scales lie along the last dimension.
         """
-        scale = torch.where(amax > 0, self._scale(amax, self._fp8_max), torch.ones_like(amax))
+        scale = self._scale_of(amax, "e4m3")
+        scale[2::3] = self._scale_of(amax[2::3], self._gradient)
+        scale = torch.where(amax > 0, scale, torch.ones_like(amax))
         first_rows = torch.stack([amax, scale, amax * scale / self._fp8_max])
         return torch.cat([first_rows, self._watch.stats.rows(mean)])
 
-    def _scale(self, amax: Tensor, largest: float | Tensor) -> Tensor:
-        """torchao's scale of `amax`: of at least EPS, computed in float64, by rows rounded down to a power of two."""
-        scale = (largest / amax.double().clamp_min(EPS)).float()
-        if not self._powers:
-            return scale
-        # frexp gives m * 2^e with m in [0.5, 1). ldexp is exact.
-        exponent = torch.frexp(scale).exponent - 1
-        return torch.ldexp(torch.ones_like(scale), exponent)
+    def _scale_of(self, amax: Tensor, fmt: str) -> Tensor:
+        """The scale with which torchao casts a tensor or row of this amax."""
+        return amax_to_scale(amax, scaling.FORMATS[fmt].dtype, self._powers)
 
     def scrubbed(self) -> Tensor:
         """Always 0: there is no history to scrub."""
