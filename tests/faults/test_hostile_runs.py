@@ -25,7 +25,7 @@ from harness.run_folder import read_outcome, read_plan, same_data_order
 from harness.tracking.history import RunHistory
 from harness.tracking.journal import Position
 
-pytestmark = pytest.mark.faults(24)
+pytestmark = [pytest.mark.faults(24), pytest.mark.slow]
 
 STEP = "checkpoints/step-00000001"
 CONTENTS: dict[str, bytes] = JSON | {

@@ -21,6 +21,8 @@ LIMIT = 300
 RANK = """
 import sys
 from harness.core.errors import tell_wrapper
+
+pytestmark = pytest.mark.slow
 tell_wrapper(int(sys.argv[1]), overrule=True)
 """
 
@@ -145,7 +147,6 @@ def test_a_signal_reaches_the_launcher(tmp_path: Path, number: signal.Signals) -
     assert (tmp_path / "got").exists()
 
 
-@pytest.mark.slow
 def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path: Path) -> None:
     # Like the deepspeed launcher: it ends at once on SIGTERM; its rank saves later and then delivers its metrics.
     late = f"while [ ! -e gone ]; do sleep 0.05; done; sleep 0.5; {rank(75)}; sleep 0.5; touch delivered"

@@ -20,6 +20,7 @@ from harness.core.config import ModelConfig
 from harness.core.shards import Rows
 from harness.core.state import seed_everything
 from harness.models import Task, build_deferred, build_model, gpt, llama, vision
+from tests.support.matrix import rest_slow
 
 CPU = torch.device("cpu")
 
@@ -85,7 +86,7 @@ def assert_same(whole: nn.Module, later: nn.Module) -> int:
     return without
 
 
-@pytest.mark.parametrize("small", [0, 4096])
+@pytest.mark.parametrize("small", rest_slow([0, 4096], 0))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_values_and_generator_are_those_of_a_whole_build(name: str, small: int) -> None:
     seed_everything(3)

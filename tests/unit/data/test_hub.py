@@ -21,9 +21,10 @@ from harness.core.errors import ConfigError, DataError
 from harness.core.schema import validate
 from harness.data import hub
 from harness.data.tokens import TokenData, prepare
-from tests.support.matrix import rest_slow
 from tests.unit.data.test_what_people_have import EXPECTED, LINES, split
 from tests.unit.data.token_files import config
+
+pytestmark = pytest.mark.slow
 
 NAME = "someone/things"
 OLD, NEW, TABLES, PICTURES = "a" * 40, "b" * 40, "c" * 40, "d" * 40
@@ -212,7 +213,7 @@ NOT_THERE: list[tuple[dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "words"), rest_slow(NOT_THERE, NOT_THERE[1], NOT_THERE[3]))
+@pytest.mark.parametrize(("more", "words"), NOT_THERE)
 def test_what_there_is_not_is_refused(
     tmp_path: Path, server: Hub, more: dict[str, str], words: str
 ) -> None:

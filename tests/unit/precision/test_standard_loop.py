@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import Precision
 from harness.core.errors import MisuseError
 from harness.precision.recipe import Recipe
+from tests.support.matrix import rest_slow
 
 pytestmark = pytest.mark.usefixtures("cpu_on_purpose")
 
@@ -62,7 +63,7 @@ def both_loops(
     return left_behind(True), left_behind(False)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", rest_slow([True, False], True))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("name", RUNGS)
 def test_the_standard_loop_is_the_explicit_one(name: str, micro_batches: int, fused: bool) -> None:
