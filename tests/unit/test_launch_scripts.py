@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"]
 LIMIT = 300
@@ -21,8 +23,6 @@ LIMIT = 300
 RANK = """
 import sys
 from harness.core.errors import tell_wrapper
-
-pytestmark = pytest.mark.slow
 tell_wrapper(int(sys.argv[1]), overrule=True)
 """
 

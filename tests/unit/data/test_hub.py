@@ -202,18 +202,18 @@ def test_a_configuration_and_a_split_are_chosen(tmp_path: Path, server: Hub) -> 
     assert {"train"} == {skip["name"] for skip in data.info["skipped"]}
 
 
-NOT_THERE: list[tuple[dict[str, str], str]] = [
-    ({"configuration": "another"}, r"another(.|\n)*plain"),
-    ({"split": "nope"}, "has no split nope, but train, validation, extra"),
-    ({"split": "train[:1%]"}, "has no split train"),
-    ({"revision": "nope"}, "cannot be fetched"),
-    ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
-    ({"configuration": "outside"}, "outside of it"),
-    ({"format": "Parquet"}, "is JSONL"),
-]
-
-
-@pytest.mark.parametrize(("more", "words"), NOT_THERE)
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"configuration": "another"}, r"another(.|\n)*plain"),
+        ({"split": "nope"}, "has no split nope, but train, validation, extra"),
+        ({"split": "train[:1%]"}, "has no split train"),
+        ({"revision": "nope"}, "cannot be fetched"),
+        ({"revision": PICTURES}, "has no rows of text: the library reads it as imagefolder"),
+        ({"configuration": "outside"}, "outside of it"),
+        ({"format": "Parquet"}, "is JSONL"),
+    ],
+)
 def test_what_there_is_not_is_refused(
     tmp_path: Path, server: Hub, more: dict[str, str], words: str
 ) -> None:
