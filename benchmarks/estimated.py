@@ -43,7 +43,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 # A record with rates, and the records that were measured with the other torch.
 TESTED_ON = {
     "proof_h100": ("proof_h100_torch213", "proof_h100_torch213_after"),
-    "proof_h100_torch213": ("proof_h100", "proof_h100_saves", "proof_h100_shipped"),
+    "proof_h100_torch213": (
+        "proof_h100",
+        "proof_h100_saves",
+        "proof_h100_shipped",
+        "proof_h100_profiles",
+    ),
 }
 # Of this record bf16 alone: its FP8 steps sampled statistics with a kernel that did not compile, which was mended.
 FP8_WAS_SLOW = "proof_h100_shipped"
@@ -59,8 +64,8 @@ class Step:
 
     record: the record's name.
     rung: what ran.
-    how: eager or compiled, whether blocks were fused, and model and tokens where they are not the usual ones (8 layers
-        of width 4096, a vocabulary of 256, 4,096 tokens).
+    how: eager or compiled, whether blocks were fused, whether no step sampled statistics, and model and tokens where
+        they are not the usual ones (8 layers of width 4096, a vocabulary of 256, 4,096 tokens).
     size: name of the model and of its tokens.
     config, recipe: what is estimated.
     seconds: the measured median.
@@ -123,7 +128,9 @@ def steps_of(path: Path) -> Iterator[Step]:
         figures = row["figures"]
         if row["status"] != "passed":
             continue
-        if "model" in figures:
+        if row["name"] == "profiles":
+            yield from _profiled(path.stem, figures)
+        elif "model" in figures:
             yield from _raced(path.stem, figures)
         elif row["name"] == "watching":
             fp8, over = training.BARE
@@ -162,6 +169,25 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
         # No file is read: an estimate makes up its tokens.
         config = config_of(size, recipe, Path("text.txt"))
         seconds = timed["seconds"]["median"]
+        yield Step(record, timed["rung"], how, size.name, config, recipe, seconds, timed["peak"])
+
+
+def _profiled(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
+    """The contenders of the row of profiles, as they ran before the profiler. None of their steps sampled."""
+    from benchmarks.proof.profiles import SETUPS
+    from benchmarks.proof.training import NEVER, Size, config_of, recipe_of
+
+    model = figures["model"]
+    args = {key: value for key, value in model.items() if key not in ("context", "parameters")}
+    size = Size(figures["size"], model["context"], args)
+    for name, timed in figures["contenders"].items():
+        setup = SETUPS[name]
+        recipe = recipe_of(setup.backend, fuse=setup.fuse, stats_every=NEVER)
+        how = "compiled" if timed["compiled"] else EAGER
+        how += ", fused" if setup.fuse else ""
+        how += ", no statistics"
+        config = config_of(size, recipe, Path("text.txt"))
+        seconds = timed["step_ms"] / 1e3
         yield Step(record, timed["rung"], how, size.name, config, recipe, seconds, timed["peak"])
 
 

@@ -1,7 +1,8 @@
 """Which FP8 layers are compiled together with each of the repeated blocks of a model.
 
-A block's compiled code depends on one flag: whether any of its layers runs in BF16 or is measured in this window. So a
-block is compiled twice at most, however often layers switch.
+A block's compiled code depends on whether any of its layers runs in BF16 in this window, and on whether the window is
+measured. It does not depend on which layers these are. So a block is compiled two or three times at most, however often
+layers switch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from harness.core.blocks import blocks_of
 class Block:
     """Layers that are compiled together.
 
-    switching: in this window one of them is in BF16, or measured.
+    demoted: in this window one of them is in BF16.
+    switching: the same, or they are measured. A backend that needs no more than this flag compiles a block twice.
     """
 
+    demoted: bool = False
     switching: bool = False
 
 
@@ -51,9 +54,8 @@ class Blocks:
         return self._of[layer]
 
     def mark(self, sampling: bool, demoted: Iterable[nn.Module]) -> None:
-        """Set the flag of every block. One flag for both reasons: two flags would compile a block once for each
-        combination.
-        """
+        """Set the flags of every block."""
         apart = set(demoted)
         for block, layers in self._blocks:
-            block.switching = sampling or not apart.isdisjoint(layers)
+            block.demoted = not apart.isdisjoint(layers)
+            block.switching = sampling or block.demoted

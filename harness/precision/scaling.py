@@ -341,15 +341,16 @@ def by_rows(slot: int) -> bool:
     return slot % len(ROLES) == _GRADIENT
 
 
-def summed(rows: Tensor, slot: int) -> Tensor:
+def summed(rows: Tensor, by_row: bool) -> Tensor:
     """The sums of one cast over all its rows, float64 [6]. Sums of several calls may be added.
 
     rows: of `quantization_stats`.
+    by_row: `by_rows` of the slot.
 
     The last sum of a gradient is by row: nonzero * min(1, sum error^2 / sum x^2). Healthy runs lose single small values
     of a gradient, too. Only where a whole row is lost does a token or a sample teach nothing.
     """
-    if by_rows(slot):
+    if by_row:
         signal, noise = rows[:, 3], rows[:, 4]
         lost = (noise / signal).clamp_max_(1.0).nan_to_num_(nan=0.0)
         weighted = rows[:, 1] * lost
@@ -357,15 +358,18 @@ def summed(rows: Tensor, slot: int) -> Tensor:
     return rows.sum(dim=0)
 
 
-def cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """`quantization_stats` and `channel_stats` of the cast of x [r, c] under `scale`, float32 0-d or [r, 1].
+def cast_stats(x: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
+    """The sums behind the statistics of the cast of x [r, c], float64 [parts, SUMS]. The parts are to be added up.
 
-    The second is [parts, 2]. A kernel may give its sums in several parts; here there is one.
+    scale: float32, 0-d or [r, 1].
+    by_row: as for `summed`.
+
+    Here there is one part. Kernels give one for each of their programs.
     """
     quantized = quantize(x, scale, fmt)
-    of_rows = quantization_stats(x, quantized, scale, fmt)
+    of_rows = summed(quantization_stats(x, quantized, scale, fmt), by_row)
     of_channels = channel_stats(x, quantized, scale)
-    return of_rows, of_channels[None]
+    return torch.cat([of_rows, of_channels])[None]
 
 
 def shares(sums: Tensor) -> Tensor:
@@ -418,7 +422,7 @@ class SampledStats:
         formats: Sequence[str],
         device: torch.device,
         by_row: bool = False,
-        measure: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] = cast_stats,
+        measure: Callable[[Tensor, Tensor, str, bool], Tensor] = cast_stats,
         scale_of: Callable[[Tensor, str], Tensor] = exact_scale,
     ) -> None:
         self.formats = tuple(formats)
@@ -445,23 +449,21 @@ class SampledStats:
         if not self.sampling or not x.numel():
             return
         fmt = self.formats[slot]
-        rows = x.detach().reshape(-1, x.shape[-1])
-
-        # One dynamic scale for the tensor comes from all of it, before the sample is taken.
-        if scale is None and not self.by_row:
-            scale = self.scale_of(amax(rows), fmt)
+        whole = x.detach().reshape(-1, x.shape[-1])
 
         # Whole rows, evenly spread, so that every channel is in the sample.
-        stride = -(-rows.numel() // LARGEST)
-        rows = rows[::stride].to(dtype or rows.dtype)
-        if scale is None:
-            largest = rows.abs().amax(dim=-1, keepdim=True).float()
-            scale = self.scale_of(largest, fmt)
+        stride = -(-whole.numel() // LARGEST)
+        rows = whole[::stride].to(dtype or whole.dtype)
 
-        # A tensor or row of zeros has an infinite scale. Under any other scale its values are zeros as well.
-        scale = torch.where(torch.isfinite(scale), scale, 1.0)
-        of_rows, of_channels = self.measure(rows, scale, fmt)
-        self.sums[slot] += torch.cat([summed(of_rows, slot), of_channels.sum(dim=0)])
+        # Each operation is a launch for every slot, so a given scale, which is finite, is taken as it is.
+        if scale is None:
+            # One dynamic scale for the tensor comes from all of it, not from the sample.
+            largest = rows.abs().amax(dim=-1, keepdim=True).float() if self.by_row else amax(whole)
+            scale = self.scale_of(largest, fmt)
+            # A tensor or row of zeros has an infinite scale. Under any other scale its values are zeros as well.
+            scale = scale.nan_to_num(nan=1.0, posinf=1.0)
+        parts = self.measure(rows, scale, fmt, by_rows(slot))
+        self.sums[slot].add_(parts.sum(dim=0))
 
     def rows(self, mean: Callable[[Tensor], Tensor]) -> Tensor:
         """The statistics of `shares`, float32 [5, slots]; NaN where nothing was sampled. mean: over ranks."""

@@ -113,7 +113,7 @@ def cast_sums(scheme: str, x: Tensor, slot: int, recipe_format: str, in_use: Ten
     fmt = format_of(scheme, recipe_format)
     quantized = scaling.quantize(rows, scale, fmt)
     of_rows = scaling.quantization_stats(rows, quantized, scale, fmt)
-    sums = scaling.summed(of_rows, slot)
+    sums = scaling.summed(of_rows, scaling.by_rows(slot))
     return F.pad(sums, (0, scaling.CHANNEL_SUMS))
 
 

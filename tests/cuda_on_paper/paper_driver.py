@@ -376,6 +376,7 @@ def scene_budget(_: str) -> dict[str, Any]:
             "usual_ms": step_seconds(made.steps["usual"], rates) * 1e3,
             "sampled_ms": step_seconds(made.steps["sampled"], rates) * 1e3,
             "kernels": sum(op.kernels for op in made.steps["usual"]),
+            "sampled_kernels": sum(op.kernels for op in made.steps["sampled"]),
             "bytes": sum(op.reads + op.writes for op in made.steps["usual"]),
             "peak": made.peak,
             "static": made.static,

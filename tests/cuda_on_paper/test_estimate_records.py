@@ -27,16 +27,24 @@ BUSY = {
     "transformer_engine:fp8, eager",
     "transformer_engine:fp8, eager, fused",
     "native:fp8, eager, 4 layers of width 4096",
+    "autocast:bf16, compiled, no statistics",
+    "autocast:bf16, eager, no statistics",
+    "native:fp8, compiled, no statistics",
+    "native:fp8, compiled, fused, no statistics",
+    "native:fp8, eager, no statistics",
+    "torchao:fp8, compiled, no statistics",
+    "transformer_engine:fp8, eager, no statistics",
+    "transformer_engine:fp8, eager, fused, no statistics",
 }
 # Largest errors allowed: of those in time with and without gaps, and of the bytes at the peak.
-TIME, TIME_WITHOUT_GAP, MEMORY = 0.10, 0.16, 0.03
+TIME, TIME_WITHOUT_GAP, MEMORY = 0.10, 0.17, 0.03
 # Others are further off, and the guide says so: predicted over measured time, at least and at most.
 KNOWN = {
     "native:fp8, compiled": (0.75, 1.01),
     "torchao:fp8, compiled": (0.85, 0.96),
     "torchao:fp8, eager": (0.75, 0.85),
-    "native:fp8, eager, 8 layers of width 2048": (0.6, 0.8),
-    "native:fp8, eager, 12 layers of width 1280": (0.2, 0.3),
+    "native:fp8, eager, 8 layers of width 2048": (0.9, 1.0),
+    "native:fp8, eager, 12 layers of width 1280": (0.8, 1.1),
 }
 
 pytestmark = pytest.mark.nightly
@@ -82,11 +90,11 @@ def test_other_steps_are_as_far_off_as_the_guide_says() -> None:
 
 
 def test_the_gap_makes_no_eager_step_worse() -> None:
-    """It is kept for that: each step in both directions, also those that the card does not bound."""
+    """It is kept for that: each step in both directions. Where the host holds a step up, it makes no difference."""
     eager = [each for each in found() if "eager" in each["step"]]
     assert {each["calibration"] for each in eager} == set(TESTED_ON)
     for each in eager:
-        assert abs(each["error"]) < abs(each["error_without_gap"]), each
+        assert abs(each["error"]) <= abs(each["error_without_gap"]), each
 
 
 def test_the_guide_has_these_errors() -> None:
@@ -105,8 +113,7 @@ def test_the_guide_has_the_peaks_of_long_steps_and_of_a_large_vocabulary() -> No
     assert len(rows) == 6
     for rung, how, measured, predicted, error in rows:
         assert f"| {measured} GiB | {predicted} GiB | {error}% |" in guide
-        least, most = (-1.5, 1.5) if rung.endswith("fp8") else (0, 11)
-        assert least <= float(error) <= most, (rung, how)
+        assert abs(float(error)) <= 1.5, (rung, how)
 
 
 def test_the_rates_that_are_shipped_are_the_records_with_its_gap() -> None:

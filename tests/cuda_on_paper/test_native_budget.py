@@ -55,6 +55,13 @@ def test_sampling_every_tenth_step_is_cheap(scene: Scene) -> None:
     assert mean / bf16["usual_ms"] <= RATIO
 
 
+def test_sampling_launches_little(scene: Scene) -> None:
+    """For each slot the kernels, their sum and its addition, and for some a cast to bfloat16. It was 14 launches."""
+    native = scene("budget")["llama native:fp8"]
+    slots = 3 * 4 * 8
+    assert 3 * slots <= native["sampled_kernels"] - native["kernels"] <= 4 * slots
+
+
 def test_bf16_is_what_the_roofline_was_fixed_with(scene: Scene) -> None:
     """110.6 ms within 3%, said before the native backend was made faster: constants do not change to please it."""
     assert scene("budget")["llama autocast:bf16"]["usual_ms"] == pytest.approx(110.6, rel=0.03)

@@ -64,7 +64,7 @@ FALLBACK = (
     Mutation(
         16,
         "a sample does not hide that the others' gradients are lost",
-        "    if by_rows(slot):\n",
+        "    if by_row:\n",
         "    if False:\n",
         "tests/unit/precision/test_hidden_values.py -k gradient",
     ),

@@ -25,7 +25,7 @@ TORCHAO = (
     Mutation(
         16,
         "compiled layers are demoted, too",
-        "        elif self.block.switching:\n",
+        "        elif self.block.demoted:\n",
         "        elif False:\n",
         f"{_COMPILED} -k back_in_fp8",
     ),

@@ -95,7 +95,7 @@ def test_the_statistics_kernel_measures_as_torch_does_and_is_what_runs(
     fp8_gpu: torch.device,
 ) -> None:
     assert native_triton.check_stats(fp8_gpu) == []
-    assert native_triton.load_stats(fp8_gpu) == (torch.ops.hopper_harness.fp8_cast_stats, "")
+    assert native_triton.load_stats(fp8_gpu) == (torch.ops.hopper_harness.fp8_cast_sums, "")
 
 
 def test_torch_operations_give_the_same_bits_as_the_kernel(fp8_gpu: torch.device) -> None:

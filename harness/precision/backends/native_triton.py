@@ -4,8 +4,8 @@
 kernel             operator          one pass over a tensor gives
 _kernel            fp8_quantize      FP8 bytes, their transpose, and the amax
 _turn_kernel       (none)            the transpose of FP8 bytes
-_stats_kernel      fp8_cast_stats    sums of each row behind the statistics of a cast
-_channel_kernel    fp8_cast_stats    sums of each channel behind them
+_stats_kernel      fp8_cast_sums     sums of each row behind the statistics of a cast
+_channel_kernel    fp8_cast_sums     sums of each channel behind them
 
 Kernels are worth it because torch operations are many small launches. With statistics by torch operations a sampled
 step made 5,300 launches and took 1.7 times the time of another step (96 slots, on an H100).
@@ -57,7 +57,7 @@ class Cast(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-Stats = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
+Stats = Callable[[Tensor, Tensor, str, bool], Tensor]
 Turn = Callable[[Tensor], Tensor]
 
 # `_kernel`: a program takes a tile of ROWS x COLS elements with WARPS x 32 threads.
@@ -173,74 +173,69 @@ def _fake_quantize(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
-def _fp8_cast_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """`scaling.cast_stats` by kernels, which add up in another order.
+def _fp8_cast_sums(x: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
+    """`scaling.cast_stats` by kernels, which add up in another order: a part for each row, then one for each group of
+    CHANNELS channels.
 
     x: [r, c] of a dtype in DTYPES, in any layout.
     """
     spec = scaling.FORMATS[fmt]
     rows, columns = x.shape
+    parts = _fake_sums(x, scale, fmt, by_row)
+    if not x.numel():
+        return parts.zero_()
+
     # The kernels step from one element of a row to the next. A Conv1D's weight is a transposed view, and the gradient
     # of a sum is one number, expanded: those are copied.
     if x.stride(1) != 1:
         x = x.contiguous()
-    sums = x.new_zeros(rows, scaling.ROW_SUMS, dtype=torch.float64)
-    if x.numel():
-        by_row = 1 if scale.numel() == rows and scale.dim() else 0
-        launch: Any = _stats_kernel[(rows,)]
-        numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
-        launch(
-            x,
-            scale,
-            sums,
-            columns,
-            x.stride(0),
-            by_row,
-            *numbers,
-            SUMS=scaling.ROW_SUMS,
-            STRETCH=STRETCH,
-        )
-    return sums, _of_channels(x, scale, fmt)
+    scale_step = 1 if scale.numel() == rows and scale.dim() else 0
+    numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
+
+    over_rows: Any = _stats_kernel[(rows,)]
+    over_rows(
+        x,
+        scale,
+        parts,
+        columns,
+        x.stride(0),
+        scale_step,
+        *numbers,
+        SUMS=scaling.SUMS,
+        BY_ROW=by_row,
+        STRETCH=STRETCH,
+    )
+    over_channels: Any = _channel_kernel[(len(parts) - rows,)]
+    count, gap = scaling.centred_rows(rows)
+    over_channels(
+        x,
+        scale,
+        parts,
+        rows,
+        count,
+        gap,
+        columns,
+        x.stride(0),
+        scale_step,
+        *numbers,
+        SUMS=scaling.SUMS,
+        CHANNELS=CHANNELS,
+        DEPTH=DEPTH,
+        TOGETHER=scaling.ROWS_TOGETHER,
+        IN_BF16=scaling.IN_BF16,
+    )
+    return parts
 
 
-def _of_channels(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """`scaling.channel_stats` as parts of the sums, one for each group of CHANNELS channels: [parts, 2]."""
-    spec = scaling.FORMATS[fmt]
+def _fake_sums(x: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
     rows, columns = x.shape
-    sums = x.new_zeros(-(-columns // CHANNELS), scaling.CHANNEL_SUMS, dtype=torch.float64)
-    if x.numel():
-        by_row = 1 if scale.numel() == rows and scale.dim() else 0
-        launch: Any = _channel_kernel[(len(sums),)]
-        numbers = spec.max, 2.0**spec.min_exponent, 1.5 * 2.0 ** (23 - spec.mantissa_bits)
-        count, gap = scaling.centred_rows(rows)
-        launch(
-            x,
-            scale,
-            sums,
-            rows,
-            count,
-            gap,
-            columns,
-            x.stride(0),
-            by_row,
-            *numbers,
-            CHANNELS=CHANNELS,
-            DEPTH=DEPTH,
-            TOGETHER=scaling.ROWS_TOGETHER,
-            IN_BF16=scaling.IN_BF16,
-        )
-    return sums
-
-
-def _fake_stats(x: Tensor, scale: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    blocks = -(-x.shape[1] // CHANNELS)
-    rows = x.new_empty(x.shape[0], scaling.ROW_SUMS, dtype=torch.float64)
-    return rows, x.new_empty(blocks, scaling.CHANNEL_SUMS, dtype=torch.float64)
+    parts = rows + -(-columns // CHANNELS)
+    return x.new_empty(parts, scaling.SUMS, dtype=torch.float64)
 
 
 # Compiled code is cached on disk by an operator's name: an operator that gives another result needs another name.
 define("fp8_quantize", _fp8_quantize, _fake_quantize, mutates=("amax",))
-define("fp8_cast_stats", _fp8_cast_stats, _fake_stats)
+define("fp8_cast_sums", _fp8_cast_sums, _fake_sums)
 _ops: Any = torch.ops.hopper_harness
 
 if triton is not None:
@@ -332,9 +327,10 @@ if triton is not None:
         SMALLEST,
         MAGIC,
         SUMS: tl.constexpr,
+        BY_ROW: tl.constexpr,
         STRETCH: tl.constexpr,
     ):
-        # One program sums up one row, by the rules of scaling.quantization_stats.
+        # One program sums up one row, by the rules of scaling.quantization_stats and scaling.summed.
         row = tl.program_id(0).to(tl.int64)
         factor = tl.load(scale + row * scale_step)
         clipped = tl.zeros([STRETCH], tl.int32)
@@ -368,13 +364,23 @@ if triton is not None:
             noise += error * error
             share = error / tl.where(some, exact, 1.0)
             own += tl.minimum(share * share, 1.0)
+        some_values = tl.sum(nonzero, 0).to(tl.float64)
+        energy = tl.sum(signal, 0)
+        lost = tl.sum(noise, 0)
+        own_sum = tl.sum(own, 0)
+        if BY_ROW:
+            # A row of zeros has lost nothing.
+            own_sum = some_values * tl.minimum(lost / tl.where(energy > 0.0, energy, 1.0), 1.0)
+
+        # The last two are the channels' sums, in parts of their own.
         sums += row * SUMS
         tl.store(sums, tl.sum(clipped, 0).to(tl.float64))
-        tl.store(sums + 1, tl.sum(nonzero, 0).to(tl.float64))
+        tl.store(sums + 1, some_values)
         tl.store(sums + 2, tl.sum(flushed, 0).to(tl.float64))
-        tl.store(sums + 3, tl.sum(signal, 0))
-        tl.store(sums + 4, tl.sum(noise, 0))
-        tl.store(sums + 5, tl.sum(own, 0))
+        tl.store(sums + 3, energy)
+        tl.store(sums + 4, lost)
+        tl.store(sums + 5, own_sum)
+        tl.store(sums + 6 + tl.arange(0, 2), tl.zeros([2], tl.float64))
 
     @triton.jit
     def _value_and_error(x, scale, i, j, inside, step, scale_step, LIMIT, SMALLEST, MAGIC):
@@ -402,6 +408,7 @@ if triton is not None:
         LIMIT,
         SMALLEST,
         MAGIC,
+        SUMS: tl.constexpr,
         IN_BF16: tl.constexpr,
         TOGETHER: tl.constexpr,
         CHANNELS: tl.constexpr,
@@ -443,8 +450,13 @@ if triton is not None:
         varying = value_squares - value_sum * value_sum / count
         lost = tl.maximum(error_squares - error_sum * error_sum / count, 0.0)
         visible = varying > IN_BF16 * whole
-        tl.store(sums + block * 2, tl.sum(tl.where(visible, varying, 0.0), 0) * rows / count)
-        tl.store(sums + block * 2 + 1, tl.sum(tl.where(visible, lost, 0.0), 0) * rows / count)
+
+        # These parts stand behind those of the rows, whose six sums are 0 here.
+        sums += (rows + block) * SUMS
+        place = tl.arange(0, SUMS)
+        tl.store(sums + place, tl.zeros([SUMS], tl.float64), mask=place < 6)
+        tl.store(sums + 6, tl.sum(tl.where(visible, varying, 0.0), 0) * rows / count)
+        tl.store(sums + 7, tl.sum(tl.where(visible, lost, 0.0), 0) * rows / count)
 
 
 def load(device: torch.device) -> tuple[Cast, str]:
@@ -472,7 +484,7 @@ def load_stats(device: torch.device) -> tuple[Stats, str]:
         return scaling.cast_stats, ""
     reason = _unusable(device, lambda: check_stats(device))
     if not reason:
-        return _ops.fp8_cast_stats, ""
+        return _ops.fp8_cast_sums, ""
     _log.warning("FP8 statistics run in PyTorch, slower: %s", reason)
     return scaling.cast_stats, f"; FP8 statistics in PyTorch: {reason}"
 
@@ -576,16 +588,24 @@ def check_stats(device: torch.device) -> list[str]:
                 torch.tensor(2.0**20, device="cpu"),
                 torch.linspace(1e-3, 1e3, len(x), device="cpu")[:, None],
             ):
-                expected, _ = scaling.cast_stats(x, scale, fmt)
-                actual = _fp8_cast_stats(x.to(device), scale.to(device), fmt)[0].cpu()
+                quantized = scaling.quantize(x, scale, fmt)
+                expected = scaling.quantization_stats(x, quantized, scale, fmt)
+                parts = _fp8_cast_sums(x.to(device), scale.to(device), fmt, False).cpu()
+                actual = parts[: len(x), : scaling.ROW_SUMS]
                 # What float64 itself rounds off. A row that FP8 holds exactly may have no other error.
                 floor = 1e-20 * torch.stack([expected[:, 3], expected[:, 3], expected[:, 1]], dim=1)
                 near = (actual[:, 3:] - expected[:, 3:]).abs() <= 1e-9 * expected[:, 3:] + floor
+                what = f"{x.dtype} {list(x.shape)}, {scale.numel()} scale(s), {fmt}"
                 if not torch.equal(actual[:, :3], expected[:, :3]) or not near.all():
-                    what = f"{x.dtype} {list(x.shape)}, {scale.numel()} scale(s), {fmt}"
                     found.append(
                         f"{actual.sum(0).tolist()} for {expected.sum(0).tolist()} of {what}"
                     )
+
+                # As they are used: all parts together, and gradients judged row by row.
+                whole = scaling.cast_stats(x, scale, fmt, True)[0]
+                parts = _fp8_cast_sums(x.to(device), scale.to(device), fmt, True).cpu()
+                if not torch.allclose(parts.sum(0), whole, rtol=1e-9, atol=1e-20):
+                    found.append(f"{parts.sum(0).tolist()} for {whole.tolist()} of {what}, by row")
     return found + _channel_differences(device)
 
 
@@ -605,7 +625,8 @@ def _channel_differences(device: torch.device) -> list[str]:
                 torch.linspace(10, 1000, rows, device="cpu")[:, None],
             ):
                 expected = scaling.channel_stats(x, scaling.quantize(x, scale, fmt), scale)
-                actual = _of_channels(x.to(device), scale.to(device), fmt).sum(dim=0).cpu()
+                parts = _fp8_cast_sums(x.to(device), scale.to(device), fmt, False)
+                actual = parts[:, scaling.ROW_SUMS :].sum(dim=0).cpu()
                 if not torch.allclose(actual, expected, rtol=1e-9, atol=0.0):
                     what = f"{[rows, columns]}, {scale.numel()} scale(s), {fmt}"
                     found.append(

@@ -231,8 +231,9 @@ class SlotBuffers(ScalingState):
             self.stage(slot, scaling.amax(x))
             if self.sampling:
                 rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
-                channels = scaling.channel_stats(x, quantized, self.scale[slot])
-                self.sums[slot] += torch.cat([scaling.summed(rows, slot), channels])
+                of_rows = scaling.summed(rows, scaling.by_rows(slot))
+                of_channels = scaling.channel_stats(x, quantized, self.scale[slot])
+                self.sums[slot].add_(torch.cat([of_rows, of_channels]))
         return quantized
 
     def record_demoted(self, x: Tensor, slot: int) -> None:

@@ -7,9 +7,13 @@ Under torch.compile a layer goes one of two ways:
 
 - Usually the compiler traces torchao's casts and GEMMs. An amax leaves the graph through the operator torchao_note,
   which claims to write to the GEMM's result. The compiler can therefore not drop it, it costs no copy, and the state
-  that it writes to is no input of the graph.
-- In a block in which a layer is demoted, and in all blocks in a sampled window, one operator does everything when it
-  runs, as in native_fp8. A block is compiled twice at most, however often layers switch.
+  that it writes to is no input of the graph. In a sampled window torchao_observe takes its place, which measures the
+  tensor itself.
+- In a block in which a layer is demoted, one operator does everything when it runs, as in native_fp8. torchao's casts
+  are then eager, and slow: a step in which every block did so took three to five times as long (inferred from an H100's
+  record, docs/studies/hopper.md).
+
+A block is compiled three times at most, however often layers switch.
 """
 
 from __future__ import annotations
@@ -128,11 +132,13 @@ class WatchedLinear(Float8Linear):
         record = torch.is_grad_enabled() and not self.follows
         if not torch.compiler.is_compiling():
             out: Tensor = _Watched.apply(x, weight, bias, self, record)
-        elif self.block.switching:
+        elif self.block.demoted:
             out = _ops.torchao_switching(x, weight, bias, self.handle, record)
         else:
             # The compiler makes a guard of every attribute that is read here. Blocks share code if they agree on all.
-            out = _traced(x, weight, bias, self.handle, record, self.linear_mm_config, self.config)
+            sample = self.watch.stats.sampling
+            given = (x, weight, bias, self.handle, record, sample)
+            out = _traced(*given, self.linear_mm_config, self.config)
         return out.to(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedLinear:
@@ -280,14 +286,19 @@ def _traced(
     bias: Tensor | None,
     handle: Tensor,
     record: bool,
+    sample: bool,
     gemms: Any,
     config: Any,
 ) -> Tensor:
-    return _Traced.apply(x, weight, bias, handle, record, gemms, config)
+    return _Traced.apply(x, weight, bias, handle, record, sample, gemms, config)
 
 
 class _Traced(torch.autograd.Function):
-    """The FP8 layer behind `handle` as the compiler traces it, forward and backward."""
+    """The FP8 layer behind `handle` as the compiler traces it, forward and backward.
+
+    record: whether to record amaxes.
+    sample: whether to measure statistics with them.
+    """
 
     @staticmethod
     def forward(
@@ -297,16 +308,21 @@ class _Traced(torch.autograd.Function):
         bias: Tensor | None,
         handle: Tensor,
         record: bool,
+        sample: bool,
         gemms: Any,
         config: Any,
     ) -> Tensor:
         ctx.record = record
+        ctx.sample = sample
         ctx.gemms = gemms
         ctx.config = config
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
-        if record:
-            # Slots 0 and 1 of the layer: input and weight.
+        # Slots 0 and 1 of the layer: input and weight.
+        if record and sample:
+            _ops.torchao_observe(out, x, handle, 0)
+            _ops.torchao_observe(out, weight, handle, 1)
+        elif record:
             amaxes = torch.stack([scaling.amax(x), scaling.amax(weight)])
             _ops.torchao_note(out, amaxes, handle, 0)
         return _with_bias(out, bias)
@@ -324,9 +340,12 @@ class _Traced(torch.autograd.Function):
             # The compiler drops a gradient that nobody needs, and every operator that writes to it. So the operator
             # claims to write to one that is needed.
             needed = found[needs.index(True)]
-            amax = scaling.amax(grad).reshape(1)
-            _ops.torchao_note(needed, amax, handle, 2)
-        return *found, None, None, None, None
+            if ctx.sample:
+                _ops.torchao_observe(needed, grad, handle, 2)
+            else:
+                amax = scaling.amax(grad).reshape(1)
+                _ops.torchao_note(needed, amax, handle, 2)
+        return *found, None, None, None, None, None
 
 
 def _note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
@@ -339,6 +358,16 @@ def _note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
 
 
 def _fake_note(after: Tensor, amax: Tensor, handle: Tensor, first: int) -> None:
+    return None
+
+
+def _observe(after: Tensor, x: Tensor, handle: Tensor, role: int) -> None:
+    """The operator torchao_observe: measure `x`, which the layer casts in that role. after: as for `_note`."""
+    layer = layer_of(handle)
+    layer.watch.observe(layer.slot + role, x)
+
+
+def _fake_observe(after: Tensor, x: Tensor, handle: Tensor, role: int) -> None:
     return None
 
 
@@ -411,6 +440,7 @@ def _switching_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 define("torchao_note", _note, _fake_note, mutates=("after",))
+define("torchao_observe", _observe, _fake_observe, mutates=("after",))
 define("torchao_switching", _switching, _fake_switching, _switching_gradients, _setup)
 define("torchao_switching_backward", _switching_backward, _fake_switching_backward)
 _ops: Any = torch.ops.hopper_harness
