@@ -134,8 +134,8 @@ NATIVE = (
     Mutation(
         16,
         "a block with a demoted layer is not compiled as one without",
-        "block.switching = sampling or not",
-        "block.switching = False and not",
+        "block.switching = sampling or block.demoted",
+        "block.switching = False",
         "tests/unit/precision/test_native_compile.py -k demoted_block",
     ),
     Mutation(

@@ -11,8 +11,8 @@ TORCHAO = (
     Mutation(
         16,
         "a compiled amax cannot be dropped",
-        ', mutates=("after",))',
-        ")",
+        '_fake_note, mutates=("after",))',
+        "_fake_note)",
         f"{_COMPILED} -k whatever_is_trained",
     ),
     Mutation(
@@ -28,6 +28,13 @@ TORCHAO = (
         "        elif self.block.demoted:\n",
         "        elif False:\n",
         f"{_COMPILED} -k back_in_fp8",
+    ),
+    Mutation(
+        16,
+        "a sampled window leaves layers compiled",
+        "        elif self.block.demoted:\n",
+        "        elif self.block.switching:\n",
+        f"{_COMPILED} -k keeps_its_casts",
     ),
     Mutation(
         16,
