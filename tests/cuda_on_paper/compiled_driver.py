@@ -206,7 +206,7 @@ def moved(graph: GraphLowering, code: str) -> int:
     for arguments in re.findall(r"triton_\w+\.run\((.*), stream=", body):
         total += sum(map(size, set(re.findall(r"[a-z]\w*", arguments))))
     # A cast reads bfloat16 and writes FP8 twice.
-    for given in re.findall(r"fp8_cast\.default\((?:reinterpret_tensor\()?(\w+)", body):
+    for given in re.findall(r"fp8_cast_slot\.default\((?:reinterpret_tensor\()?(\w+)", body):
         total += 2 * size(given)
     # A backward without a transpose reads and writes the FP8 bytes of both operands.
     backward = r"fp8_backward\.default\((\w+), None, (?:reinterpret_tensor\(.*?\)|\w+), \w+, (\w+)"

@@ -42,7 +42,7 @@ def test_casts_are_our_kernels() -> None:
     assert found["layers"] == 4
     for phase in ("forward", "backward"):
         called = (
-            ["fp8_cast.default"] * 4
+            ["fp8_cast_slot.default"] * 4
             + [f"fp8_{phase}.default"] * 4
             + ["fp8_scales_apart.default"] * 4
         )

@@ -71,8 +71,8 @@ NATIVE = (
     Mutation(
         16,
         "compiled gradients are cast to their own format",
-        "_scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]",
-        '_scale(scales, _GRADIENT), handle, "e4m3", needs[1]',
+        "_scale(scales, _GRADIENT), handle, _GRADIENT, ctx.gradient, needs[1]",
+        '_scale(scales, _GRADIENT), handle, _GRADIENT, "e4m3", needs[1]',
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
     ),
     Mutation(
@@ -80,6 +80,13 @@ NATIVE = (
         "a compiled layer's own cast records its amax",
         "x.contiguous(), scale, amax, fmt, through_bf16=False, transpose=transpose",
         "x.contiguous(), scale, None, fmt, through_bf16=False, transpose=transpose",
+        "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
+    ),
+    Mutation(
+        16,
+        "and its statistics",
+        "    buffers.sampled.add(layer.slot + role, x, scale[0])\n",
+        "",
         "tests/unit/precision/test_native_compile.py -k linear_has_the_bits",
     ),
     Mutation(

@@ -164,10 +164,12 @@ class NativeLayer(nn.Module):
         if self.slot_buffers.traced is None:
             return linear_operator(rows.to(torch.bfloat16), *given, self.wide)[0]
         linear, switching = self.slot_buffers.traced
-        # What records nothing may have no scales yet: only when it runs is it known whether that is in BF16.
-        if self.block.switching or not record:
-            return switching(rows.to(torch.bfloat16), *given, self.wide)
         buffers = self.slot_buffers
+        # Our kernel's operator measures in sampled steps. The compiler's own casts cannot.
+        apart = self.block.demoted if buffers.own_casts else self.block.switching
+        # What records nothing may have no scales yet: only when it runs is it known whether that is in BF16.
+        if apart or not record:
+            return switching(rows.to(torch.bfloat16), *given, self.wide)
         return linear(rows, *given, buffers.gradient, buffers.own_casts, self.wide)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:

@@ -15,17 +15,19 @@ operators read and write of the FP8 state.
     forward    fp8_scales_apart -> cast of x  -> fp8_forward  (weight, GEMM 1)
     backward   fp8_scales_apart -> cast of dy -> fp8_backward (weight, GEMMs 2 and 3)
 
-The cast is the operator fp8_cast where our kernel casts. It reads a bfloat16 tensor from memory and writes FP8 and its
-transpose. With `layers.fuse`, or where our kernel does not work, the cast is torch operations. The compiler fuses them
-with what makes the tensor: a norm, SwiGLU, a gradient of one. The tensor then leaves that kernel as FP8, and bfloat16
-is never written. The compiler transposes slowly (a step of 1.05 of bf16's time on an H100, and 0.81 with our kernel,
+The cast is the operator fp8_cast_slot where our kernel casts. It reads a bfloat16 tensor from memory and writes FP8 and
+its transpose. In a sampled step it also measures the tensor, so the compiled code is the same in every step.
+
+With `layers.fuse`, or where our kernel does not work, the cast is torch operations. The compiler fuses them with what
+makes the tensor: a norm, SwiGLU, a gradient of one. The tensor then leaves that kernel as FP8, and bfloat16 is never
+written. The compiler transposes slowly (a step of 1.05 of bf16's time on an H100, and 0.81 with our kernel,
 docs/studies/hopper.md), so the FP8 bytes are transposed in backward, by a kernel of ours, right before GEMM 3.
 
 An amax reaches its slot through the GEMM that follows its cast. The compiler can therefore drop none, and recomputed
 activations record the same amax again.
 
-`switching` is for blocks in which a layer is demoted, and for all blocks in a sampled step. One operator does
-everything when it runs. A block is compiled twice at most, however often layers switch.
+`switching` is for blocks in which a layer is demoted and, where the compiler casts, for all blocks in a sampled step.
+One operator does everything when it runs. A block is compiled twice at most, however often layers switch.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class _Linear(torch.autograd.Function):
         wants_weight = ctx.needs_input_grad[1]
         cast_rows = _own_cast if own_casts else _cast
         _, amax, left, columns = cast_rows(
-            rows, _scale(scales, _INPUT), handle, "e4m3", wants_weight
+            rows, _scale(scales, _INPUT), handle, _INPUT, "e4m3", wants_weight
         )
 
         # Backward needs the input, which is transposed now or there, and the scales that it was cast under.
@@ -127,7 +129,7 @@ class _Linear(torch.autograd.Function):
         # this call with forward's.
         scales = _ops.fp8_scales_apart(handle, then)
         values, amax, left, turned = ctx.cast(
-            grad, _scale(scales, _GRADIENT), handle, ctx.gradient, needs[1]
+            grad, _scale(scales, _GRADIENT), handle, _GRADIENT, ctx.gradient, needs[1]
         )
         rows, weights = _ops.fp8_backward(
             left,
@@ -150,16 +152,16 @@ class _Linear(torch.autograd.Function):
 
 
 def _own_cast(
-    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+    x: Tensor, scale: Tensor, handle: Tensor, role: int, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `_cast`, and the transpose if asked for: by our kernel, which also casts for a layer that is not compiled."""
     given = x.detach().to(torch.bfloat16)
-    amax, rows, turned = _ops.fp8_cast(given, scale, handle, fmt, transpose)
+    amax, rows, turned = _ops.fp8_cast_slot(given, scale, handle, role, fmt, transpose)
     return _rounded(x), amax, rows, turned if transpose else None
 
 
 def _cast(
-    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+    x: Tensor, scale: Tensor, handle: Tensor, role: int, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """x rounded to bfloat16 (as float32), its amax [1], and its FP8 bytes. `fp8_backward` makes the transpose.
 
@@ -188,10 +190,18 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _fp8_cast(
-    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+    x: Tensor, scale: Tensor, handle: Tensor, role: int, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator fp8_cast. x: bfloat16. Returns its amax [1], its FP8 bytes and their transpose (`quantize_pair`)."""
-    buffers = cast("Fp8SlotBuffers", layer_of(handle).slot_buffers)
+    """The operator fp8_cast_slot: x's amax [1], its FP8 bytes and their transpose, as `quantize_pair` gives them.
+
+    x: bfloat16, the input or grad_output of a recorded forward.
+    role: which of the two.
+
+    In a sampled step it adds the cast to the statistics.
+    """
+    layer = layer_of(handle)
+    buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
+    buffers.sampled.add(layer.slot + role, x, scale[0])
     amax = x.new_zeros(1, dtype=torch.float32)
     return amax, *buffers.cast(
         x.contiguous(), scale, amax, fmt, through_bf16=False, transpose=transpose
@@ -199,7 +209,7 @@ def _fp8_cast(
 
 
 def _fake_cast(
-    x: Tensor, scale: Tensor, handle: Tensor, fmt: str, transpose: bool
+    x: Tensor, scale: Tensor, handle: Tensor, role: int, fmt: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = FORMATS[fmt].dtype
     columns = (x.shape[1], padded(x.shape[0])) if transpose else (0,)
@@ -456,7 +466,7 @@ def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | No
     )
 
 
-define("fp8_cast", _fp8_cast, _fake_cast)
+define("fp8_cast_slot", _fp8_cast, _fake_cast)
 define("fp8_scales_apart", _fp8_scales, _fake_scales)
 define("fp8_forward", _fp8_forward, _fake_forward)
 define("fp8_backward", _fp8_backward, _fake_backward)

@@ -94,7 +94,9 @@ def test_a_bias_gradient_is_of_rounded_values_under_the_default_compiler() -> No
 
 @pytest.mark.slow
 def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> None:
-    """On FP8 units a block has two: one that shows the casts, and one for windows with a demotion or statistics."""
+    """On FP8 units a block has two: one that shows the casts, and one for windows with a demotion. Statistics take the
+    first where our kernel casts, else the second.
+    """
     counter = CompileCounterWithBackend("aot_eager")
 
     def draw() -> list[Tensor]:
@@ -104,6 +106,17 @@ def test_twelve_blocks_share_graphs_and_their_switches_recompile_nothing() -> No
     assert counter.frame_count == (2 if native_support.FP8_UNITS else 1)
     for mine, theirs in zip(compiled, eager, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("_fresh_compiler", ["own casts"], indirect=True)
+def test_a_sampled_window_recompiles_nothing_where_our_kernel_casts() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    model = nn.Sequential(nn.Linear(32, 32))
+    backend = backend_for(model)
+    model[0].compile(backend=counter, fullgraph=True)
+    found = windows(backend, model, lambda: [torch.randn(16, 32)], 4, sampled=(1, 3))
+    assert counter.frame_count == 1
+    assert [state["stats"][3:5].isfinite().all().item() for state in found] == [False, True] * 2
 
 
 def test_a_demoted_block_really_runs_bf16() -> None:
