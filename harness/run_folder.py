@@ -293,9 +293,8 @@ def check_resumable(
 ) -> Resumed:
     """What a resume would change.
 
-    Allowed to change are train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds. Other keys may change
-    only if `accepted` names them. The data and the kind of optimizer may never change. Accepted keys that did not
-    change do no harm, so the same command resumes again.
+    The keys in RESUME_MAY_CHANGE may change. Other keys may change only if `accepted` names them. The data and the kind
+    of optimizer may never change. Accepted keys that did not change do no harm, so the same command resumes again.
 
     Raises CheckpointError naming every changed key that may not be, and ConfigError for names in `accepted` that are
     not keys.
@@ -406,10 +405,10 @@ def check_bound(
         if not change.key.startswith(RESUME_MAY_CHANGE):
             what = f"changed {change.values}"
             problems.append(Problem(what, change.key, why, _or_accept(fix, change.key)))
-    texts = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    texts = {"recipe": "the recipe's contents differ", "data": "the data differ"}
     for key, text in texts.items():
         if hashes[key] != now[key]:
-            problems.append(Problem(f"{text} than those it was trained with", key, why, fix))
+            problems.append(Problem(f"{text} from those it was trained with", key, why, fix))
 
     # What the user has accepted by name is let through.
     refused = [each for each in problems if each.where not in accepted]
@@ -425,7 +424,7 @@ def _or_accept(fix: str, key: str) -> str:
 
 
 def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
-    """By which a new run's checkpoints recognise their own incidents.json: of its name, and of what it begins with.
+    """A hash of the run's name and of what it begins with. Its checkpoints recognise their own incidents.json by it.
 
     bound_to: see `bound`. The same command in the same folder gives the same identity.
     """

@@ -310,7 +310,7 @@ class Telemetry:
             )
             self.screen.say(self._ship.announcement)
         elif self.folder is not None:
-            self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
+            self.screen.say(f"figures go only to {self.folder / JOURNAL}: MLflow is switched off")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row of metrics."""

@@ -41,7 +41,7 @@ from harness.data.samples import Form, OddSampleError, first_form
 from harness.data.splits import is_validation
 
 RECORD = "target.json"
-"""In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
+"""In the run's folder `data`: the fingerprint of its data set. A resume compares it, to notice a different data set."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
 _UNREADABLE = "unreadable: "  # in place of a sample's hash
@@ -269,7 +269,7 @@ class DatasetBatches:
         self.n_samples = train.size
         self.unit = str(_said(train.samples, "unit") or "loss")
 
-        # A resume compares the fingerprint: it must find that the data set is another one.
+        # A resume compares the fingerprint, to notice a different data set.
         self._form = _first_form(train, seed, self.name)
         self._val_form = _form_of_validation(train, val, self._form, seed, self.name)
         forms = (self._form, self._val_form)
@@ -410,7 +410,7 @@ def read(split: Split, place: int, seed: int, epoch: int) -> object:
 
 
 def _why(split: Split, place: int, error: Exception) -> str:
-    """Why a sample cannot be used, with its number in the user's data set where that is another one."""
+    """Why a sample cannot be used, with its number in the user's data set if that differs from `place`."""
     text = _text_of(error)
     number = split.places(place)
     if number != place:

@@ -145,7 +145,7 @@ def another_rate(where: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
-        (other_text, (), "the data are others"),
+        (other_text, (), "the data differ"),
         (another_rate, ("train.lr=1e-3",), "changed from 0.0005 to 0.001"),
     ],
 )
