@@ -50,7 +50,7 @@ _RESERVE = ".reserve"
 # Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.
 _RESERVED, _MAX_REASON = 256 << 10, 16 << 10
 # What a run writes before it trains. Without corpus.json the copy of the text is made again.
-_BEGINNINGS = (
+_STARTING_FILES = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
@@ -65,8 +65,8 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
-# Shell metacharacters; not allowed in a run's name.
-_MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
+# Not allowed in a run's name.
+_SHELL_METACHARACTERS = set("*?[]{}$`\\\"'|&;<>!")
 # Size of a vocabulary of bytes.
 _BYTES = 256
 # Why --accept-changed does not open some keys. Keys of `data` that only say how the same data are cut are open.
@@ -103,7 +103,7 @@ def choose_folder(
 
 def _named_folder(name: str, resume: str) -> Path:
     """The folder of --name. Raises ConfigError as `choose_folder` does."""
-    plain = name.isprintable() and not _MEANS_MORE & set(name)
+    plain = name.isprintable() and not _SHELL_METACHARACTERS & set(name)
     # What is not printable may not be encoded either.
     fits = plain and len(name.encode()) <= _MAX_NAME
     # A file that begins with a dot is hidden; a shell reads - as an option, and ~ as a home folder.
@@ -193,7 +193,7 @@ def forget_outcome(folder: Path) -> None:
 
 def forget_run(folder: Path) -> None:
     """Remove the files of a run that never began to train, so that its name is free again."""
-    for name in _BEGINNINGS:
+    for name in _STARTING_FILES:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 

@@ -490,10 +490,13 @@ class Recording:
 
         # A tensor that the model keeps in a list, or that a function refers to, would stay without values.
         gc.collect()
-        living = [each for one in self._living if (each := one()) is not None]
-        left = sorted({str(list(each.shape)) for each in living})
-        if left:
-            why = f"tensors are neither parameters nor buffers: {', '.join(left[:3])}"
+        shapes: set[str] = set()
+        for reference in self._living:
+            tensor = reference()
+            if tensor is not None:
+                shapes.add(str(list(tensor.shape)))
+        if shapes:
+            why = f"tensors are neither parameters nor buffers: {', '.join(sorted(shapes)[:3])}"
             raise CannotDeferError(why)
         self._memories = memories
         self._finished = True
@@ -504,6 +507,7 @@ class Recording:
         moved: dict[int, Tensor] = {}
         names: dict[_Memory, str] = {}
         memories: dict[int, _Memory] = {}
+        # Alive until all are replaced: a tensor that is made meanwhile must not get the id of one in `moved`.
         replaced: list[Tensor] = []
         for name, table, key in _tables(model):
             tensor = table[key]
@@ -521,11 +525,11 @@ class Recording:
                 if memory in names:
                     raise CannotDeferError(f"{name} and {names[memory]} share memory")
                 names[memory] = name
-                stands = _on_meta(tensor)
-                memories[_address(stands)] = memory
-                moved[id(tensor)] = stands
+                on_meta = _on_meta(tensor)
+                memories[_address(on_meta)] = memory
+                moved[id(tensor)] = on_meta
                 # Kept, or a second tensor might get the same address.
-                self._kept.append(stands)
+                self._kept.append(on_meta)
                 replaced.append(tensor)
             table[key] = moved[id(tensor)]
         return memories

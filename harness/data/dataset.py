@@ -86,7 +86,7 @@ def _members(samples: Any) -> Iterator[Any]:
         yield from _members(each)
 
 
-def _said(samples: Any, *names: str) -> Any:
+def _attribute(samples: Any, *names: str) -> Any:
     """The first of these attributes that the data set has, or one that it holds; None without any."""
     for each in _members(samples):
         for name in names:
@@ -267,7 +267,7 @@ class DatasetBatches:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._val_samples = min(config.val_samples, val.size)
         self.n_samples = train.size
-        self.unit = str(_said(train.samples, "unit") or "loss")
+        self.unit = str(_attribute(train.samples, "unit") or "loss")
 
         # A resume compares the fingerprint, to notice a different data set.
         self._form = _first_form(train, seed, self.name)
@@ -370,16 +370,16 @@ class DatasetBatches:
             try:
                 batch = form.batch(samples)
             except Exception as error:
-                alone = self._alone(split, places, samples)
-                faults += alone or [Fault(None, UNREADABLE, _text_of(error))]
+                failing = self._failing_alone(split, places, samples)
+                faults += failing or [Fault(None, UNREADABLE, _text_of(error))]
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
     def _form_of(self, split: Split) -> Form:
         return self._form if split is self._train else self._val_form
 
-    def _alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
-        """Which samples make no batch, each tried by itself."""
+    def _failing_alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
+        """The samples that make no batch even by themselves."""
         faults: list[Fault] = []
         pairs = zip(places.tolist(), samples, strict=True)
         for row, (place, sample) in enumerate(pairs):
@@ -472,7 +472,7 @@ def _probe(
 
 
 def _collate_of(split: Split) -> Any:
-    return _said(split.samples, "collate", "collate_fn")
+    return _attribute(split.samples, "collate", "collate_fn")
 
 
 def _form_of_validation(train: Split, val: Split, form: Form, seed: int, name: str) -> Form:
@@ -492,7 +492,7 @@ def _first_form(split: Split, seed: int, name: str) -> Form:
         for number, place in enumerate(places):
             try:
                 given = read(split, place, seed, 0)
-                pad_id = int(_said(split.samples, "pad_id") or 0)
+                pad_id = int(_attribute(split.samples, "pad_id") or 0)
                 others = _readable(split, places[number + 1 :], seed)
                 return first_form(given, collate, pad_id, others)
             except Exception as error:

@@ -760,10 +760,10 @@ def _columns(table: Any, key: str) -> Columns:
         # Dates are text in a csv.
         compute = importlib.import_module("pyarrow.compute")
         for name, column in zip(names, table.columns, strict=True):
-            has_letter = (
-                compute.match_substring_regex(column, r"\pL") if _is_text(column.type) else None
-            )
-            if has_letter is not None and not compute.any(has_letter).as_py():
+            if not _is_text(column.type):
+                continue
+            has_letter = compute.match_substring_regex(column, r"\pL")
+            if not compute.any(has_letter).as_py():
                 wordless.append(name)
     return Columns(names, _fix_of(table.schema, wordless))
 
