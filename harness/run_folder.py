@@ -118,7 +118,7 @@ def _named_folder(name: str, resume: str) -> Path:
         raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
     if _has_remains(folder) and not has_config:
         what = "holds the remains of a run without its config.yaml"
-        fix = "put its config.yaml back to go on with it; else choose another --name, or move the folder away"
+        fix = "restore its config.yaml to resume it; else choose another --name, or move the folder away"
         raise ConfigError(Problem(what, str(folder), fix=fix))
     return folder
 

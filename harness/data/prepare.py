@@ -450,7 +450,7 @@ class _Task:
         if is_skipped(piece.fault, self.plan["bad"]):
             self.skipped[piece.fault] += 1
         else:
-            fix = "repair it, or pass over such rows and files: data.bad=skip (--bad skip)"
+            fix = "repair it, or skip such rows and files: data.bad=skip (--bad skip)"
             self.problems.append(Problem(piece.fault, f"data.path: {piece.where}", fix=fix))
 
     def _usable(self, piece: Piece, found: Encoded) -> Ints | None:
@@ -465,7 +465,7 @@ class _Task:
         if self.plan["bad"] == "skip":
             self.skipped[what] += 1
         else:
-            fix = f"{found.fix}; or pass over such rows: data.bad=skip (--bad skip)"
+            fix = f"{found.fix}; or skip such rows: data.bad=skip (--bad skip)"
             self.problems.append(Problem(what, f"data.path: {piece.where}", found.why, fix))
         # The earlier pieces of the document still need its end.
         return np.zeros(0, dtype=np.int64) if inside and piece.ends else None

@@ -124,7 +124,7 @@ def require_same(
     here: tensors of the run.
     """
     problems: list[Problem] = []
-    fix = "resume with the model, recipe and version that wrote the checkpoint, or start anew with --resume never"
+    fix = "resume with the model, recipe and version that wrote the checkpoint, or begin again with --resume never"
     if missing := saved.keys() - here.keys():
         problems.append(Problem(f"only in the checkpoint: {_named(missing)}", part, fix=fix))
     if added := here.keys() - saved.keys():
