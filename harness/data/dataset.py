@@ -35,7 +35,7 @@ from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
 from harness.data.arrays import Ints
-from harness.data.batches import check_world, validation_rows
+from harness.data.batches import training_rows, validation_rows
 from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
 from harness.data.splits import is_validation
@@ -288,20 +288,17 @@ class DatasetBatches:
         return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
-        """This rank's micro-batches: number `rank`, `rank + world_size`, ... of the window. Raises ConfigError if they
-        do not divide evenly.
-        """
-        check_world(self._global_batch, self._micro_batch, world_size)
-        rows = window.samples.reshape(-1, self._micro_batch)
+        """This rank's micro-batches, see `training_rows`. Raises ConfigError if they do not divide evenly."""
+        sizes = (self._global_batch, self._micro_batch)
+        rows = training_rows(window, *sizes, rank, world_size)
 
         # A window may end one epoch and begin the next, so every sample has an epoch of its own.
         first = window.index * self._global_batch
-        positions = first + np.arange(self._global_batch)
-        epochs = (positions // self.n_samples).reshape(-1, self._micro_batch)
+        positions = first + np.arange(len(window.samples))
+        epochs = (positions // self.n_samples).reshape(-1, self._micro_batch)[rank::world_size]
 
         batches: list[Batch] = []
-        for number in range(rank, len(rows), world_size):
-            row, epochs_of_row = rows[number], epochs[number]
+        for row, epochs_of_row in zip(rows, epochs, strict=True):
             batches.append(self._batch(self._train, row, epochs_of_row))
         return batches
 
