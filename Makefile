@@ -85,7 +85,7 @@ mutations: $(EXTRAS_READY) ## take each protection away and see that a test noti
 	@$(RUN) python tests/te_cpu/te_wheels.py || true
 	$(RUN) OMP_NUM_THREADS=1 python tests/faults/mutations.py $(ARGS)
 
-lint: $(TEST_READY) ## ruff, and pyright of everything but tests/
+lint: $(TEST_READY) ## ruff, and pyright of harness, launch and examples
 	$(RUN) python -m ruff check .
 	$(RUN) python -m ruff format --check .
 	@# Half of what pyright takes is tests/: make test-slow checks that half.

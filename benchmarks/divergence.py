@@ -63,8 +63,8 @@ def build(init=0, **args):
     return gpt(**args)
 """
 
-Fault = Callable[[Any], None]
-"""Puts a fault into a run that is about to take a step."""
+Fault = Callable[[Any], list[Any]]
+"""Puts a fault into a run that is about to take a step. Returns the hooks to remove after it."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def with_fault(each: Injection) -> None:
         try:
             return own(run, *given, **named)
         finally:
-            for hook in hooks or ():
+            for hook in hooks:
                 hook.remove()
 
     harness.run.train_step = train_step

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 examples/ddp_loop.py [recipe]
 
-Five batches in a row have NaN targets, on the last rank alone. Every rank skips those updates and rolls back: facts are
-exchanged once a step, so all ranks decide alike.
+Five batches in a row have NaN targets, but only on the last rank. Every rank skips those updates and rolls back: the
+figures of a step are reduced over ranks, so all ranks decide the same.
 """
 
 from __future__ import annotations

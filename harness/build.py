@@ -257,10 +257,10 @@ def build_plan(
         compiling = choose_compiling(config.engine.compile, rung, model, worker.device, fuse)
 
         plan = make_plan(recipe, worker.facts, rung, verdicts, model)
-        about = [*notes, compiling.note, kept_copies(config, worker.engine, rung, model)]
+        more = [*notes, compiling.note, kept_copies(config, worker.engine, rung, model)]
         plan = replace(
             plan,
-            notes=(*plan.notes, *filter(None, about)),
+            notes=(*plan.notes, *filter(None, more)),
             compiled=compiling.compiled,
             compile_failed=compiling.failed,
         )
@@ -276,10 +276,10 @@ def build_plan(
         )
 
     def take(preferred: str) -> Plan:
-        about = (recipe, worker.facts, worker.device)
+        facts, device = worker.facts, worker.device
         if strict:
-            return plan_for(*agree_on_rung(*about, preferred=preferred))
-        return take_rung(*about, plan_for, preferred)
+            return plan_for(*agree_on_rung(recipe, facts, device, preferred=preferred))
+        return take_rung(recipe, facts, device, plan_for, preferred)
 
     def trial() -> Trial | str:
         if data is None:

@@ -54,7 +54,7 @@ _FIXES = {
 COMMANDS = {
     "train": (
         "tools.start",
-        "Train a model. Started alone: one process; by torchrun: DDP; by deepspeed: DeepSpeed.",
+        "Train a model. In one process; under torchrun with DDP; under deepspeed with DeepSpeed.",
     ),
     "runs": (
         "tools.runs",
@@ -62,11 +62,11 @@ COMMANDS = {
     ),
     "compare": (
         "tools.compare",
-        "Compare runs: what differs, the gap in loss, and where they part.",
+        "Compare runs: what differs, the gap in loss, and where they diverge.",
     ),
     "inspect": (
         "tools.inspect",
-        "Show a run's FP8 slots and its account, once or live.",
+        "Show a run's FP8 tensors and a summary, once or live.",
     ),
     "explain": (
         "report.explain",
@@ -78,12 +78,12 @@ COMMANDS = {
     ),
     "rehearse": (
         "tools.rehearse",
-        "Try a run in every precision, and say whose fault a bad run is.",
+        "Try a run in every precision, and find the cause of a bad run.",
     ),
     "sample": ("tools.sample", "Generate text from a prompt with a run's model."),
     "eval": (
         "tools.eval",
-        "Compute a run's loss, perplexity and accuracy. In the run's precision, and in fp32 beside it.",
+        "Compute a run's loss, perplexity and accuracy. In the run's precision, and in fp32 for comparison.",
     ),
     "doctor": (
         "tools.doctor",
@@ -95,7 +95,7 @@ COMMANDS = {
     ),
     "profile": (
         "tools.profile",
-        "Show what the profiled steps of a run went to, beside what estimate predicts.",
+        "Show where the time of profiled steps went, and what estimate predicts.",
     ),
     "estimate": (
         "tools.estimate",

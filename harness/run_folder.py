@@ -50,7 +50,7 @@ _RESERVE = ".reserve"
 # Bytes kept free for outcome.json, and characters of its reason, which take up to twelve bytes each.
 _RESERVED, _MAX_REASON = 256 << 10, 16 << 10
 # What a run writes before it trains. Without corpus.json the copy of the text is made again.
-_BEGINNINGS = (
+_STARTING_FILES = (
     "config.yaml",
     "plan.json",
     "journal.jsonl",
@@ -65,8 +65,8 @@ _BEGINNINGS = (
 )
 # Bytes of a run's name: file systems take 255, and `-2` or `.tmp-` may be added.
 _MAX_NAME = 200
-# Shell metacharacters; not allowed in a run's name.
-_MEANS_MORE = set("*?[]{}$`\\\"'|&;<>!")
+# Not allowed in a run's name.
+_SHELL_METACHARACTERS = set("*?[]{}$`\\\"'|&;<>!")
 # Size of a vocabulary of bytes.
 _BYTES = 256
 # Why --accept-changed does not open some keys. Keys of `data` that only say how the same data are cut are open.
@@ -103,7 +103,7 @@ def choose_folder(
 
 def _named_folder(name: str, resume: str) -> Path:
     """The folder of --name. Raises ConfigError as `choose_folder` does."""
-    plain = name.isprintable() and not _MEANS_MORE & set(name)
+    plain = name.isprintable() and not _SHELL_METACHARACTERS & set(name)
     # What is not printable may not be encoded either.
     fits = plain and len(name.encode()) <= _MAX_NAME
     # A file that begins with a dot is hidden; a shell reads - as an option, and ~ as a home folder.
@@ -118,7 +118,7 @@ def _named_folder(name: str, resume: str) -> Path:
         raise ConfigError(Problem("this run exists already", str(folder), fix=fix))
     if _has_remains(folder) and not has_config:
         what = "holds the remains of a run without its config.yaml"
-        fix = "put its config.yaml back to go on with it; else choose another --name, or move the folder away"
+        fix = "restore its config.yaml to resume it; else choose another --name, or move the folder away"
         raise ConfigError(Problem(what, str(folder), fix=fix))
     return folder
 
@@ -193,7 +193,7 @@ def forget_outcome(folder: Path) -> None:
 
 def forget_run(folder: Path) -> None:
     """Remove the files of a run that never began to train, so that its name is free again."""
-    for name in _BEGINNINGS:
+    for name in _STARTING_FILES:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
@@ -293,9 +293,8 @@ def check_resumable(
 ) -> Resumed:
     """What a resume would change.
 
-    Allowed to change are train.steps, train.max_minutes, checkpoint.* and engine.timeout_seconds. Other keys may change
-    only if `accepted` names them. The data and the kind of optimizer may never change. Accepted keys that did not
-    change do no harm, so the same command resumes again.
+    The keys in RESUME_MAY_CHANGE may change. Other keys may change only if `accepted` names them. The data and the kind
+    of optimizer may never change. Accepted keys that did not change do no harm, so the same command resumes again.
 
     Raises CheckpointError naming every changed key that may not be, and ConfigError for names in `accepted` that are
     not keys.
@@ -406,10 +405,10 @@ def check_bound(
         if not change.key.startswith(RESUME_MAY_CHANGE):
             what = f"changed {change.values}"
             problems.append(Problem(what, change.key, why, _or_accept(fix, change.key)))
-    texts = {"recipe": "the recipe's contents are others", "data": "the data are others"}
+    texts = {"recipe": "the recipe's contents differ", "data": "the data differ"}
     for key, text in texts.items():
         if hashes[key] != now[key]:
-            problems.append(Problem(f"{text} than those it was trained with", key, why, fix))
+            problems.append(Problem(f"{text} from those it was trained with", key, why, fix))
 
     # What the user has accepted by name is let through.
     refused = [each for each in problems if each.where not in accepted]
@@ -425,7 +424,7 @@ def _or_accept(fix: str, key: str) -> str:
 
 
 def run_identity(folder: Path, bound_to: Mapping[str, Any]) -> str:
-    """By which a new run's checkpoints recognise their own incidents.json: of its name, and of what it begins with.
+    """A hash of the run's name and of what it begins with. Its checkpoints recognise their own incidents.json by it.
 
     bound_to: see `bound`. The same command in the same folder gives the same identity.
     """

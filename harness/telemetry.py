@@ -145,7 +145,7 @@ class Telemetry:
         self._counts: dict[str, int] = {}
         self._ended: Outcome | None = None
         # Added to the ledger's attempt to give the journal's; None until the first row. See the setter of `attempt`.
-        self._ahead: int | None = None
+        self._attempt_offset: int | None = None
         self._closed = False
 
     @classmethod
@@ -261,15 +261,15 @@ class Telemetry:
         the folder. But a loop of the user's own can start from a state before a rollback, or from the beginning again.
         All of its attempts are then shifted above those in the folder, by an amount that is decided at the first row.
         """
-        if self._ahead is None:
+        if self._attempt_offset is None:
             own = self._precision
-            self._ahead = 0
+            self._attempt_offset = 0
             if own is not None:
                 existing = self.journal.existing_attempt
                 from_the_beginning = bool(existing) and not own.prepared.loaded
                 if number < existing or from_the_beginning:
-                    self._ahead = existing + 1 - number
-        self.journal.attempt = number + self._ahead
+                    self._attempt_offset = existing + 1 - number
+        self.journal.attempt = number + self._attempt_offset
 
     def watch(self, limits: FallbackConfig) -> None:
         """Set the limits beyond which a slot gets series of its own, in a model with too many slots for all."""
@@ -310,7 +310,7 @@ class Telemetry:
             )
             self.screen.say(self._ship.announcement)
         elif self.folder is not None:
-            self.screen.say(f"figures go to {self.folder / JOURNAL} alone: MLflow is switched off")
+            self.screen.say(f"figures go only to {self.folder / JOURNAL}: MLflow is switched off")
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one row of metrics."""

@@ -35,7 +35,7 @@ class Shipped:
     def seconds(self, count: int) -> float:
         """As of every racer. Raises RuntimeError if the last update was skipped, or if FP8 computed nothing."""
         taken = self.contender.steps(count)
-        self.contender.told()
+        self.contender.last_step()
         return taken
 
 

@@ -157,7 +157,7 @@ def profiled(task: Task, name: str, size: Size, setup: Setup) -> dict[str, Any]:
         facts |= of_profile(profile_in(run.folder, run.engine.device.type))
         facts["largest"] = largest_kernels(next(run.folder.glob("profile/*.json.gz")))
         facts["under_load"] = _under_load(contender, facts["step_ms"] / 1e3)
-        facts |= contender.told()
+        facts |= contender.last_step()
         return {**facts, "compiled": run.watch is not None, "fused": contender.fused}
 
 

@@ -306,7 +306,7 @@ def race(task: Task, fp8: Recipe, compile: str, candidates: Sequence[Size] | Non
         turn, rounds = (0.02, 3) if task.rehearsal else (1.0, 9)
         times = in_rounds(task, contenders, figures, turn, rounds)
         for name, row in compared(times, "16 bit").items():
-            facts[name] |= row | contenders[name].told()
+            facts[name] |= row | contenders[name].last_step()
         ratio = facts["fp8"]["ratio"]
         milliseconds = {name: 1e3 * row["seconds"]["median"] for name, row in facts.items()}
         summary = (
@@ -447,7 +447,7 @@ def over_bare(task: Task, ways: Mapping[str, Way]) -> Answer:
         period = _snapshot_gap(task)
         times = in_rounds(task, contenders, figures, turn, rounds, period=period)
         for contender in contenders.values():
-            contender.told()
+            contender.last_step()
 
         # Snapshots that ended while they were timed make a run look fast.
         left = _with_snapshots(contenders)
@@ -527,4 +527,4 @@ def waits(contender: Contender) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     contender.last = [each.facts() for each in pending][-1]
-    contender.told()
+    contender.last_step()

@@ -158,7 +158,7 @@ class _Operation:
     layout: to unflatten them with.
     rewrites: whether all that was in the memory before is lost.
     random: the state of the generator before it; None: it draws no random numbers.
-    results: new tensors that it returned, in order; None in the place of other results.
+    results: new tensors that it returned, in order; None for other results.
     """
 
     number: int
@@ -301,7 +301,7 @@ class Recording:
             return function(*args, **kwargs)
         if not isinstance(made, Tensor) or made.numel() <= self._small:
             return function(*args, **kwargs)
-        # Said now, as the defaults may be others when it is repeated.
+        # Stated explicitly: the defaults may have changed when it is repeated.
         kwargs = {**kwargs, "device": _CPU, "dtype": made.dtype}
         flat, layout = tree_flatten((args, kwargs))
         return self._note(function, flat, layout, [], made)
@@ -480,9 +480,9 @@ class Recording:
     # ---- The finished model
 
     def finish(self, model: nn.Module) -> None:
-        """Put tensors of the meta device in the place of those without memory.
+        """Replace the model's tensors without memory by tensors of the meta device.
 
-        Raises CannotDeferError if one of them is elsewhere, too.
+        Raises CannotDeferError if something besides the model still holds one of them.
         """
         if self.refused:
             raise CannotDeferError(self.refused)
@@ -490,10 +490,13 @@ class Recording:
 
         # A tensor that the model keeps in a list, or that a function refers to, would stay without values.
         gc.collect()
-        living = [each for one in self._living if (each := one()) is not None]
-        left = sorted({str(list(each.shape)) for each in living})
-        if left:
-            why = f"tensors are neither parameters nor buffers: {', '.join(left[:3])}"
+        shapes: set[str] = set()
+        for reference in self._living:
+            tensor = reference()
+            if tensor is not None:
+                shapes.add(str(list(tensor.shape)))
+        if shapes:
+            why = f"tensors are neither parameters nor buffers: {', '.join(sorted(shapes)[:3])}"
             raise CannotDeferError(why)
         self._memories = memories
         self._finished = True
@@ -504,6 +507,7 @@ class Recording:
         moved: dict[int, Tensor] = {}
         names: dict[_Memory, str] = {}
         memories: dict[int, _Memory] = {}
+        # Alive until all are replaced: a tensor that is made meanwhile must not get the id of one in `moved`.
         replaced: list[Tensor] = []
         for name, table, key in _tables(model):
             tensor = table[key]
@@ -521,11 +525,11 @@ class Recording:
                 if memory in names:
                     raise CannotDeferError(f"{name} and {names[memory]} share memory")
                 names[memory] = name
-                stands = _on_meta(tensor)
-                memories[_address(stands)] = memory
-                moved[id(tensor)] = stands
+                on_meta = _on_meta(tensor)
+                memories[_address(on_meta)] = memory
+                moved[id(tensor)] = on_meta
                 # Kept, or a second tensor might get the same address.
-                self._kept.append(stands)
+                self._kept.append(on_meta)
                 replaced.append(tensor)
             table[key] = moved[id(tensor)]
         return memories
@@ -555,7 +559,7 @@ class Recording:
 
 
 def _made_up(operation: _Operation) -> Tensor:
-    """Random values of a usual size in the place of those that a source has; the same at each call, on every rank."""
+    """Random values of a usual size instead of a source's own; the same at each call, on every rank."""
     view = operation.results[0]
     assert view is not None
     generator = torch.Generator().manual_seed(operation.number)
@@ -647,7 +651,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _converting() -> Iterator[None]:
     """Context in which `Module.to` and its kind convert tensors without memory.
 
-    They put the new tensor in the place of the old one by `swap_tensors`, which refuses tensors with weak references.
+    They replace the old tensor by the new one with `swap_tensors`, which refuses tensors with weak references.
     Every fake tensor has some.
     """
     real = torch.utils.swap_tensors
@@ -677,7 +681,7 @@ class _Record(TorchDispatchMode):
 
 
 class _Differences(TorchFunctionMode):
-    """Notes what tensors without memory answer otherwise than real ones: errors, and whatever shows their memory.
+    """Notes calls that answer differently on tensors without memory: those that fail, and those that show the memory.
 
     An error goes on to the constructor, which may expect it. Whether it is caught there or not, the recording is
     refused: the same call on a real tensor may have succeeded.
@@ -738,7 +742,8 @@ def build(
     device: where `computing` is to compute.
     final: errors of `make` that would come again if the model were built whole. They are raised as they are.
 
-    Raises CannotDeferError if it has to be built whole, or if `make` fails. The random generators are elsewhere then.
+    Raises CannotDeferError if it has to be built whole, or if `make` fails. The random generators have moved on then:
+    seed them again.
     """
     recording = Recording(device, SMALL if small is None else small)
     _active.append(recording)
@@ -861,7 +866,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _fake() -> Tensor:
-    """A tensor without memory of which nobody knows."""
+    """A tensor without memory that belongs to no recording."""
     with FakeTensorMode():
         return torch.empty(0)
 

@@ -3,8 +3,7 @@
 - **Reading.** Small files that somebody else may have written are read only here. They must be regular files, and are
   bounded in size, depth and numbers.
 - **Writing.** After any crash a file is either the old one or the new one, whole, on disk. The new content is written
-  beside the old one, synced, and renamed over it. With `sync=False` that holds for a killed process, but not for a
-  power cut.
+  beside the old one, synced, and renamed over it.
 - **Finding.** Recipes and configs are in the source tree during development, and inside the package once installed.
 """
 
@@ -134,10 +133,10 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary stream that becomes `path` when the block ends well, and leaves nothing behind when it does not.
 
-    sync: whether to write through to the disk. Without it a power cut may leave neither the old file nor the new one.
+    It is written through to the disk: otherwise a power cut could leave neither the old file nor the new one.
 
     Raises OSError. Only one writer at a time: the temporary name `.<name>.tmp` is fixed, so that the next writer
     replaces what a killed one left.
@@ -147,15 +146,13 @@ def atomic_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
         with _new(temporary) as stream:
             yield stream
             stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
+            os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     # The new name is in the folder, which has pages of its own to write.
-    if sync:
-        sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _new(path: Path) -> BinaryIO:
@@ -175,10 +172,10 @@ def dump_json(value: Any) -> bytes:
     return (json.dumps(value, allow_nan=False, indent=1) + "\n").encode()
 
 
-def write_json(path: Path, value: Any, sync: bool = True) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as strict JSON, see `atomic_file`. Raises OSError, and what `dump_json` raises."""
     data = dump_json(value)
-    with atomic_file(path, sync) as stream:
+    with atomic_file(path) as stream:
         stream.write(data)
 
 

@@ -65,7 +65,8 @@ class RunLedger:
     switches: moves of layers between precisions.
     return_to: the step of a rollback that has been decided but not carried out yet; 0: none.
     lowered: the precision that the whole run was downgraded to, or is about to be; empty: none.
-    returned_to: the steps that rollbacks went back to, each at most a later one's.
+    returned_to: for each rollback the step that it went back to, or that of a later one which went further back. In
+        ascending order.
     recent_skips, recent_rollbacks: the windows at which they happened, as far back as their budgets look.
     hashes: how a checkpoint recognises its own ledger. First the identity of the run, then the SHA-256 of `attempt`,
         `skipped_windows` and `returned_to` after each change of them. A checkpoint holds the newest of its time. In a
@@ -216,13 +217,15 @@ class RunLedger:
 
 def lost_ledger(where: str, why: str) -> Problem:
     """The problem of a ledger that is not the run's own, or not its newest."""
-    what = "what rollbacks decided is missing: windows to pass over, budgets spent"
-    fix = "put back the run's own incidents.json, the newest copy of it, or start over: --resume never"
+    what = "what rollbacks decided is missing: windows to skip, budgets spent"
+    fix = (
+        "restore the run's own incidents.json, the newest copy of it, or start over: --resume never"
+    )
     return Problem(what, where, why, fix)
 
 
 def unrelated_ledger(step: int, attempt: int) -> Problem:
-    """The problem of a ledger, of `attempt`, that the checkpoint of `step` was not saved beside."""
+    """The problem of a ledger with this `attempt` that does not belong to the checkpoint of `step`."""
     where = f"checkpoint of step {step} and incidents.json"
     why = f"the checkpoint was not saved beside this ledger (attempt {attempt})"
     why += ": it is another run's, or an older copy"

@@ -47,6 +47,18 @@ def check_world(global_batch: int, micro_batch: int, world_size: int) -> None:
     raise ConfigError(Problem("the batch does not divide over the ranks", where, why, fix))
 
 
+def training_rows(
+    window: Window, global_batch: int, micro_batch: int, rank: int, world_size: int
+) -> Ints:
+    """A rank's samples of a window, int64 [micro-batches, micro_batch].
+
+    They are micro-batches `rank`, `rank + world_size`, ... of the window, so that the window's samples do not depend on
+    the number of ranks. Raises ConfigError as `check_world`.
+    """
+    check_world(global_batch, micro_batch, world_size)
+    return window.samples.reshape(-1, micro_batch)[rank::world_size]
+
+
 def validation_rows(
     wanted: int, available: int, micro_batch: int, rank: int, world_size: int
 ) -> list[Ints]:
@@ -153,16 +165,13 @@ class TokenBatches:
         return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
-        """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU.
+        """This rank's `inputs` and `targets`, each int64 [micro_batch, context] on the CPU; see `training_rows`.
 
-        They are micro-batches `rank`, `rank + world_size`, ... of the window, so that the window's samples do not
-        depend on the number of ranks. Raises ConfigError if they do not divide evenly, DataError if a snapshot cannot
-        be read any longer.
+        Raises ConfigError if they do not divide evenly, DataError if a snapshot cannot be read any longer.
         """
-        check_world(self._global_batch, self._micro_batch, world_size)
-        of_window = window.samples.reshape(-1, self._micro_batch)
-        own = of_window[rank::world_size]
-        return [self.batch("train", samples) for samples in own]
+        sizes = (self._global_batch, self._micro_batch)
+        rows = training_rows(window, *sizes, rank, world_size)
+        return [self.batch("train", samples) for samples in rows]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's validation batches, the same at every call; see `validation_rows`.

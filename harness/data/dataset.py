@@ -35,13 +35,13 @@ from harness.core.protocols import Batch
 from harness.core.schema import call_target
 from harness.core.state import random_numbers_apart
 from harness.data.arrays import Ints
-from harness.data.batches import check_world, validation_rows
+from harness.data.batches import training_rows, validation_rows
 from harness.data.order import sample_numbers
 from harness.data.samples import Form, OddSampleError, first_form
 from harness.data.splits import is_validation
 
 RECORD = "target.json"
-"""In the run's folder `data`: the fingerprint of its data set, by which a resume finds that it is another one."""
+"""In the run's folder `data`: the fingerprint of its data set. A resume compares it, to notice a different data set."""
 PROBED = 8
 """Samples of each split whose hashes are the fingerprint, evenly spread."""
 _UNREADABLE = "unreadable: "  # in place of a sample's hash
@@ -86,7 +86,7 @@ def _members(samples: Any) -> Iterator[Any]:
         yield from _members(each)
 
 
-def _said(samples: Any, *names: str) -> Any:
+def _attribute(samples: Any, *names: str) -> Any:
     """The first of these attributes that the data set has, or one that it holds; None without any."""
     for each in _members(samples):
         for name in names:
@@ -267,9 +267,9 @@ class DatasetBatches:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._val_samples = min(config.val_samples, val.size)
         self.n_samples = train.size
-        self.unit = str(_said(train.samples, "unit") or "loss")
+        self.unit = str(_attribute(train.samples, "unit") or "loss")
 
-        # A resume compares the fingerprint: it must find that the data set is another one.
+        # A resume compares the fingerprint, to notice a different data set.
         self._form = _first_form(train, seed, self.name)
         self._val_form = _form_of_validation(train, val, self._form, seed, self.name)
         forms = (self._form, self._val_form)
@@ -288,20 +288,17 @@ class DatasetBatches:
         return Window(index, samples)
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
-        """This rank's micro-batches: number `rank`, `rank + world_size`, ... of the window. Raises ConfigError if they
-        do not divide evenly.
-        """
-        check_world(self._global_batch, self._micro_batch, world_size)
-        rows = window.samples.reshape(-1, self._micro_batch)
+        """This rank's micro-batches, see `training_rows`. Raises ConfigError if they do not divide evenly."""
+        sizes = (self._global_batch, self._micro_batch)
+        rows = training_rows(window, *sizes, rank, world_size)
 
         # A window may end one epoch and begin the next, so every sample has an epoch of its own.
         first = window.index * self._global_batch
-        positions = first + np.arange(self._global_batch)
-        epochs = (positions // self.n_samples).reshape(-1, self._micro_batch)
+        positions = first + np.arange(len(window.samples))
+        epochs = (positions // self.n_samples).reshape(-1, self._micro_batch)[rank::world_size]
 
         batches: list[Batch] = []
-        for number in range(rank, len(rows), world_size):
-            row, epochs_of_row = rows[number], epochs[number]
+        for row, epochs_of_row in zip(rows, epochs, strict=True):
             batches.append(self._batch(self._train, row, epochs_of_row))
         return batches
 
@@ -370,16 +367,16 @@ class DatasetBatches:
             try:
                 batch = form.batch(samples)
             except Exception as error:
-                alone = self._alone(split, places, samples)
-                faults += alone or [Fault(None, UNREADABLE, _text_of(error))]
+                failing = self._failing_alone(split, places, samples)
+                faults += failing or [Fault(None, UNREADABLE, _text_of(error))]
                 batch = form.batch([form.stand_in()] * len(samples))
         return Flawed(batch, faults) if faults else batch
 
     def _form_of(self, split: Split) -> Form:
         return self._form if split is self._train else self._val_form
 
-    def _alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
-        """Which samples make no batch, each tried by itself."""
+    def _failing_alone(self, split: Split, places: Ints, samples: Sequence[Any]) -> list[Fault]:
+        """The samples that make no batch even by themselves."""
         faults: list[Fault] = []
         pairs = zip(places.tolist(), samples, strict=True)
         for row, (place, sample) in enumerate(pairs):
@@ -410,7 +407,7 @@ def read(split: Split, place: int, seed: int, epoch: int) -> object:
 
 
 def _why(split: Split, place: int, error: Exception) -> str:
-    """Why a sample cannot be used, with its number in the user's data set where that is another one."""
+    """Why a sample cannot be used, with its number in the user's data set if that differs from `place`."""
     text = _text_of(error)
     number = split.places(place)
     if number != place:
@@ -472,7 +469,7 @@ def _probe(
 
 
 def _collate_of(split: Split) -> Any:
-    return _said(split.samples, "collate", "collate_fn")
+    return _attribute(split.samples, "collate", "collate_fn")
 
 
 def _form_of_validation(train: Split, val: Split, form: Form, seed: int, name: str) -> Form:
@@ -492,7 +489,7 @@ def _first_form(split: Split, seed: int, name: str) -> Form:
         for number, place in enumerate(places):
             try:
                 given = read(split, place, seed, 0)
-                pad_id = int(_said(split.samples, "pad_id") or 0)
+                pad_id = int(_attribute(split.samples, "pad_id") or 0)
                 others = _readable(split, places[number + 1 :], seed)
                 return first_form(given, collate, pad_id, others)
             except Exception as error:

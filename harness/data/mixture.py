@@ -25,7 +25,7 @@ from harness.core.facts import Window
 from harness.core.files import write_json
 from harness.core.protocols import Batch
 from harness.data.arrays import Ints
-from harness.data.batches import Rows, TokenBatches, as_batch, check_world, validation_rows
+from harness.data.batches import Rows, TokenBatches, as_batch, training_rows, validation_rows
 from harness.data.detect import kind_of
 from harness.data.order import keyed_places, ordered_samples
 from harness.data.splits import Split, with_validation
@@ -122,10 +122,9 @@ class Mixture:
 
     def micro_batches(self, window: Window, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.micro_batches`."""
-        check_world(self._global_batch, self._micro_batch, world_size)
-        of_window = window.samples.reshape(-1, self._micro_batch)
-        own = of_window[rank::world_size]
-        return [self.batch("train", samples) for samples in own]
+        sizes = (self._global_batch, self._micro_batch)
+        rows = training_rows(window, *sizes, rank, world_size)
+        return [self.batch("train", samples) for samples in rows]
 
     def validation(self, rank: int, world_size: int) -> list[Batch]:
         """As `TokenBatches.validation`: every source has its share of the samples, at least one."""

@@ -103,14 +103,14 @@ def prepare_dataset(
     processes: int = 0,
     report: Callable[[Progress], None] = lambda progress: None,
     most: int | None = None,
-    anew: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Make `out`. Returns the contents of its dataset.json.
 
     processes: number of workers; 0: one for each core.
     report: is called with the progress whenever it changes.
     most: bytes of the source that are allowed; None: any number.
-    anew: whether to delete what `out` holds if it is something else.
+    overwrite: whether to delete what `out` holds if it is something else.
 
     Raises DataError for a source that cannot be used, naming every problem of it, or if `out` holds something else;
     ConfigError for a tokenizer that cannot be read; MachineError if a worker dies; OSError.
@@ -119,7 +119,7 @@ def prepare_dataset(
     if most is not None and sum(map(_size, plan["tasks"])) > most:
         source = wanted.hub.name if wanted.hub else wanted.source
         raise too_large(source, wanted.kind, most, wanted.tokenizer)
-    if anew and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != plan:
+    if overwrite and out.exists() and read_mapping(out / _PLAN, MAX_LARGE) != plan:
         shutil.rmtree(out)
     with _alone(out):
         if made := _begin(out, plan):
@@ -450,7 +450,7 @@ class _Task:
         if is_skipped(piece.fault, self.plan["bad"]):
             self.skipped[piece.fault] += 1
         else:
-            fix = "repair it, or pass over such rows and files: data.bad=skip (--bad skip)"
+            fix = "repair it, or skip such rows and files: data.bad=skip (--bad skip)"
             self.problems.append(Problem(piece.fault, f"data.path: {piece.where}", fix=fix))
 
     def _usable(self, piece: Piece, found: Encoded) -> Ints | None:
@@ -465,7 +465,7 @@ class _Task:
         if self.plan["bad"] == "skip":
             self.skipped[what] += 1
         else:
-            fix = f"{found.fix}; or pass over such rows: data.bad=skip (--bad skip)"
+            fix = f"{found.fix}; or skip such rows: data.bad=skip (--bad skip)"
             self.problems.append(Problem(what, f"data.path: {piece.where}", found.why, fix))
         # The earlier pieces of the document still need its end.
         return np.zeros(0, dtype=np.int64) if inside and piece.ends else None

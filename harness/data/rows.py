@@ -90,7 +90,7 @@ _FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_NAMES = "If the first line is no line of names, write one: sed -i 1itext FILE, for one column"
 _PLAIN_NAME = re.compile(r"[\w-]+")
-_SKIP_ROWS = "data.bad=skip passes over such rows"
+_SKIP_ROWS = "data.bad=skip skips such rows"
 _FIX_NUMBERS = (
     f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
 )
@@ -108,7 +108,7 @@ _NAME_ROLES = (
     'jq -c \'.{0} |= map({{role: ({{human: "user", gpt: "assistant"}}[.from] // .from), content: .value}})\' FILE '
     "> ROLES; "
 )
-# Names of columns, in small letters, of which people make one text.
+# Names of columns (lower case) that people join into one text: what is asked, and what is answered.
 _ASKED = ("system", "instruction", "context", "input", "prompt", "question", "problem")
 _ANSWERED = ("completion", "output", "response", "answer", "solution")
 _FIX_JSON = (
@@ -371,8 +371,8 @@ class Csv(Rows):
     def _options(self, path: str, key: str) -> dict[str, Any]:
         # The last two endings: it may be packed (.tsv.gz).
         separator = "\t" if ".tsv" in Path(path).suffixes[-2:] else ","
-        # A text of digits, or one that says NA, is a text. No column is an index: pandas would take the first field of
-        # rows that are longer than the header for one, and the second for the first.
+        # A text of digits, or one that says NA, is a text. No column is an index: in rows that are longer than the
+        # header, pandas would take the first field for the index, and every other field for the column before its own.
         return {
             "features": _features(key),
             "sep": separator,
@@ -391,7 +391,7 @@ class Csv(Rows):
         try:
             while True:
                 # Without an index, pandas cuts the fields off for which there is no name, and only warns. The filter
-                # is set anew for each table: it must not outlast this call of the generator.
+                # is set again for each table: it must not outlast this call of the generator.
                 with warnings.catch_warnings():
                     warnings.filterwarnings("error", _PANDAS_CUTS)
                     table = next(tables, None)
@@ -409,7 +409,7 @@ class Csv(Rows):
 
 
 def _check_separator(path: str, key: str, options: Mapping[str, Any]) -> None:
-    """Raises DataError for a table whose first line has other separators alone, or the key twice.
+    """Raises DataError for a table whose first line has only other separators, or has the key twice.
 
     options: of the reader.
     """
@@ -418,7 +418,7 @@ def _check_separator(path: str, key: str, options: Mapping[str, Any]) -> None:
     with arrow.input_stream(path, compression="detect") as stream:
         head = stream.read(_HEAD).decode("utf-8-sig", "replace")
     names = head.splitlines()[0] if head else ""
-    # pandas calls the second of two columns `text.1`, and would read the first alone.
+    # pandas calls the second of two columns `text.1`, and would read only the first.
     if len(separator) == 1 and options.keys().isdisjoint(_NAMING):
         with contextlib.suppress(csv.Error):
             _require_one(key, next(csv.reader([names], delimiter=separator), []), path)
@@ -760,10 +760,10 @@ def _columns(table: Any, key: str) -> Columns:
         # Dates are text in a csv.
         compute = importlib.import_module("pyarrow.compute")
         for name, column in zip(names, table.columns, strict=True):
-            has_letter = (
-                compute.match_substring_regex(column, r"\pL") if _is_text(column.type) else None
-            )
-            if has_letter is not None and not compute.any(has_letter).as_py():
+            if not _is_text(column.type):
+                continue
+            has_letter = compute.match_substring_regex(column, r"\pL")
+            if not compute.any(has_letter).as_py():
                 wordless.append(name)
     return Columns(names, _fix_of(table.schema, wordless))
 
@@ -836,7 +836,7 @@ def _texts(
     path: str,
     encoded: Sequence[Sequence[str]] = (),
 ) -> Any:
-    """A table of the texts alone, as large_string.
+    """A table of only the texts, as large_string.
 
     key: a column, or `meta.text`: the field `text` of the column `meta`.
     encoded: the fields that the library wrote as JSON, because their values have several types.

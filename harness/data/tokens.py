@@ -55,7 +55,7 @@ from harness.data.text import MAX_BYTES, divide, read_text, standard_library
 from harness.data.tokenizer import load_encoder, tokenizer_file
 
 _TOKENIZED = 256 << 20
-"""Bytes of a source that a run tokenizes by itself: the other ranks wait, and every run does it anew."""
+"""Bytes of a source that a run tokenizes by itself: the other ranks wait, and every run does it again."""
 
 _PREPARE_FIX = "prepare it again into an empty folder, or copy it again"
 
@@ -281,7 +281,7 @@ def _tokenized(
         source, kind, config.text_key, config.bad, config.tokenizer, config.val_fraction, hub
     )
     most = _TOKENIZED if config.tokenizer else MAX_BYTES
-    made = prepare_dataset(wanted, folder / "tokens", most=most, anew=True)
+    made = prepare_dataset(wanted, folder / "tokens", most=most, overwrite=True)
     if record := made.get("origin"):
         save_record(folder, record, MADE_TOKENS)
     return _prepared(folder / "tokens", folder, _hold_out(config), None)

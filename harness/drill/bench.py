@@ -167,16 +167,18 @@ class Bench:
         log: str,
         *words: str,
         variables: Mapping[str, str] | None = None,
-        apart: bool = False,
+        separate_stderr: bool = False,
     ) -> Child:
         """Start `python *words` in the drill's folder.
 
-        log: name of its log. variables: added to its environment. apart: as of `Child`.
+        log: name of its log.
+        variables: added to its environment.
+        separate_stderr: see `Child`.
         """
         line = [sys.executable, *words]
         environment = {**self._environment(), **(variables or {})}
         path = self.folder / "logs" / f"{log}.log"
-        return Child(line, self.folder, environment, path, apart)
+        return Child(line, self.folder, environment, path, separate_stderr)
 
     def train(
         self,

@@ -35,7 +35,7 @@ class Child:
     """A started process, with a session of its own: Ctrl-C in the drill's terminal does not reach it.
 
     log: gets what the process prints.
-    apart: keep stderr out of `screen`; it goes to the log alone.
+    separate_stderr: keep stderr out of `screen`; it goes only to the log.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Child:
         folder: Path,
         variables: Mapping[str, str],
         log: Path,
-        apart: bool = False,
+        separate_stderr: bool = False,
     ) -> None:
         self.log = log
         self._text = ""
@@ -57,7 +57,7 @@ class Child:
             env=dict(variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._stream if apart else subprocess.STDOUT,
+            stderr=self._stream if separate_stderr else subprocess.STDOUT,
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="screen", daemon=True)

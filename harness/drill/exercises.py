@@ -56,7 +56,9 @@ _LOOK = 0.1
 
 def preflight(bench: Bench) -> Account:
     """`harness doctor` and `harness train --dry-run` of the user's config, with all of its steps."""
-    doctor = bench.start("doctor", *_CLI, "doctor", "--config", USERS, "--json", apart=True)
+    doctor = bench.start(
+        "doctor", *_CLI, "doctor", "--config", USERS, "--json", separate_stderr=True
+    )
     code = doctor.finish(bench.patience)
     found = _findings(doctor.screen)
     errors = [each for each in found if each["severity"] == "error"]

@@ -195,6 +195,30 @@ class ZeroStateAccess(StateAccess):
             setattr(self._loss_scaler, key, value)
 
 
+def _initialized(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    user_config: str | None,
+) -> Any:
+    """DeepSpeed's own engine. Raises ConfigError with every key of the user's JSON that DeepSpeed refuses."""
+    import deepspeed
+
+    try:
+        made = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    except ValidationError as error:
+        refused: list[Problem] = []
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            what = f"DeepSpeed refuses {key}: {item['msg']}"
+            where = f"engine.deepspeed={user_config}"
+            refused.append(Problem(what, where, fix="correct or remove the key"))
+        raise ConfigError(refused) from error
+    return made[0]
+
+
 # DeepSpeed's section of the config by the precision of the run. FP8 layers cast for themselves: the rest runs in bf16.
 _SECTIONS: dict[str, PrecisionName] = {
     "fp32": "fp32",
@@ -344,18 +368,7 @@ class DeepSpeedEngine(ProcessGroup):
         # ZeRO makes a new state for its flat partitions.
         if self._sharded:
             optimizer.state.clear()
-        try:
-            self._engine: Any = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config, dist_init_required=False
-            )[0]
-        except ValidationError as error:
-            refused: list[Problem] = []
-            for item in error.errors():
-                key = ".".join(str(part) for part in item["loc"])
-                what = f"DeepSpeed refuses {key}: {item['msg']}"
-                where = f"engine.deepspeed={user_config}"
-                refused.append(Problem(what, where, fix="correct or remove the key"))
-            raise ConfigError(refused) from error
+        self._engine: Any = _initialized(model, optimizer, config, user_config)
         limit_every_group(timeout_seconds)
 
         # A checkpoint needs the optimizer's state before the first step: make it as that step would.

@@ -78,6 +78,8 @@ QUIET = 30.0
 
 The maker may be on another machine that shares the folder. It would have written something by then.
 """
+BUILD_SECONDS = 900.0
+"""How long a process waits for another one that compiles the kernel."""
 # Seconds between two looks at a lock.
 _LOOK = 0.2
 # Seconds of waiting before it is reported: a kernel that is compiled already loads sooner.
@@ -285,10 +287,10 @@ def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _paths(value, f"{prefix}{key}.")
 
 
-def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
+def build_kernel(say: Callable[[str], None]) -> bool:
     """Compile the kernel if it does not exist, while no other process does. False if DeepSpeed uses none here.
 
-    Raises MachineError that names the process which is still compiling after `seconds`.
+    Raises MachineError that names the process which is still compiling after `BUILD_SECONDS`.
 
     say: called with lines for people.
     """
@@ -304,7 +306,7 @@ def build_kernel(say: Callable[[str], None], seconds: float = 900.0) -> bool:
         if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
             return False
         folder = Path(_get_build_directory(builder.NAME, False))  # torch has no public name for it
-        with _alone(folder, seconds, say):
+        with _alone(folder, BUILD_SECONDS, say):
             if not (folder / f"{builder.NAME}.so").exists():
                 _compile_apart(folder)
             builder.load()

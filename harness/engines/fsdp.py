@@ -71,7 +71,7 @@ class FsdpEngine(OwnUpdate):
     max_grad_norm: clip to this norm.
     loss_scale: of fp16; None: no loss scale.
     every_micro_batch: exchange gradients after every micro-batch. That needs memory for this rank's rows only, and the
-        sum over micro-batches is rounded otherwise than under DDP. False: in the window's last one, as DDP does.
+        sum over micro-batches is rounded differently from DDP. False: in the window's last one, as DDP does.
     timeout_seconds: after which a collective gives up on a rank.
     """
 

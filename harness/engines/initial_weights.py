@@ -101,7 +101,7 @@ class InitialWeights:
         copies: dict[str, list[int]] = {}
         for rank, (place, _) in enumerate(found):
             copies.setdefault(place, []).append(rank)
-        # Files with other dtypes may be read otherwise. Parts of a hash add up only if every rank adds one.
+        # Files with other dtypes may be read differently. Parts of a hash add up only if every rank adds one.
         if len({names for _, names in found}) > 1:
             by_rows = set()
         return list(copies.values()), by_rows

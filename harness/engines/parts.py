@@ -124,7 +124,7 @@ def require_same(
     here: tensors of the run.
     """
     problems: list[Problem] = []
-    fix = "resume with the model, recipe and version that wrote the checkpoint, or start anew with --resume never"
+    fix = "resume with the model, recipe and version that wrote the checkpoint, or begin again with --resume never"
     if missing := saved.keys() - here.keys():
         problems.append(Problem(f"only in the checkpoint: {_named(missing)}", part, fix=fix))
     if added := here.keys() - saved.keys():
@@ -253,7 +253,7 @@ def require_same_meta(here: Meta, meta: Mapping[str, Any]) -> None:
     # Compared only where both sides have it.
     described = meta.get("config"), here.get("config")
     if None not in described and described[0] != described[1]:
-        what = "the model is described otherwise than when the checkpoint was written"
+        what = "the description of the model has changed since the checkpoint was written"
         why = "its config.json has changed since, and the same weights would compute something else"
         fix = "put the folder of model.target back as it was"
         problems.append(Problem(what, "model", why, fix))

@@ -73,7 +73,7 @@ class Contender:
         self.last = facts
         self.demoted |= set(facts.demoted)
 
-    def told(self) -> dict[str, Any]:
+    def last_step(self) -> dict[str, Any]:
         """How the last step was trained: rung, loss, layers that left FP8.
 
         Raises RuntimeError if its update was skipped, or if its FP8 tensors were all zero: its time would say nothing.

@@ -66,7 +66,7 @@ class Figures:
 class Row:
     """One candidate and what was measured of it.
 
-    name: `backend:precision`, with the recipe's name where several recipes compute it otherwise; ", compiled".
+    name: `backend:precision`, with the recipe's name where several recipes compute it differently; ", compiled".
     recipe, precision, compiled: what to ask for to get it. recipe: a name, or the path that the config has.
     status: "measured", or why it cannot be taken.
     why: the reason for any other status.

@@ -30,7 +30,7 @@ def from_pretrained_later(
     """
     config = wanted["config"]
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if why := _reads_otherwise(kind, config, path):
+    if why := _must_read_whole(kind, config, path):
         deferred.refuse(why)
 
     with _in_this_thread():
@@ -42,7 +42,7 @@ def from_pretrained_later(
     return model, info
 
 
-def _reads_otherwise(kind: Any, config: Any, path: Path) -> str:
+def _must_read_whole(kind: Any, config: Any, path: Path) -> str:
     """Why transformers would read something else than the files of `_files`; empty if it would not."""
     if getattr(kind, "config_class", None) is not type(config):
         return f"{config.model_type} has several models, and transformers chooses among them"

@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[str]:
 class StoredTensor(Source):
     """A tensor of a safetensors file.
 
-    Reading raises ConfigError if the file is gone, or is another one than when it was found.
+    Reading raises ConfigError if the file is gone, or has changed since it was found.
 
     file: where it is.
     begin: the byte of the file at which the tensor begins.
@@ -104,7 +104,7 @@ class StoredTensor(Source):
         return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
 
     def _require_same(self, stream: FileIO) -> None:
-        """Raise ConfigError if the file is another one than when the tensor was found."""
+        """Raise ConfigError if the file has changed since the tensor was found."""
         if _place(os.fstat(stream.fileno())) != self.place:
             what = "has changed since the start"
             why = "some weights would be the old ones, and some the new"

@@ -11,6 +11,11 @@ from harness.core.errors import some
 from harness.core.facts import ROLES, SlotStats, StepFacts, Verdict, jsonable
 from harness.monitors.base import Bools, Floats, KeptWindow, MonitorContext
 
+SHARE = 0.25
+"""A step is bad if more than this share of the tensors in FP8 are over their limits. For underflow only the sampled
+ones count."""
+STEPS = 3
+"""Bad steps in a row (samples, for underflow) that make a storm."""
 WORST_IN_TEXT = 3
 WORST_IN_EVIDENCE = 32
 _Storm = tuple[str, str, dict[str, Any]]
@@ -22,9 +27,6 @@ class Fp8StormMonitor(KeptWindow):
 
     saturation: limit of the ratio amax * scale / fp8_max for each role, in the order of ROLES.
     underflow: limit of the share of non-zero values flushed to zero.
-    share: a step is bad if more than this share of the tensors in FP8 are over their limits. For underflow only the
-        sampled ones count.
-    steps: bad steps in a row (samples, for underflow) that make a storm.
     warmup_steps: applied steps at the start that are not judged, while scales are still 1.
 
     Verdicts, healthy, since clipping costs accuracy and whether the run suffers is for the loss to say:
@@ -39,14 +41,10 @@ class Fp8StormMonitor(KeptWindow):
         self,
         saturation: Sequence[float],
         underflow: float,
-        share: float = 0.25,
-        steps: int = 3,
         warmup_steps: int = 2,
     ) -> None:
         self.saturation = np.array(saturation, dtype=np.float32)
         self.underflow = underflow
-        self.share = share
-        self.steps = steps
         self.warmup_steps = warmup_steps
         self._streaks = {"saturation": 0, "underflow": 0}
         self._due: _Storm | None = None
@@ -113,10 +111,10 @@ class Fp8StormMonitor(KeptWindow):
         if not judged.any():  # not sampled in this step
             return
         over = judged & over
-        bad = over.sum() > self.share * judged.sum()
+        bad = over.sum() > SHARE * judged.sum()
         self._streaks[kind] = self._streaks[kind] + 1 if bad else 0
         # Not again in a longer streak.
-        if self._streaks[kind] == self.steps:
+        if self._streaks[kind] == STEPS:
             text, evidence = self._describe(self._names, values, over, int(judged.sum()), what)
             storms.append((kind, text, evidence))
 
@@ -132,7 +130,7 @@ class Fp8StormMonitor(KeptWindow):
         worst = sorted(np.flatnonzero(over).tolist(), key=lambda place: (-values[place], place))
         named = [f"{names[place]} {values[place]:.3g}" for place in worst]
         shown = some(named, WORST_IN_TEXT)
-        text = f"{len(worst)} of {judged} FP8 tensors {what}, {self.steps} times in a row: {shown}"
+        text = f"{len(worst)} of {judged} FP8 tensors {what}, {STEPS} times in a row: {shown}"
         figures: dict[str, Any] = {}
         for place in worst[:WORST_IN_EVIDENCE]:
             figures[names[place]] = jsonable(float(values[place]))

@@ -49,6 +49,10 @@ HALF = 0.5
 HIGH_FIRST, LOW_FIRST = 1.5, 0.3
 """The first loss of an untrained model lies between these multiples of ln(vocabulary)."""
 _OF_TOKENS = ("nats per token", "nats per byte")
+PLATEAU_WINDOW = 128
+"""Applied steps that a look for a plateau or a vanished gradient compares, in two halves."""
+VANISHED = 1e-3
+"""A gradient norm under this share of its largest counts as vanished."""
 LOOK_EVERY = 16
 """Applied steps between two looks for a plateau."""
 FIRST_MARK = 512
@@ -353,12 +357,10 @@ class FirstLossMonitor(KeptWindow):
 
 
 class PlateauMonitor(KeptWindow):
-    """Reports a loss that no longer falls, from the last `window` applied steps in two halves.
-
-    vanished: a gradient norm under this share of its largest counts as vanished.
+    """Reports a loss that no longer falls, from the last PLATEAU_WINDOW applied steps in two halves.
 
     - *Vanished gradient.* The later half's median loss is not under the earlier one's by NOISE, and its median norm is
-      under `vanished` times the largest such median of the run, or 0. Medians, so single spikes do not count.
+      under VANISHED times the largest such median of the run, or 0. Medians, so single spikes do not count.
     - *Plateau.* At applied step 512, 1024, 2048, ... their median loss is compared with the one at half as many
       steps. A run on a plateau has gained nothing from all of them.
 
@@ -371,10 +373,9 @@ class PlateauMonitor(KeptWindow):
     key = "plateau"
     kept = ("losses", "norms", "peak", "gone", "mark", "flat")
 
-    def __init__(self, window: int = 128, vanished: float = 1e-3) -> None:
-        self.vanished = vanished
-        self._losses: deque[float] = deque(maxlen=window)
-        self._norms: deque[float] = deque(maxlen=window // 2)
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=PLATEAU_WINDOW)
+        self._norms: deque[float] = deque(maxlen=PLATEAU_WINDOW // 2)
         self._peak = 0.0
         self._gone = False
         self._mark: float | None = None
@@ -405,14 +406,14 @@ class PlateauMonitor(KeptWindow):
         norm = median(self._norms)
         self._peak = max(self._peak, norm)
         if self._gone:
-            self._gone = norm == 0 or norm < 10 * self.vanished * self._peak
+            self._gone = norm == 0 or norm < 10 * VANISHED * self._peak
             return None
 
         # A small gradient alone may mean that the model has learned all there is, as long as the loss still falls.
         half = len(self._losses) // 2
         before = median(islice(self._losses, half))
         now = median(self._later())
-        is_small = norm == 0 or norm < self.vanished * self._peak
+        is_small = norm == 0 or norm < VANISHED * self._peak
         self._gone = is_small and self._stands(before, now)
         if not self._gone:
             return None

@@ -248,7 +248,7 @@ class Prepared:
         return list(self.model.parameters())
 
     def fp8_weights(self) -> dict[str, Tensor]:
-        """In the first step the weight of each FP8 layer, see `Plan.fp8_weights`; later nothing, as nobody asks."""
+        """The weight of each FP8 layer, see `Plan.fp8_weights`. Empty after the first step, as nobody asks then."""
         if self.state.step:
             return {}
         weights: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -279,7 +279,7 @@ class Prepared:
         """
         forward = vars(self.model).get("forward")
         if forward is not self._forward and not self._is_prepared_forward(forward):
-            return "is another: its forward was replaced after it was prepared, as by another library's autocast"
+            return "has another forward: it was replaced after prepare(), as by another library's autocast"
 
         for name, store, key, dtype, ndim in self._places:
             value = store.get(key)
@@ -473,7 +473,7 @@ class Prepared:
                 fix = "give it to prepare(saved=...) first, which takes the same backend again"
             raise _bad_state(what, fix)
 
-        # Names alone are compared, with a state of this model as it is now. It is small: FP8 scales and no weights.
+        # Only names are compared, with a state of this model as it is now. It is small: FP8 scales and no weights.
         mine = self.save()
         needed = mine["tensors"].keys() - {"last"}
         if meta.get("last") is not None:
@@ -525,12 +525,12 @@ _ALIKE = {
         "give Precision the same seed on every rank",
     ),
     "numbers of steps done": (
-        "a state was loaded on some ranks alone: scales, samples and decisions would differ",
+        "a state was loaded on only some ranks: scales, samples and decisions would differ",
         "load_state_dict() of the same state on every rank",
     ),
     "guards": (
         "a guard exchanges facts with the guards of all ranks",
-        "Guard.for_precision on every rank, with the same settings; its telemetry writes on rank 0 alone",
+        "Guard.for_precision on every rank, with the same settings; its telemetry writes only on rank 0",
     ),
 }
 """What `Prepared.agree` compares -> why it must be alike, and what to do."""

@@ -266,8 +266,8 @@ def _parameter_problems(
 ) -> list[Problem]:
     """What is wrong with how the parameters are sharded."""
     plain: list[str] = []
-    otherwise: list[str] = []
-    elsewhere: list[str] = []
+    other_layout: list[str] = []
+    off_device: list[str] = []
     for name, param in model.named_parameters():
         # A scalar has no rows. `LocalRows` averages its gradient over ranks.
         if not isinstance(param, DTensor):
@@ -280,9 +280,9 @@ def _parameter_problems(
         over_all = mesh.ndim == 1 and mesh.size() == world_size()
         in_rows = tuple(param.placements) == (Shard(0),)
         if not over_all or not in_rows:
-            otherwise.append(f"{name} {param.placements} on {mesh.ndim}-D mesh of {mesh.size()}")
+            other_layout.append(f"{name} {param.placements} on {mesh.ndim}-D mesh of {mesh.size()}")
         if param.to_local().device.type != device.type:
-            elsewhere.append(name)
+            off_device.append(name)
 
     problems: list[Problem] = []
     if plain:
@@ -290,13 +290,13 @@ def _parameter_problems(
         why = "nothing exchanges their gradients, and each rank would train its own"
         fix = "fully_shard(model) after its blocks"
         problems.append(Problem(what, call, why, fix))
-    if otherwise:
-        what = f"parameters are not cut into rows over all ranks: {some(otherwise, _NAMED)}"
+    if other_layout:
+        what = f"parameters are not cut into rows over all ranks: {some(other_layout, _NAMED)}"
         why = "norms and snapshots are made for rows of the first dimension"
         fix = "fully_shard(module) with a mesh of one dimension over all ranks, without shard_placement_fn"
         problems.append(Problem(what, call, why, fix))
-    if elsewhere:
-        what = f"the rows are not on the device that the model was prepared on: {some(elsewhere, _NAMED)}"
+    if off_device:
+        what = f"the rows are not on the device that the model was prepared on: {some(off_device, _NAMED)}"
         why = "CPU offload was never tried with a prepared model"
         fix = "fully_shard(module) without offload_policy"
         problems.append(Problem(what, call, why, fix))

@@ -159,7 +159,7 @@ def _is_unfit(branch: Branch) -> bool:
 
 
 def _bad(branch: Branch | None) -> bool | None:
-    """Of an experiment; None if it was not made. It is not compared with float32, as it trains otherwise."""
+    """Of an experiment; None if it was not made. It is not compared with float32, as it trains differently."""
     return None if branch is None else branch.fault is not None
 
 

@@ -1,4 +1,4 @@
-"""What two runs were given that differs, and which of it explains where they part. Torch-free.
+"""In which settings, data and machines two runs differ, and which of these explain where they diverge. Torch-free.
 
 The journal, plan.json and the newest checkpoint's manifest record what a run was given: config, recipe, plan, data,
 libraries and machine. `differences` lists what differs. `likely_causes` takes the first figure that differs, and keeps

@@ -266,7 +266,7 @@ def described(event: Mapping[str, Any]) -> str:
     # A rollback's own fields say more than its text.
     if event["code"] == _ROLLBACK:
         windows = some(event.get("passed_over") or (), MOST_WINDOWS) or "none"
-        back = f"back to step {event.get('to_step')}, windows passed over: {windows}"
+        back = f"back to step {event.get('to_step')}, windows skipped: {windows}"
         return f"{event.get('reason', '')}; {back}"
 
     moves: list[str] = []

@@ -37,9 +37,9 @@ def t_coverage(t: float, degrees: int) -> float:
 
 def of_paired(a: Sequence[float], b: Sequence[float]) -> Interval:
     """Of the mean of b[i] - a[i]: values with the same place belong together. At least two pairs (Student, 1908)."""
-    apart = [other - one for one, other in zip(a, b, strict=True)]
-    half = t_quantile(len(apart) - 1) * stdev(apart) / math.sqrt(len(apart))
-    return mean(apart) - half, mean(apart) + half
+    gaps = [other - one for one, other in zip(a, b, strict=True)]
+    half = t_quantile(len(gaps) - 1) * stdev(gaps) / math.sqrt(len(gaps))
+    return mean(gaps) - half, mean(gaps) + half
 
 
 def of_independent(a: Sequence[float], b: Sequence[float]) -> Interval:

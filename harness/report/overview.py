@@ -311,9 +311,12 @@ def _read_journal(path: Path) -> Totals:
                     validated.append(line)
 
     for lines_of in (trained, validated):
-        readable = [row for line in lines_of if (row := decode(line)) is not None]
-        if readable:
-            found.add(readable[-1])
+        # The newest line that can be read counts.
+        for line in reversed(lines_of):
+            row = decode(line)
+            if row is not None:
+                found.add(row)
+                break
     return found
 
 

@@ -435,7 +435,7 @@ def _rank_hours(history: RunHistory, spent: Spent) -> Iterator[tuple[str, str]]:
 
 
 def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
-    """What two runs were given that differs, how far their losses are apart, and where they part."""
+    """In which settings two runs differ, how far their losses are apart, and where they diverge."""
     given = differences(a, b)
     found = compare(a, b)
     causes = likely_causes(found, given, a, b)

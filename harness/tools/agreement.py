@@ -18,7 +18,7 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,17 +164,14 @@ def agree_on_job(data: Mapping[str, Any], plan: Plan, model: nn.Module) -> None:
     agree({"data": of_data, "plan": of_plan, "model": of_model})
 
 
-def agree(facts: Facts, gather: Callable[[str], list[str]] = gather_texts) -> None:
-    """Raise the same error on every rank unless all have the same `facts`. Collective.
-
-    gather: every rank's text, in rank order.
-    """
+def agree(facts: Facts) -> None:
+    """Raise the same error on every rank unless all have the same `facts`. Collective."""
     # Hashes first: the texts are long, and nearly always equal.
     text = json.dumps(facts, sort_keys=True)
-    hashes = gather(hashlib.sha256(text.encode()).hexdigest())
+    hashes = gather_texts(hashlib.sha256(text.encode()).hexdigest())
     if len(set(hashes)) == 1:
         return
-    texts = gather(text)
+    texts = gather_texts(text)
     problems = differences([json.loads(each) for each in texts])
 
     # Code 4 says that the machine is at fault. It is not, if the ranks differ in anything else.

@@ -1,4 +1,4 @@
-"""`harness compare`: what two runs differ in, how far they are apart, and where they part.
+"""`harness compare`: in what two runs differ, how far they are apart, and where they diverge.
 
 A comparison answers three questions from the run folders alone:
 

@@ -151,7 +151,7 @@ class Replay:
             lines = [f"replay, {begin}: {_parted_text(parting.parted)}"]
         lines.append(f"  {self.meaning}")
         for letter, text in parting.strangers.items():
-            lines.append(f"  {letter} does not come back: {text}")
+            lines.append(f"  {letter} does not repeat: {text}")
             for each in self.elsewhere.get(letter, ())[:_MOST_NAMED]:
                 lines.append(f"    {each}")
         return lines

@@ -1,4 +1,4 @@
-"""`harness eval`: loss, perplexity and accuracy of a run's model, in the run's precision and in fp32 beside it.
+"""`harness eval`: loss, perplexity and accuracy of a run's model, in the run's precision and, for comparison, in fp32.
 
 Both see the same samples. So their difference, sample by sample, is what the run's precision costs: its mean, and a 95%
 confidence interval of the mean (Student's t of paired differences).

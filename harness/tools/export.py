@@ -466,7 +466,7 @@ def _training(
     if back:
         count = sum(len(each.passed_over) for each in back)
         windows = number_of(count, "window")
-        text = f"{len(back)}, {windows} of the data passed over"
+        text = f"{len(back)}, {windows} of the data skipped"
     yield "rollbacks", text
 
     # The batch below is the last one: a resume may have changed it, or the learning rate.

@@ -1,4 +1,4 @@
-"""`harness rehearse`: the same steps in every precision: what each would do to a run, and whose fault a bad run is."""
+"""`harness rehearse`: the same steps in every precision: what each would do to a run, and what made a run go bad."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _check_not_lost(worker: Worker, folder: Path) -> None:
     lost = _lost_checkpoint(folder) if worker.is_lead else 0
     if step := worker.group.broadcast(lost):
         what = f"the journal says that the checkpoint of step {step} was saved, and none is there"
-        fix = "put them back from a copy of this run, or begin anew: --resume never, with another --name or with none"
+        fix = "restore them from a copy of this run, or begin again: --resume never, with another --name or with none"
         raise CheckpointError(Problem(what, str(folder / "checkpoints"), fix=fix))
 
 

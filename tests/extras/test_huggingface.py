@@ -317,7 +317,8 @@ def test_a_checkpoint_of_another_description_is_refused(tmp_path: Path) -> None:
     ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
     (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(
-        CheckpointError, match="described otherwise than when the checkpoint was written"
+        CheckpointError,
+        match="description of the model has changed since the checkpoint was written",
     ):
         ModelPart(load(tmp_path)).load_state_dict(tensors, meta)
 

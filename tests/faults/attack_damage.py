@@ -185,7 +185,7 @@ def said_of(inside: Sequence[str]) -> set[str]:
     if inside[0] == "checkpoints" and len(inside) > 1 and inside[1].startswith("step-"):
         found |= {inside[1], f"step {int(inside[1].removeprefix('step-'))}"}
     if inside[0] == "data":
-        found |= {"runs/r/data", "the data are others"}
+        found |= {"runs/r/data", "the data differ"}
     more = {
         "config.yaml": "changed from",
         "plan.json": "the recipe's contents",

@@ -85,8 +85,8 @@ DATA: tuple[Mutation, ...] = (
     Mutation(
         24,
         "names of runs cannot steer a terminal",
-        "plain = name.isprintable() and not _MEANS_MORE & set(name)",
-        "plain = not _MEANS_MORE & set(name)",
+        "plain = name.isprintable() and not _SHELL_METACHARACTERS & set(name)",
+        "plain = not _SHELL_METACHARACTERS & set(name)",
         "tests/faults/test_hostile_files.py -k run_name",
     ),
     Mutation(

@@ -43,7 +43,7 @@ NATIVE = (
     Mutation(
         15,
         "scales lie where cuBLASLt takes them",
-        "F.pad(self.inverse[:, None], (0, _APART - 1))",
+        "F.pad(self.inverse[:, None], (0, _STRIDE - 1))",
         "self.inverse[:, None]",
         "tests/cuda_on_paper/test_operands.py -k multiples_of_16_bytes",
     ),

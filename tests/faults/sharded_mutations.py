@@ -179,7 +179,7 @@ SHARDED: tuple[Mutation, ...] = (
     Mutation(
         22,
         "a tensor that would stay without values keeps a model from being built without memory",
-        "        if left:\n            why =",
+        "        if shapes:\n            why =",
         "        if False:\n            why =",
         f"{_DEFERRED} -k cannot_be_recorded",
     ),

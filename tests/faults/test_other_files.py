@@ -75,10 +75,10 @@ def take_another_runs(where: Path) -> None:
     ("change", "said"),
     [
         (forget, "the journal has steps of attempt 2; incidents.json knows of 1"),
-        (forget_and_the_journal, "windows to pass over"),
+        (forget_and_the_journal, "windows to skip"),
         (put_back_an_older_copy, "the journal has steps of attempt 2; incidents.json knows of 1"),
         (take_one_window_out, "its contents do not match their hash"),
-        (take_another_runs, "windows to pass over"),
+        (take_another_runs, "windows to skip"),
     ],
 )
 def test_a_ledger_that_is_not_the_runs_own_is_refused(
@@ -114,7 +114,7 @@ def test_another_runs_ledger_is_refused_before_the_first_rollback_too(
     shutil.copy(rolled_back / "runs" / "r" / "incidents.json", ledger)
     code, told = run(tmp_path, 6, "train.seed=1")
     assert code == CheckpointError.exit_code, told
-    assert "windows to pass over" in told
+    assert "windows to skip" in told
     assert "incidents.json" in told
     assert not [step for step, _ in metrics(tmp_path / "runs" / "r", attempt=2)], "must not train"
     assert (tmp_path / "runs" / "r" / "journal.jsonl").read_bytes().startswith(journal)
@@ -145,7 +145,7 @@ def another_rate(where: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
-        (other_text, (), "the data are others"),
+        (other_text, (), "the data differ"),
         (another_rate, ("train.lr=1e-3",), "changed from 0.0005 to 0.001"),
     ],
 )

@@ -235,7 +235,7 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         24,
         "names of runs mean nothing to a shell",
-        " and not _MEANS_MORE & set(name)",
+        " and not _SHELL_METACHARACTERS & set(name)",
         "",
         "tests/faults/test_hostile_files.py -k means_nothing_else",
     ),

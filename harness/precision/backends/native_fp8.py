@@ -60,7 +60,7 @@ from harness.precision.scaling import FORMATS, SampledStats
 
 # Inverse scales lie this many floats apart. cuBLASLt refuses a scale whose address is not a multiple of 16 bytes
 # (CUBLAS_STATUS_NOT_SUPPORTED, seen on an H100).
-_APART = ALIGNMENT // 4
+_STRIDE = ALIGNMENT // 4
 # The roles of a layer's three slots, in their order.
 _INPUT, _WEIGHT, _GRADIENT = range(3)
 
@@ -234,7 +234,7 @@ def _fp8_scales(handle: Tensor, after: Tensor) -> Tensor:
 
 
 def _fake_scales(handle: Tensor, after: Tensor) -> Tensor:
-    return after.new_empty(4 * _APART, dtype=torch.float32)
+    return after.new_empty(4 * _STRIDE, dtype=torch.float32)
 
 
 def _scale(scales: Tensor, role: int) -> Tensor:
@@ -244,7 +244,7 @@ def _scale(scales: Tensor, role: int) -> Tensor:
 
 def _inverse(scales: Tensor, role: int) -> Tensor:
     """float32 [1]: its inverse, at an address that cuBLASLt takes."""
-    first = (1 + role) * _APART
+    first = (1 + role) * _STRIDE
     return scales[first : first + 1]
 
 
@@ -493,7 +493,7 @@ class Fp8SlotBuffers(SlotBuffers):
     sampled: the sums behind the statistics of a sampled step.
     cast: the function that casts, our kernel or `quantize_pair`.
     turn: the function that transposes FP8 bytes, our kernel or `native_triton.turned`.
-    apart: inverse scales, float32 [slots, _APART]: each padded to 16 bytes, as cuBLASLt takes their addresses.
+    padded_inverse: inverse scales, float32 [slots, _STRIDE]: 16 bytes each, as cuBLASLt takes their addresses.
     by_layer: float32 [layers, 16], a row as `_fp8_scales` gives it.
 
     A quantised weight serves all micro-batches of a window. In the last micro-batch backward drops it layer by layer,
@@ -567,7 +567,7 @@ class Fp8SlotBuffers(SlotBuffers):
         rows, columns = self.cast(
             x.detach(), self.scale[slot : slot + 1], amax, fmt, through_bf16, rights
         )
-        return Fp8Pair(rows, columns if rights else None, self.apart[slot, :1])
+        return Fp8Pair(rows, columns if rights else None, self.padded_inverse[slot, :1])
 
     def recast(self, rows: Tensor, scale: Tensor, inverse: Tensor, slot: int) -> Fp8Pair:
         """`rows` [m, n] cast again under an earlier scale, as a right operand. It records nothing.
@@ -602,9 +602,9 @@ class Fp8SlotBuffers(SlotBuffers):
 
     def _read_scales(self) -> None:
         """Lay the inverses out for cuBLASLt. The host reads no scale."""
-        self.apart = F.pad(self.inverse[:, None], (0, _APART - 1))
+        self.padded_inverse = F.pad(self.inverse[:, None], (0, _STRIDE - 1))
         # One row for each layer, made once for all: compiled code asks twice for each layer in every micro-batch.
         layers = len(self.names) // len(ROLES)
         scales = F.pad(self.scale.reshape(layers, len(ROLES)), (0, 1), value=1.0)
-        inverses = self.apart.reshape(layers, len(ROLES) * _APART)
+        inverses = self.padded_inverse.reshape(layers, len(ROLES) * _STRIDE)
         self.by_layer = torch.cat([scales, inverses], dim=1)

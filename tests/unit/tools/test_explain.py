@@ -288,7 +288,7 @@ def test_a_run_is_told_in_order_with_what_to_do(
         "step 3: gradient.growth: gradient norm 40",
         "steps 5-7: nonfinite.skip x 3 (windows 5, 6, 7): update skipped: window 5",
         "    the last, step 7: update skipped: window 7",
-        "step 7: guard.rollback: 3 in a row; back to step 4, windows passed over: 4, 5",
+        "step 7: guard.rollback: 3 in a row; back to step 4, windows skipped: 4, 5",
         "step 6: precision.switched: blocks.0.up to BF16",
         "step 8: loss.spike: loss 9 against 2, window 9",
     ]

@@ -207,7 +207,7 @@ def test_the_weights_that_a_rollback_returned_to_are_of_before_it(
         journal.attempt = 2
         for step in range(5, 9):
             journal.metrics(step, {"train/loss": 3.0, "train/step_applied": 1.0})
-    for step, told in ((4, "none"), (8, "1, 2 windows of the data passed over")):
+    for step, told in ((4, "none"), (8, "1, 2 windows of the data skipped")):
         out = tmp_path / str(step)
         assert export(run, out, "--step", str(step)).exit_code == 0
         assert f"| rollbacks | {told} |" in (out / "README.md").read_text()
