@@ -81,6 +81,9 @@ class LayerFilter:
             return f"{kind}: {self._refuses} does not compute from a weight [in, out]"
         if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight and does not call it"
+        # Such a forward is bound to the Linear that it was made for: it runs without FP8, or not at all.
+        if "forward" in vars(linear):
+            return "its forward was replaced on the object"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
         parts = ".".join(names).split(".")

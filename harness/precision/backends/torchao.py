@@ -38,7 +38,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_plain
+from harness.precision.layers import pickled_as_plain, shallow_copy, swap_linears
 from harness.precision.once import once_differentiable
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
@@ -196,6 +196,15 @@ class WatchedLinear(Float8Linear):
             return grad_x, None, grad_bias
         grad_x, grad_weight = _gradients(grad, x, weight, self.linear_mm_config, self.config)
         return grad_x, grad_weight, grad_bias
+
+
+def _watched(linear: nn.Linear, config: Float8LinearConfig) -> WatchedLinear:
+    """A shallow copy of `linear`, with what torchao adds to a Linear. torchao's own layer would lose its hooks."""
+    theirs = convert_to_float8_training(linear, config=config)
+    made = shallow_copy(linear, WatchedLinear)
+    for name in _OF_TORCHAO:
+        setattr(made, name, getattr(theirs, name))
+    return made
 
 
 class _Kept(SimpleNamespace):
@@ -437,19 +446,13 @@ class TorchaoBackend:
         self.slot_names = plan.slot_names()
         self.note = f"torchao {recipe.fp8.dynamic}"
 
-        # torchao replaces the planned layers by its own.
+        # Each planned layer is replaced by one of ours.
         config = Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic)
         config = replace(config, emulate=device.type == "cpu")
-        wanted = set(self.layers)
-        convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name in wanted, config=config
-        )
-        self.modules: dict[str, WatchedLinear] = {}
-        for name in self.layers:
-            module = model.get_submodule(name)
-            self.modules[pad_numbers(name)] = cast("WatchedLinear", module)
+        swapped = swap_linears(model, self.layers, lambda linear: _watched(linear, config))
+        self.modules = {pad_numbers(name): module for name, module in swapped.items()}
 
-        # Ours are these layers under another class, with three slots each. By rows, torchao casts gradients to e4m3.
+        # Each has three slots. By rows, torchao casts gradients to e4m3.
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         self._gradient = "e5m2" if tensorwise else "e4m3"
         formats = ["e4m3", "e4m3", self._gradient] * len(self.layers)
@@ -462,8 +465,6 @@ class TorchaoBackend:
             formats, device, by_row=not tensorwise, measure=measure, scale_of=self._scale_of
         )
         self._watch = Watch(sampled, device)
-        for module in self.modules.values():
-            module.__class__ = WatchedLinear
         self._blocks = Blocks(model, WatchedLinear)
         for index, module in enumerate(self.modules.values()):
             module.attach(self._watch, 3 * index, self._blocks.of(module))

@@ -78,6 +78,25 @@ def test_only_planned_layers_are_converted_parameters_keep_identity(recipe: Reci
     assert set(model.state_dict()) == set(Mlp().state_dict())
 
 
+def test_hooks_names_and_attributes_of_a_layer_survive_conversion(recipe: Recipe) -> None:
+    model = Mlp()
+    hooked = model.up.register_forward_hook(lambda module, args, out: 2 * out)
+    model.alias = model.up
+    model.down.rate = 0.5
+    model.eval()
+    backend = backend_for(model, recipe)
+    assert model.alias is model.up
+    assert model.down.rate == 0.5
+    assert not any(module.training for module in model.modules())
+
+    x = torch.randn(16, 32)
+    with torch.no_grad(), backend.context():
+        doubled = model.alias(x)
+        hooked.remove()
+        assert torch.equal(doubled, 2 * model.up(x))
+    assert type(model.alias).__name__ == "WatchedLinear"
+
+
 @pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_it_trains(recipe: Recipe, dynamic: str) -> None:
     policy = Recipe.model_validate({**recipe.model_dump(), "fp8": {"dynamic": dynamic}})
