@@ -112,6 +112,10 @@ class WatchedLinear(Float8Linear):
         """Whether it runs in BF16 now. It is measured all the same."""
         return self.slot in self.watch.demoted
 
+    def in_bf16(self, x: Tensor) -> bool:
+        """Whether products with `x` run in BF16: the layer is demoted, or `x` is empty, which has no scale."""
+        return self.demoted or not x.numel()
+
     def forward(self, input: Tensor) -> Tensor:
         weight = cast("Tensor", self.weight)
         bias = cast("Tensor | None", self.bias)
@@ -155,11 +159,11 @@ class WatchedLinear(Float8Linear):
         bias: Tensor | None,
         record: bool,
     ) -> Tensor:
-        """y = x W^T + b, bfloat16 [..., n], in FP8, or in BF16 while demoted. x: bfloat16 [..., k]."""
+        """y = x W^T + b, bfloat16 [..., n], in FP8 or BF16. x: bfloat16 [..., k]."""
         if record:
             self.watch.observe(self.slot, x)
             self.watch.observe(self.slot + 1, weight)
-        if self.demoted:
+        if self.in_bf16(x):
             if bias is not None:
                 bias = bias.to(x.dtype)
             return _with_bias(F.linear(x, weight.to(x.dtype), bias), None)
@@ -184,7 +188,7 @@ class WatchedLinear(Float8Linear):
             self.watch.observe(self.slot + 2, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = rows.sum(0) if bias else None
-        if self.demoted:
+        if self.in_bf16(x):
             grad_x = grad @ weight.to(grad.dtype)
             grad_weight = None
             if not frozen:

@@ -231,6 +231,29 @@ def test_amax_is_the_largest_magnitude_of_each_operand_over_micro_batches(recipe
     assert not backend.amax().any()
 
 
+@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+def test_no_rows_change_nothing(recipe: Recipe, dynamic: str, shape: tuple[int, ...]) -> None:
+    """As of an expert that gets no token."""
+    policy = Recipe.model_validate({**recipe.model_dump(), "fp8": {"dynamic": dynamic}})
+    x, target = torch.randn(16, 32), torch.randn(16, 32)
+
+    class Also(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nothing = super().forward(torch.zeros(shape, requires_grad=True))
+            assert nothing.shape == shape
+            return super().forward(x) + nothing.sum()
+
+    found: list[list[torch.Tensor]] = []
+    for model in (Mlp(), Also()):
+        backend = backend_for(model, policy)
+        step(backend, model, x, target)
+        stats = backend.end_window(backend.amax(), APPLY, same)
+        found.append([stats, *(parameter.grad for parameter in model.parameters())])
+    for alone, beside in zip(*found, strict=True):
+        assert torch.equal(alone, beside)
+
+
 def test_evaluation_leaves_no_trace(recipe: Recipe) -> None:
     model = Mlp()
     backend = backend_for(model, recipe)
