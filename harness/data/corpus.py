@@ -50,7 +50,6 @@ _OTHER_FILES = 512
 _FIX_CHANGED = (
     "put the files back as they were when the run began, or start a new run with another --name"
 )
-_FIX_DTYPE = "set data.dtype to what the file was written with, or write it again"
 Ids = npt.NDArray[Any]
 
 
@@ -297,11 +296,15 @@ def _implausible(
 ) -> list[Problem]:
     """What is wrong with the ids of a file."""
     where = f"data.path: {shard.path}"
+    # A header or an index names the dtype, which data.dtype does not change.
+    fix = "write it again"
+    if shard.index is None and shard.offset == 0:
+        fix = f"set data.dtype to what the file was written with, or {fix}"
     if seen.smallest < 0:
-        return [Problem(f"has the token id {seen.smallest}", where, "ids begin at 0", _FIX_DTYPE)]
+        return [Problem(f"has the token id {seen.smallest}", where, "ids begin at 0", fix)]
     if seen.largest >= LARGEST:
         why = f"no vocabulary is as large: read as {shard.dtype}, it is probably of another dtype"
-        return [Problem(f"has the token id {seen.largest}", where, why, _FIX_DTYPE)]
+        return [Problem(f"has the token id {seen.largest}", where, why, fix)]
     if vocabulary is not None and seen.largest >= vocabulary.ids:
         what = f"has the token id {seen.largest}, which the tokenizer does not"
         why = f"the tokenizer has {vocabulary.ids} ids, 0 to {vocabulary.ids - 1}"

@@ -881,7 +881,9 @@ def _is_text(kind: Any) -> bool:
 
 
 def _piece(text: str | None, key: str, where: str, columns: Columns) -> Piece:
-    # null, or a row without the key.
+    # null, or a row without the key. Another column is the text only if no row has the key.
+    if text is None and key in columns.names:
+        return Piece("", where, fault=f'"{key}" is missing', fix="repair it, or set data.bad=skip")
     if text is None:
         names = some(columns.names, _COLUMNS_NAMED) or "no keys"
         hint = f"the row has {names}"[:_LETTERS]

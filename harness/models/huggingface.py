@@ -246,8 +246,17 @@ def _weight_problems(path: Path, options: Arguments) -> list[Problem]:
     except (OSError, ValueError) as error:
         return [Problem(f"cannot be read: {error}", str(index), fix="copy the folder again")]
 
-    # Weights in another format: without an error they would silently be replaced by fresh ones.
-    others = sorted(each.name for each in path.iterdir() if each.suffix in _OTHER_FORMATS)
+    # Weights that are not found: without an error they would silently be replaced by fresh ones.
+    there = sorted(each.name for each in path.iterdir())
+    lost = [name for name in there if name.endswith((".safetensors", INDEX))]
+    if not names and lost:
+        what = f"has no {WEIGHTS} that can be read, but {some(lost, 3)}"
+        why = f"shards are found by their {INDEX}; links of a copied cache may lead nowhere"
+        fix = "copy the folder again, with what its links lead to (cp -rL); for fresh weights: model.args.weights=fresh"
+        return [Problem(what, str(path), why, fix)]
+
+    # The same of weights in another format.
+    others = [name for name in there if name.endswith(_OTHER_FORMATS)]
     if not names and others:
         what = f"has no {WEIGHTS}, but {some(others, 3)}"
         why = "only safetensors are read: pickles run code, and other formats are quantised"

@@ -59,7 +59,8 @@ class Fp8Monitor(KeptWindow):
             shown = some(uncalled, NAMED_IN_TEXT)
             text = (
                 f"{len(uncalled)} FP8 layers were not called, though their weights got gradients: something reads the "
-                f"weight (F.linear(x, layer.weight)), which runs without FP8: {shown}"
+                "weight (F.linear(x, layer.weight)), or calls the Linear that was replaced (from a plain list of "
+                f"modules), which runs without FP8: {shown}"
             )
             evidence = {"layers": uncalled, "steps": 1}
             return Verdict("fp8.dead", facts.step, text, evidence=evidence)

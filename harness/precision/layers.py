@@ -22,6 +22,7 @@ and hooks survive.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -61,6 +62,8 @@ class LayerFilter:
         self._linears: list[str] = []
         for module, names in self._names.items():
             if is_linear(module):
+                # Patterns are written for the model as it is without adapters.
+                names += _names_before_peft(names)
                 self._linears += names
         self.problems = self._unmatched(where)
         self._skipped = self._skipped_blocks(model, where)
@@ -81,6 +84,9 @@ class LayerFilter:
             return f"{kind}: {self._refuses} does not compute from a weight [in, out]"
         if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight and does not call it"
+        # Such a forward is bound to the Linear that it was made for: it runs without FP8, or not at all.
+        if "forward" in vars(linear):
+            return "its forward was replaced on the object"
         if type(linear) is not nn.Linear and not _is_conv1d_itself(type(linear)):
             return f"{type(linear).__name__} is a Linear of its own kind"
         parts = ".".join(names).split(".")
@@ -176,6 +182,13 @@ class LayerFilter:
 
 # Attributes of peft's layers that hold the two factors of an adapter.
 _ADAPTERS = frozenset({"lora_A", "lora_B"})
+# What follows the name of a layer that peft wrapped or copied.
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$")
+
+
+def _names_before_peft(names: Sequence[str]) -> list[str]:
+    """The names without what peft added: lm_head of lm_head.base_layer. Empty if it added nothing."""
+    return [_WRAPPED.sub("", name) for name in names if _WRAPPED.search(name)]
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -58,7 +58,7 @@ from harness.data.source import source_changes
 from harness.engines.deterministic import NOT_SET, knobs
 from harness.engines.process_group import lost_rank_named
 from harness.models import Task, check_vocab
-from harness.models.huggingface import tokenizer_of
+from harness.models.huggingface import PREFIX, has_stored_weights, tokenizer_of
 from harness.precision.plan import Plan
 from harness.profiling.recorder import profiler_of
 from harness.replay.proof import prove
@@ -102,6 +102,7 @@ from harness.tools.resume import (
 )
 from harness.tools.start import Request
 from harness.tracking.console import Console, plan_table
+from harness.tracking.history import BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +340,9 @@ def first_lines(request: Request, job: Job, worker: Worker, facts: Mapping[str, 
     params = flat(config.model_dump(mode="json"))
     lines = [f"data {line}" for line in trained_on(facts, params)]
     lines += [f"data note: {line}" for line in data_doubts(config, facts)]
+    model = config.model
+    if model.target.startswith(PREFIX) and not has_stored_weights(model.target, model.args):
+        lines.append(f"model {model.target}: new weights, from train.seed")
     stats_every = request.recipe.fp8.stats_every if job.plan.fp8_layers() else None
     if text := left_out(config, stats_every, worker.group.world_size):
         lines.append(text)
@@ -385,9 +389,26 @@ def doubts(request: Request, start: StartingPoint, job: Job, worker: Worker) -> 
             "eos_token in tokenizer_config.json beside tokenizer.json, and prepare the data again"
         )
         found.append(Doubt("data.joined", text))
+    if text := bytes_doubt(job):
+        found.append(Doubt("data.bytes", text))
     if job.unit_warning:
         found.append(Doubt("loss.unit", job.unit_warning))
     return found
+
+
+def bytes_doubt(job: Job) -> str:
+    """A warning of weights that were trained with another tokenizer than the data have, which is none; else empty."""
+    model = job.config.model
+    if not has_stored_weights(model.target, model.args):
+        return ""
+    size = job.task.vocab_size
+    if job.task.unit != BYTES or size is None or size <= job.data.ids:
+        return ""
+    return (
+        f"a token is a byte, and {model.target} has stored weights of a vocabulary of {size:,}: its own tokens mean "
+        "something else. Put its tokenizer.json into the folder (AutoTokenizer.from_pretrained(...).save_pretrained "
+        "writes one), or set data.tokenizer"
+    )
 
 
 def _tags(plan: Plan, worker: Worker) -> dict[str, str]:

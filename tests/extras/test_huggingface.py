@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,34 @@ def test_pickles_quantised_weights_and_foreign_code_are_refused(tmp_path: Path) 
     assert "has no model.safetensors, but pytorch_model.bin" in told
     assert "stored quantised (fp8)" in told
     assert "needs code of its own" in told
+
+
+def no_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def dangling_index(folder: Path) -> None:
+    """As of a snapshot of the hub's cache that was copied without the blobs."""
+    for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        file.unlink()
+        file.symlink_to("../../blobs/0123")
+
+
+def dangling_file(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "model.safetensors").symlink_to("../../blobs/0123")
+
+
+@pytest.mark.parametrize("broken", [no_index, dangling_index, dangling_file])
+def test_weights_that_cannot_be_found_are_not_replaced_by_new_ones(
+    tmp_path: Path, broken: Callable[[Path], None]
+) -> None:
+    save(tmp_path, "llama", shard="100KB")
+    broken(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors that can be read, but model"):
+        load(tmp_path)
+    assert load(tmp_path, weights="fresh").training
 
 
 @pytest.mark.parametrize(

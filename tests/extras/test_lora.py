@@ -19,6 +19,7 @@ from harness.core.errors import CheckpointError
 from harness.engines.parts import ModelPart
 from harness.models import Task
 from harness.precision.api import Precision
+from harness.precision.recipe import Recipe, load_recipe
 from tests.extras.tiny_models import batch, load, save
 from tests.support.matrix import rest_nightly
 from tests.support.pairs import assert_same_state, different, figures, ran, state
@@ -130,6 +131,29 @@ def test_the_plan_names_adapters_and_frozen_layers(tmp_path: Path) -> None:
         Task(model, "hf").loss(model, batch())
     assert dtypes == [torch.bfloat16]
     assert adapter.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "wrapping",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_patterns_mean_layers_by_the_names_that_they_had_before_peft(
+    wrapping: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path, "llama")
+    policy = load_recipe("fp8_hybrid").model_dump()
+    policy["layers"]["exclude"] = ["*.1.self_attn.q_proj"]
+    precision = Precision(Recipe.model_validate(policy))
+    model: Any = load(tmp_path)
+    precision.prepare(peft.get_peft_model(model, peft.LoraConfig(r=R, **wrapping)))
+
+    converted = precision.plan.fp8_layers()
+    assert not [name for name in converted if "lm_head" in name]
+    assert not [name for name in converted if "1.self_attn.q_proj" in name]
+    assert [name for name in converted if "0.self_attn.q_proj" in name]
 
 
 def test_amax_of_frozen_weights_is_theirs_and_stays(tmp_path: Path) -> None:

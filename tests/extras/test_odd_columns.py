@@ -61,7 +61,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "lists": (pa.array([["a", "b"]] * 60), "list<element: string>, not text"),
     "records": (pa.array([{"string": line} for line in LINES]), "struct<string: string>, not text"),
     "bytes": (pa.array([line.encode() for line in LINES]), "binary, not text"),
-    "nulls": (pa.array([None, *LINES]), r'rows\.parquet, row 0: "text" is missing'),
+    "nulls": (
+        pa.array([None, *LINES]),
+        r'rows\.parquet, row 0: "text" is missing\n    fix: repair it, or set data\.bad=skip',
+    ),
     "none": (pa.array([], pa.string()), "it has no rows"),
 }
 

@@ -28,6 +28,7 @@ from harness.data.dataset import DatasetBatches
 from harness.data.prepare import Preparation, prepare_dataset
 from harness.data.tokenizer import load_encoder
 from harness.data.tokens import TokenData, prepare
+from tests.extras.tiny_models import save
 from tests.support.runs import ROOT, harness, train
 from tests.unit.data.token_files import config, headerless
 
@@ -212,6 +213,21 @@ def test_prepared_with_another_tokenizer_is_refused(tmp_path: Path, tokenizer: P
     prepare_dataset(Preparation(str(jsonl(tmp_path)), "JSONL"), tmp_path / "made")
     with pytest.raises(DataError, match="was prepared with another tokenizer"):
         prepare(config(tmp_path / "made", tokenizer=str(tokenizer)), tmp_path / "run")
+
+
+def test_bytes_for_a_trained_model_of_other_tokens_are_told(tmp_path: Path) -> None:
+    """As of a snapshot that came without tokenizer.json."""
+    model = save(tmp_path / "model", "llama", vocab_size=512)
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    )
+    given = ("data.path=text.jsonl", "data.context=32", "train.steps=1", "data.val_samples=2")
+    for weights in ("auto", "fresh"):
+        target = (f"model.target=hf:{model}", f"model.args={{weights: {weights}}}")
+        done = train(tmp_path, "--name", weights, "--recipe", "fp32", *given, *target)
+        assert done.returncode == 0, done.stdout
+        assert ("data.bytes: a token is a byte" in done.stdout) == (weights == "auto")
+        assert (f"model hf:{model}: new weights" in done.stdout) == (weights == "fresh")
 
 
 @pytest.mark.parametrize("named", [True, False])

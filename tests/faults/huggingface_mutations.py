@@ -184,4 +184,25 @@ HUGGING_FACE = (
         "if False:\n            names",
         "tests/cuda_on_paper/test_cards.py -k grouped",
     ),
+    Mutation(
+        23,
+        "stored weights that cannot be found are not replaced by new ones",
+        "if not names and lost:",
+        "if False:",
+        f"{_MODELS} -k cannot_be_found",
+    ),
+    Mutation(
+        24,
+        "bytes for a trained model of other tokens are named",
+        "if job.task.unit != BYTES or size is None",
+        "if True or size is None",
+        "tests/extras/test_tokenized.py -k bytes_for",
+    ),
+    Mutation(
+        27,
+        "an adapted head stays out of FP8",
+        "names += _names_before_peft(names)",
+        "names += []",
+        f"{_LORA} -k before_peft",
+    ),
 )

@@ -50,4 +50,18 @@ TORCHAO = (
         "DispatchKey.AutogradFunctionality, True)",
         f"{_COMPILED} -k rowwise",
     ),
+    Mutation(
+        16,
+        "a torchao layer keeps the hooks and names of its Linear",
+        "made = shallow_copy(linear, WatchedLinear)",
+        "made: WatchedLinear = theirs\n    made.__class__ = WatchedLinear",
+        "tests/unit/precision/test_torchao.py -k survive",
+    ),
+    Mutation(
+        16,
+        "a torchao layer without rows needs no scale",
+        "return self.demoted or not x.numel()",
+        "return self.demoted",
+        "tests/unit/precision/test_torchao.py -k no_rows",
+    ),
 )

@@ -101,12 +101,8 @@ def check_convertible(model: nn.Module, layers: Sequence[str]) -> None:
     for name in layers:
         linear = model.get_submodule(name)
         odd = sorted(linear._parameters.keys() - {"weight", "bias"})
-        what = ""
-        if "forward" in vars(linear):
-            what = "its forward was replaced on the instance, which Transformer Engine's would undo"
-        elif odd or "weight" not in linear._parameters:
+        if odd or "weight" not in linear._parameters:
             what = f"its weight is not its own Parameter ({', '.join(odd) or 'a plain tensor'})"
-        if what:
             fix = f'add "{name}" to layers.exclude in the recipe'
             problems.append(Problem(what, f"layer {name}", fix=fix))
     if problems:

@@ -42,7 +42,7 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision import scaling
 from harness.precision.backends.native_triton import load_stats
 from harness.precision.blocks import Block, Blocks
-from harness.precision.layers import pickled_as_plain
+from harness.precision.layers import pickled_as_plain, shallow_copy, swap_linears
 from harness.precision.once import once_differentiable
 from harness.precision.operators import define, layer_of, register
 from harness.precision.plan import Plan
@@ -116,6 +116,10 @@ class WatchedLinear(Float8Linear):
         """Whether it runs in BF16 now. It is measured all the same."""
         return self.slot in self.watch.demoted
 
+    def in_bf16(self, x: Tensor) -> bool:
+        """Whether products with `x` run in BF16: the layer is demoted, or `x` is empty, which has no scale."""
+        return self.demoted or not x.numel()
+
     def forward(self, input: Tensor) -> Tensor:
         weight = cast("Tensor", self.weight)
         bias = cast("Tensor | None", self.bias)
@@ -161,11 +165,11 @@ class WatchedLinear(Float8Linear):
         bias: Tensor | None,
         record: bool,
     ) -> Tensor:
-        """y = x W^T + b, bfloat16 [..., n], in FP8, or in BF16 while demoted. x: bfloat16 [..., k]."""
+        """y = x W^T + b, bfloat16 [..., n], in FP8 or BF16. x: bfloat16 [..., k]."""
         if record:
             self.watch.observe(self.slot, x)
             self.watch.observe(self.slot + 1, weight)
-        if self.demoted:
+        if self.in_bf16(x):
             if bias is not None:
                 bias = bias.to(x.dtype)
             return _with_bias(F.linear(x, weight.to(x.dtype), bias), None)
@@ -190,7 +194,7 @@ class WatchedLinear(Float8Linear):
             self.watch.observe(self.slot + 2, grad)
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = rows.sum(0) if bias else None
-        if self.demoted:
+        if self.in_bf16(x):
             grad_x = grad @ weight.to(grad.dtype)
             grad_weight = None
             if not frozen:
@@ -202,6 +206,15 @@ class WatchedLinear(Float8Linear):
             return grad_x, None, grad_bias
         grad_x, grad_weight = _gradients(grad, x, weight, self.linear_mm_config, self.config)
         return grad_x, grad_weight, grad_bias
+
+
+def _watched(linear: nn.Linear, config: Float8LinearConfig) -> WatchedLinear:
+    """A shallow copy of `linear`, with what torchao adds to a Linear. torchao's own layer would lose its hooks."""
+    theirs = convert_to_float8_training(linear, config=config)
+    made = shallow_copy(linear, WatchedLinear)
+    for name in _OF_TORCHAO:
+        setattr(made, name, getattr(theirs, name))
+    return made
 
 
 class _Kept(SimpleNamespace):
@@ -467,19 +480,13 @@ class TorchaoBackend:
         self.slot_names = plan.slot_names()
         self.note = f"torchao {recipe.fp8.dynamic}"
 
-        # torchao replaces the planned layers by its own.
+        # Each planned layer is replaced by one of ours.
         config = Float8LinearConfig.from_recipe_name(recipe.fp8.dynamic)
         config = replace(config, emulate=device.type == "cpu")
-        wanted = set(self.layers)
-        convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name in wanted, config=config
-        )
-        self.modules: dict[str, WatchedLinear] = {}
-        for name in self.layers:
-            module = model.get_submodule(name)
-            self.modules[pad_numbers(name)] = cast("WatchedLinear", module)
+        swapped = swap_linears(model, self.layers, lambda linear: _watched(linear, config))
+        self.modules = {pad_numbers(name): module for name, module in swapped.items()}
 
-        # Ours are these layers under another class, with three slots each. By rows, torchao casts gradients to e4m3.
+        # Each has three slots. By rows, torchao casts gradients to e4m3.
         tensorwise = recipe.fp8.dynamic == "tensorwise"
         self._gradient = "e5m2" if tensorwise else "e4m3"
         formats = ["e4m3", "e4m3", self._gradient] * len(self.layers)
@@ -492,8 +499,6 @@ class TorchaoBackend:
             formats, device, by_row=not tensorwise, measure=measure, scale_of=self._scale_of
         )
         self._watch = Watch(sampled, device)
-        for module in self.modules.values():
-            module.__class__ = WatchedLinear
         self._blocks = Blocks(model, WatchedLinear)
         for index, module in enumerate(self.modules.values()):
             module.attach(self._watch, 3 * index, self._blocks.of(module))

@@ -194,6 +194,15 @@ def test_ids_of_another_dtype_are_refused(tmp_path: Path) -> None:
         prepare(config(path, dtype="uint32"), tmp_path / "run")
 
 
+def test_ids_whose_dtype_is_in_the_index_are_to_be_written_again(tmp_path: Path) -> None:
+    path = megatron(tmp_path / "train", [IDS], code=4, width=4)
+    path.write_bytes(np.where(IDS > 50, -1, IDS).astype("<i4").tobytes())
+    with pytest.raises(DataError, match="has the token id -1") as caught:
+        prepare(config(path), tmp_path / "run")
+    (problem,) = caught.value.problems
+    assert "data.dtype" not in problem.fix
+
+
 NUMPY = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4", "int64": "<i8", "big-endian uint16": ">u2",
          "big-endian uint32": ">u4", "big-endian int64": ">i8", "float32": "<f4", "float64": "<f8"}  # fmt: skip
 

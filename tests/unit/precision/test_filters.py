@@ -66,6 +66,13 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
 
 
+def replaced_forward() -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    plain = model[0].forward
+    model[0].forward = lambda x: 2 * plain(x)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str]]] = {
     "gpt": (lambda: build(dim=64, layers=2, heads=2), 8, {"lm_head": "excluded by name (lm_head)"}),
     "convnet": (convnet, 1, {"5": "sizes 10x64 are not multiples of 16"}),
@@ -85,6 +92,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str]]] = {
         {f"layers.{n}.router": "sizes 8x32 are not multiples of 16" for n in range(3)},
     ),
     "lazy": (lazy, 1, {"0": "has no size before its first forward"}),
+    "replaced_forward": (
+        replaced_forward,
+        1,
+        {"0": "its forward was replaced on the object"},
+    ),
     "nested": (
         lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(16, 16)), nn.Linear(16, 16))),
         2,

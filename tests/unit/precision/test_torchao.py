@@ -78,6 +78,25 @@ def test_only_planned_layers_are_converted_parameters_keep_identity(recipe: Reci
     assert set(model.state_dict()) == set(Mlp().state_dict())
 
 
+def test_hooks_names_and_attributes_of_a_layer_survive_conversion(recipe: Recipe) -> None:
+    model = Mlp()
+    hooked = model.up.register_forward_hook(lambda module, args, out: 2 * out)
+    model.alias = model.up
+    model.down.rate = 0.5
+    model.eval()
+    backend = backend_for(model, recipe)
+    assert model.alias is model.up
+    assert model.down.rate == 0.5
+    assert not any(module.training for module in model.modules())
+
+    x = torch.randn(16, 32)
+    with torch.no_grad(), backend.context():
+        doubled = model.alias(x)
+        hooked.remove()
+        assert torch.equal(doubled, 2 * model.up(x))
+    assert type(model.alias).__name__ == "WatchedLinear"
+
+
 @pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_it_trains(recipe: Recipe, dynamic: str) -> None:
     policy = Recipe.model_validate({**recipe.model_dump(), "fp8": {"dynamic": dynamic}})
@@ -210,6 +229,29 @@ def test_amax_is_the_largest_magnitude_of_each_operand_over_micro_batches(recipe
     assert stats[1, 0].item() == pytest.approx(448 / expected[0].item())
     backend.begin_window(sample=False)
     assert not backend.amax().any()
+
+
+@pytest.mark.parametrize("dynamic", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+def test_no_rows_change_nothing(recipe: Recipe, dynamic: str, shape: tuple[int, ...]) -> None:
+    """As of an expert that gets no token."""
+    policy = Recipe.model_validate({**recipe.model_dump(), "fp8": {"dynamic": dynamic}})
+    x, target = torch.randn(16, 32), torch.randn(16, 32)
+
+    class Also(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nothing = super().forward(torch.zeros(shape, requires_grad=True))
+            assert nothing.shape == shape
+            return super().forward(x) + nothing.sum()
+
+    found: list[list[torch.Tensor]] = []
+    for model in (Mlp(), Also()):
+        backend = backend_for(model, policy)
+        step(backend, model, x, target)
+        stats = backend.end_window(backend.amax(), APPLY, same)
+        found.append([stats, *(parameter.grad for parameter in model.parameters())])
+    for alone, beside in zip(*found, strict=True):
+        assert torch.equal(alone, beside)
 
 
 def test_evaluation_leaves_no_trace(recipe: Recipe) -> None:
