@@ -438,7 +438,7 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
     """What two runs were given that differs, how far their losses are apart, and where they part."""
     given = differences(a, b)
     found = compare(a, b)
-    causes = likely_causes(found, given, a, b)
+    causes = likely_causes(found, a, b)
     sides = Side("A", [a]), Side("B", [b])
 
     first = ""
