@@ -339,7 +339,7 @@ def post_mortem(history: RunHistory) -> RenderableType:
     # outcome.json has the last halt, also one that the guard did not decide. Where a full disk took that file, the
     # journal has the guard's.
     halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
-    last = halt | history.outcome
+    last = {**halt, **history.outcome}
     lines = [("what happened", f"halted at step {last.get('step', '?')}: {last.get('reason', '')}")]
 
     before = [event for event in history.events if event["code"] != _HALT]
