@@ -199,6 +199,7 @@ class Guard:
             fix = "call it once after every precision.step()"
             raise MisuseError(Problem("no step since the last call", "end_step()", fix=fix))
         self._seen = self.pending[-1]
+        self.telemetry.halt = None  # the loop goes on
         self.telemetry.step_ends(self.state.step)
         self._drop_unrelated_snapshots(precision)
 
@@ -207,7 +208,9 @@ class Guard:
         while (facts := self.arrived(0 if self.snapshot_due() else 1)) is not None:
             action = self.act(self.observe(facts))
             if isinstance(action, Halt):
-                raise HaltedError(Problem(action.reason, f"step {facts.step}", fix=action.fix))
+                halt = HaltedError(Problem(action.reason, f"step {facts.step}", fix=action.fix))
+                self.telemetry.halt = halt
+                raise halt
             if isinstance(action, Rollback):
                 precision.drop_window()
                 for optimizer in self._optimizers:

@@ -116,6 +116,8 @@ class Telemetry:
     config: the section `tracking` of a run's config.
     layers: how many FP8 layers the plan has.
     profiler: profiles some of the steps; None: none are profiled here.
+    halt: what the guard of a loop of the user's own raised after the last step. A loop that catches it, and does no
+        further step, has been halted all the same.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Telemetry:
         self.config = config
         self.layers = layers
         self.profiler: StepProfiler | None = None
+        self.halt: HaltedError | None = None
         self.slots = SlotSeries(config, folder)
         self._ship: shipper.ShipperHandle | None = None
         # The Precision of a loop of the user's own; None under `harness train`.
@@ -572,7 +575,7 @@ class Telemetry:
             if isinstance(error, SystemExit) and not error.code:
                 error = None
             try:
-                self._end_own(self._precision, error)
+                self._end_own(self._precision, error or self.halt)
                 self.journal.close()
                 self.farewell()
             except (OSError, ConfigError) as trouble:

@@ -93,11 +93,14 @@ class Causes:
 
 
 def differences(a: RunHistory, b: RunHistory) -> list[Difference]:
-    """Everything recorded that the runs were given differently, config keys first."""
+    """Everything recorded that the runs were given differently, config keys first. A plan that one run lacks is no
+    difference.
+    """
     found = list(_differing(CONFIG, a.run["params"], b.run["params"]))
     found += _differing(RECIPE, _hash(a, "tags", "recipe."), _hash(b, "tags", "recipe."))
-    found += _differing(PLAN, _precisions(a), _precisions(b))
-    found += _differing(PLAN, _layers(a), _layers(b))
+    if a.plan and b.plan:
+        found += _differing(PLAN, _precisions(a), _precisions(b))
+        found += _differing(PLAN, _layers(a), _layers(b))
     found += _differing(DATA, _hash(a, "data", "data."), _hash(b, "data", "data."))
     found += _differing(START, read_start(a), read_start(b))
     # A run whose checkpoints are gone has not lost a library.
@@ -209,15 +212,21 @@ _LIKELIHOOD = (EVENT, CONFIG, ORDER, START, DATA, RECIPE, PLAN, LIBRARY, MACHINE
 _NUMERICS = (RECIPE, PLAN, LIBRARY, MACHINE)
 
 
-def likely_causes(
-    compared: Compared, given: Sequence[Difference], a: RunHistory, b: RunHistory
-) -> Causes | None:
-    """Why the runs part at the first figure that differs; None if none differs. given: of `differences`."""
+def likely_causes(compared: Compared, a: RunHistory, b: RunHistory) -> Causes | None:
+    """Why the runs part at the first figure that differs; None if none differs.
+
+    What counts is what the runs were given when that step ran: a resume may have changed it since.
+    """
     if not compared.splits:
         return None
     reading = _read(compared)
     acts = _acts(a, b, compared)
-    effective = _with_effect(given)
+    step = compared.splits[0].step
+    then = [run.as_of(step, counted=compared.again) for run in (a, b)]
+    effective = _with_effect(differences(*then))
+    since = ""
+    if effective != _with_effect(differences(a, b)):
+        since = f"; these are the settings of step {step}, which a resume changed later"
 
     # Kinds come in the order of their likelihood; within a kind, the likeliest key is first.
     ranked: list[tuple[int, int, Difference]] = []
@@ -235,14 +244,15 @@ def likely_causes(
     likely = others or likely
 
     if acts:
-        evidence = f"only one run did something before this step; {reading.evidence}"
+        evidence = f"only one run did something before this step; {reading.evidence}{since}"
         return Causes(evidence, [*acts, *likely])
     if likely:
-        return Causes(reading.evidence, likely)
+        return Causes(reading.evidence + since, likely)
 
     # Nothing fits: whatever differs and can change a number.
     if effective:
-        return Causes(f"{reading.evidence}; nothing else that is recorded differs", effective)
+        evidence = f"{reading.evidence}; nothing else that is recorded differs{since}"
+        return Causes(evidence, effective)
     return Causes(
         f"{reading.evidence}; nothing that is recorded and can change a number differs: look at operations that are "
         "not deterministic "

@@ -335,11 +335,12 @@ def next_steps(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def post_mortem(history: RunHistory) -> RenderableType:
-    """Why the guard halted the run, what led to it, what is still good, and the commands to go on with."""
-    # The journal has the halt; where a full disk took that event, outcome.json has its reason.
+    """Why the run halted, what led to it, what is still good, and the commands to go on with."""
+    # outcome.json has the last halt, also one that the guard did not decide. Where a full disk took that file, the
+    # journal has the guard's.
     halt = next((event for event in reversed(history.events) if event["code"] == _HALT), {})
-    reason = halt.get("reason") or history.outcome.get("reason", "")
-    lines = [("what happened", f"halted at step {halt.get('step', '?')}: {reason}")]
+    last = {**halt, **history.outcome}
+    lines = [("what happened", f"halted at step {last.get('step', '?')}: {last.get('reason', '')}")]
 
     before = [event for event in history.events if event["code"] != _HALT]
     for place, each in enumerate(streaks(before)[-LAST_ALERTS:]):

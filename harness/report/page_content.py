@@ -438,7 +438,7 @@ def compared(a: RunHistory, b: RunHistory) -> dict[str, Any]:
     """In which settings two runs differ, how far their losses are apart, and where they diverge."""
     given = differences(a, b)
     found = compare(a, b)
-    causes = likely_causes(found, given, a, b)
+    causes = likely_causes(found, a, b)
     sides = Side("A", [a]), Side("B", [b])
 
     first = ""

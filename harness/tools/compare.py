@@ -200,7 +200,7 @@ def compare_runs(runs: Sequence[RunHistory]) -> Comparison:
         given=given,
         pair=(one, other),
         compared=compared,
-        causes=likely_causes(compared, given, one, other),
+        causes=likely_causes(compared, one, other),
         gaps=loss_gaps(a, b),
         speed=throughput,
         memory=peak,
@@ -263,7 +263,10 @@ def _given_lines(made: Comparison) -> list[str]:
     for (a, b), names in layers.items():
         rows.append((f"plan: {some(names, 3)}", _value(a), _value(b)))
     if len(rows) == 1:
-        return ["nothing that is recorded differs: config, recipe, plan, data, libraries, machine"]
+        # Causes may be from before a resume.
+        when = " at the end" if made.causes is not None and made.causes.likely else ""
+        kinds = "config, recipe, plan, data, libraries, machine"
+        return [f"nothing that is recorded differs{when}: {kinds}"]
     lines = aligned(rows)
     if len(listed) > _MOST_KEYS:
         lines.append(f"and {len(listed) - _MOST_KEYS} more: --json lists them")

@@ -16,8 +16,8 @@ First = Callable[[int], float]
 """Gives, for an attempt, the first step that a later attempt did again; infinity if none did."""
 
 
-Process = tuple[int | None, int | None, str]
-"""total, ranks and engine, as in a MetricsRow."""
+Process = tuple[int | None, int | None, str, int]
+"""total, ranks, engine and described, as in a MetricsRow."""
 
 
 class MetricsRow(NamedTuple):
@@ -27,6 +27,7 @@ class MetricsRow(NamedTuple):
     total: train.steps of the process; None if it did not say.
     ranks: number of ranks; None if it did not say.
     engine: empty if it did not say.
+    described: how many of the journal's "run" rows, which describe the run, came before this row.
     """
 
     attempt: int
@@ -35,6 +36,7 @@ class MetricsRow(NamedTuple):
     total: int | None
     ranks: int | None = None
     engine: str = ""
+    described: int = 0
 
 
 class Points(Mapping[int, float]):
@@ -95,7 +97,7 @@ class Figures:
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._with: dict[str, list[_Group]] = {}
-        # (total, ranks, engine) of each process -> its place: rows share a handful of them.
+        # Each process -> its place: rows share a handful of them.
         self._processes: dict[Process, int] = {}
         self._count = 0
 
@@ -110,7 +112,7 @@ class Figures:
         group.number.append(self._count)
         group.steps.append(row.step)
         group.attempts.append(row.attempt)
-        process = (row.total, row.ranks, row.engine)
+        process = (row.total, row.ranks, row.engine, row.described)
         number = self._processes.setdefault(process, len(self._processes))
         group.processes.append(number)
         for column, value in zip(group.columns.values(), row.values.values(), strict=True):
@@ -239,5 +241,4 @@ class SeriesOf(Mapping[str, Points]):
 
 def _row(group: _Group, at: int, processes: list[Process]) -> MetricsRow:
     values = {name: column[at] for name, column in group.columns.items()}
-    total, ranks, engine = processes[group.processes[at]]
-    return MetricsRow(group.attempts[at], group.steps[at], values, total, ranks, engine)
+    return MetricsRow(group.attempts[at], group.steps[at], values, *processes[group.processes[at]])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ TOKENS = "nats per token"
 OWN_LOOP = "own"
 """Value of the tag `loop` in a run of the user's own loop, whose loss may be anything."""
 _OF_A_LAYER, _OF_A_RUNG = ("module", "precision", "backend"), ("rung", "reason")
+_OF_A_PLAN = ("precision.requested", "precision.resolved", "recipe.sha256", "tier")
+"""Tags that say of which plan a start was."""
 _DIGITS = 6
 _BEGINS = ("run.resumed", "run.started_from", "guard.rollback")
 """Events that say from which step a process goes on. Later steps are under the recipe of that process."""
@@ -89,6 +91,7 @@ class RunHistory:
     plan: plan.json; empty if there is none.
     outcome: outcome.json; empty if there is none.
     begun: the step after which each start, resume or rollback went on, with recipe and machine, in order.
+    descriptions: the journal's "run" rows one by one, in order.
     """
 
     run_dir: Path
@@ -98,6 +101,7 @@ class RunHistory:
     plan: Mapping[str, Any]
     outcome: Mapping[str, Any]
     begun: Sequence[Stretch] = ()
+    descriptions: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def read(cls, run_dir: Path) -> RunHistory:
@@ -107,7 +111,8 @@ class RunHistory:
         # One pass over the journal. Its rows are in the order of time: a "run" row describes the rows after it.
         rows = Figures()
         events: list[Mapping[str, Any]] = []
-        run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
+        run = _described([])
+        descriptions: list[Mapping[str, Any]] = []
         end: dict[str, Any] = {}
         begun: list[Stretch] = []
         started = False
@@ -117,7 +122,7 @@ class RunHistory:
                 if started:
                     begun.append(_stretch(max(row["step"] - 1, 0), run))
                     started = False
-                rows.add(_metrics_row(row, run))
+                rows.add(_metrics_row(row, run, len(descriptions)))
             elif row["kind"] == "event":
                 event = _event(row)
                 events.append(event)
@@ -128,8 +133,10 @@ class RunHistory:
                 # A process begins, so the end that an earlier one wrote is none.
                 end = {}
                 started = True
+                description = {part: _fit(row.get(part, {})) for part in run}
+                descriptions.append(description)
                 for part in run:
-                    run[part] |= _fit(row.get(part, {}))
+                    run[part] |= description[part]
             elif row["kind"] == "end":
                 end = {"status": row["status"]}
 
@@ -137,7 +144,23 @@ class RunHistory:
         run["tags"] = {name: str(value) for name, value in run["tags"].items()}
         outcome = _fit(end | read_mapping(run_dir / "outcome.json"))
         plan = read_plan(run_dir / "plan.json")
-        return cls(run_dir, rows, events, run, plan, outcome, begun)
+        return cls(run_dir, rows, events, run, plan, outcome, begun, descriptions)
+
+    def as_of(self, step: int, *, counted: bool) -> RunHistory:
+        """This history with the description that the run had when `step` ran: a resume may have changed config,
+        recipe, ranks or machine since. Without figures of that step, with the present description.
+
+        counted: of a step that ran several times, as it counts in the end; else as it ran for the first time.
+        """
+        rows = [row for row in self.rows.of_step(step) if LOSS in row.values]
+        if not rows:
+            return self
+        ran = rows[-1] if counted else rows[0]
+        run = _described(self.descriptions[: ran.described])
+        run["tags"] = {name: str(value) for name, value in run["tags"].items()}
+        # plan.json is of the last start. Of another recipe or rung it says nothing.
+        planned = all(run["tags"].get(tag) == self.run["tags"].get(tag) for tag in _OF_A_PLAN)
+        return replace(self, run=run, plan=self.plan if planned else {})
 
     @cached_property
     def lost(self) -> list[int]:
@@ -401,8 +424,22 @@ class RunHistory:
         return np.array(steps[::each], dtype=np.int64), values
 
 
-def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -> MetricsRow:
-    """A row with the ranks, engine and length that its process had, from the "run" row before it."""
+def _described(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tags, params, data and where of "run" rows; later rows replace earlier ones."""
+    run: dict[str, dict[str, Any]] = {"tags": {}, "params": {}, "data": {}, "where": {}}
+    for row in rows:
+        for part in run:
+            run[part] |= row[part]
+    return run
+
+
+def _metrics_row(
+    row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]], described: int
+) -> MetricsRow:
+    """A row with the ranks, engine and length that its process had, from the "run" rows before it.
+
+    described: how many these are.
+    """
     ranks = str(run["tags"].get("ranks"))[:_DIGITS]
     total = run["params"].get("train.steps")
     return MetricsRow(
@@ -412,6 +449,7 @@ def _metrics_row(row: Mapping[str, Any], run: Mapping[str, Mapping[str, Any]]) -
         total=total if type(total) is int else None,
         ranks=int(ranks) if ranks.isdecimal() else None,
         engine=str(run["tags"].get("engine", "")),
+        described=described,
     )
 
 

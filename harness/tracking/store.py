@@ -24,6 +24,8 @@ _USERNAME = "MLFLOW_TRACKING_USERNAME"
 _PASSWORD = "MLFLOW_TRACKING_PASSWORD"
 _TOKEN = "MLFLOW_TRACKING_TOKEN"
 _LONGEST = 4000
+# An absolute path in the address of a database in a file, or of a folder.
+_FILE = re.compile(r"(?:sqlite(?:\+\w+)?:///|file://)(/[^?]*)(?:\?.*)?")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class Destination:
     def save(self, run_dir: Path) -> None:
         """Write it into the run folder, atomically."""
         write_json(run_dir / STORE, asdict(self))
+
+    def lost_folder(self) -> Path | None:
+        """The folder of the file that this is, if that folder is not there, as after the project moved; else None."""
+        found = _FILE.fullmatch(self.uri)
+        if found is None:
+            return None
+        folder = Path(found[1]).parent
+        # Unlike Path.is_dir, it raises nothing for a folder of another user.
+        return None if os.path.isdir(folder) else folder
 
     def missing(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Variables of `needs` that are not set."""
@@ -158,10 +169,11 @@ def choose(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Choice
     """
     kept = Destination.load(run_dir)
     given = environment.get(URI)
-    if kept is not None and not given:
+    # If the project moved, MLflow would make its old folder again, and begin an empty database there.
+    if kept is not None and not given and kept.lost_folder() is None:
         return Choice(kept.uri, kept)
 
-    # The environment names it, or this is the run's first delivery.
+    # The environment names it, or this is the run's first delivery, here.
     uri = _absolute(tracking_uri(environment))
     destination = Destination.of(uri, environment)
     was = ""
@@ -200,7 +212,13 @@ def choose_for_sync(
             raise ConfigError(Problem(f"{URI} has settings (?...)", here.uri, why, fix))
         return Choice(_absolute(given), here)
 
-    # Only the run folder says where. The credentials must come from the environment.
+    # Only the run folder says where. A folder that is not there must not be made again.
+    if folder := kept.lost_folder():
+        what = f"{folder}, where the run's figures are, is not there: the project moved, or a disk is not mounted"
+        fix = f"set {URI}=sqlite:////FOLDER/mlflow.db, or call it in that folder, with --elsewhere: {_ELSEWHERE}"
+        raise ConfigError(Problem(what, str(run_dir), fix=fix))
+
+    # The credentials must come from the environment.
     if missing := kept.missing(environment):
         what = f"{kept.uri} was reached with credentials, which a run does not keep"
         fix = f"set {' and '.join(missing)}"

@@ -229,6 +229,32 @@ def test_variables_with_credentials_are_asked_for_again(places: tuple[Path, Path
     assert SECRET not in (run / "store.json").read_text()
 
 
+@pytest.mark.parametrize("kind", ["sqlite:///", "sqlite+pysqlite:///", "file://"])
+def test_a_run_whose_project_was_moved_leaves_no_figures_at_the_old_place(
+    places: tuple[Path, Path], kind: str
+) -> None:
+    """MLflow would make the old folder again, and nobody looks there."""
+    from harness.tracking.store import choose, choose_for_sync
+
+    here, there = places
+    run, old = there / "runs" / "r", here / "project"
+    old.mkdir()
+    run.mkdir(parents=True)
+    uri = f"{kind}{old / 'mlflow.db'}"
+    choose(run, {"MLFLOW_TRACKING_URI": uri}).destination.save(run)
+    assert choose(run, {}).uri == choose_for_sync(run, False, {}).uri == uri
+
+    old.rename(there / "elsewhere")
+    choice = choose(run, {})
+    assert choice.uri == f"sqlite:///{here / 'mlflow.db'}", "in the working folder, as of a new run"
+    assert uri in choice.announcement
+    with pytest.raises(ConfigError, match=f"{old}.*is not there") as refused:
+        choose_for_sync(run, False, {})
+    assert "--elsewhere" in str(refused.value)
+    assert choose_for_sync(run, True, {}).uri == choice.uri
+    assert not old.exists()
+
+
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HEADERS = {
     "0": 0.0,

@@ -57,9 +57,17 @@ TRACKING: tuple[Mutation, ...] = (
     Mutation(
         18,
         "a run goes on to be delivered where it was",
-        "    if kept is not None and not given:\n        return Choice(kept.uri, kept)\n",
+        "    if kept is not None and not given and kept.lost_folder() is None:\n"
+        "        return Choice(kept.uri, kept)\n",
         "",
         "tests/faults/test_delivery.py -k goes_on_where",
+    ),
+    Mutation(
+        18,
+        "a run whose project was moved leaves no figures at the old place",
+        "        return None if os.path.isdir(folder) else folder\n",
+        "        return None\n",
+        "tests/faults/test_delivery.py -k project_was_moved",
     ),
     Mutation(
         18,

@@ -120,6 +120,31 @@ def test_a_loop_that_goes_on_writes_no_row_twice(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("more", "status"), [(0, "halted"), (1, "done")])
+def test_a_halt_that_the_loop_catches_is_one_unless_it_goes_on(
+    tmp_path: Path, more: int, status: str
+) -> None:
+    precision, model = prepared(recipe())
+    optimizer = adamw(model)
+    settings = {"snapshot_every": 0, "max_consecutive_skips": 2}
+
+    def go_on(poison: float, steps: int) -> None:
+        for _ in range(steps):
+            forward_backward(precision, model, guard.window, poison=poison)
+            precision.step(optimizer)
+            optimizer.zero_grad()
+            guard.end_step()
+
+    with Telemetry.for_precision(tmp_path / "mine", precision, mlflow=False, report=False) as kept:
+        guard = Guard.for_precision(precision, optimizer, telemetry=kept, **settings)
+        with pytest.raises(HaltedError):
+            go_on(math.nan, steps=10)
+        go_on(0.0, steps=more)
+    outcome = json.loads((tmp_path / "mine" / "outcome.json").read_text())
+    assert outcome["status"] == status
+    assert ("no snapshots are taken" in outcome["reason"]) == (status == "halted")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("poison", "status", "code"),

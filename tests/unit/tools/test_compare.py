@@ -296,6 +296,39 @@ def test_a_rollback_of_one_run_alone_is_the_cause_of_what_follows(
     assert keys(found)[0] == ("event", "guard.rollback at step 18")
 
 
+@pytest.mark.parametrize(
+    ("params", "tags", "cause"),
+    [
+        ({"train.lr": 0.001}, {}, ("config", "train.lr")),
+        ({"train.steps": 10}, {}, ("config", "train.steps")),
+        ({"recipe": "bf16"}, {}, ("config", "recipe")),
+        ({}, {"ranks": "2"}, ("machine", "ranks")),
+    ],
+)
+def test_what_a_resume_changed_later_is_the_cause_of_an_earlier_divergence(
+    tmp_path: Path, params: dict[str, Any], tags: dict[str, str], cause: tuple[str, str]
+) -> None:
+    """In the end both runs have the same config: what counts is that of the step in which they part."""
+    last = {"train.lr": 0.003, "train.steps": 20, "recipe": "fp8_hybrid"}
+    name = "train/loss" if cause[1] in ("recipe", "ranks") else "train/lr"
+    one = make(tmp_path / "a", params=last, ranks="1")
+    first = {"ranks": "1"} | tags
+    other = make(tmp_path / "b", of_metric(4, name), range(1, 11), last | params, **first)
+    with Journal(other / "journal.jsonl", resume_step=10) as journal:
+        journal.note("run", tags={"ranks": "1"}, params=last, data={})
+        journal.event(10, "run.resumed")
+        for step in range(11, 21):
+            journal.metrics(step, {"train/loss": 5.0 - step / 10, "train/lr": 0.1})
+
+    found = compared(one, other)
+    assert at(found)[0] == 4
+    assert found["differences"] == []
+    assert keys(found) == [cause]
+    text = shown(one, other)
+    assert "nothing that is recorded differs at the end" in text
+    assert "causes are of step 4: a resume changed" in text
+
+
 def test_another_file_for_deepspeed_is_a_cause(tmp_path: Path) -> None:
     one = make(tmp_path / "a", params={"engine.deepspeed": "fp32.json"})
     change = of_metric(3, "train/grad_norm")

@@ -359,6 +359,16 @@ def test_a_halted_run_ends_with_the_way_on(tmp_path: Path, monkeypatch: pytest.M
     assert "Post-mortem" in printed(str(run_dir))
 
 
+def test_a_run_that_was_resumed_after_a_halt_ends_with_its_last_one(tmp_path: Path) -> None:
+    """A halt for a full disk is no event of the guard: that of an earlier start must not stand for it."""
+    run_dir = make_run(tmp_path / "r", "halted")
+    outcome = {"status": "halted", "reason": "checkpoint.on_failure: halt", "step": 30}
+    (run_dir / "outcome.json").write_text(json.dumps(outcome))
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(post_mortem(RunHistory.read(run_dir)), crop=False)
+    assert "halted at step 30: checkpoint.on_failure: halt" in stream.getvalue()
+
+
 def test_without_a_good_checkpoint_the_run_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
