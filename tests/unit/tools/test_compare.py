@@ -326,7 +326,7 @@ def test_what_a_resume_changed_later_is_the_cause_of_an_earlier_divergence(
     assert keys(found) == [cause]
     text = shown(one, other)
     assert "nothing that is recorded differs at the end" in text
-    assert "causes are of step 4: a resume changed" in text
+    assert "these are the settings of step 4, which a resume changed later" in text
 
 
 def test_another_file_for_deepspeed_is_a_cause(tmp_path: Path) -> None:
