@@ -62,10 +62,14 @@ from harness.core.protocols import Meta, TensorDict
 from harness.precision.backends.native_gemm import (
     Carrier,
     Operand,
-    gradient_dtype,
     has_fp8_units,
     operands_as_they_are,
     plain_operand,
+)
+from harness.precision.backends.native_gradients import (
+    as_autograd_wants,
+    as_tensors,
+    fake_gradients,
 )
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.blocks import Block, Blocks
@@ -409,7 +413,7 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compiled Linear's backward: gradients of x, W (bfloat16, or float32 if `wide`) and bias (float32).
 
-    An operator must return tensors: a gradient that `needs` does not ask for has shape [0].
+    A gradient that `needs` does not ask for has shape [0].
 
     left, left_inverse: the quantised x and its inverse scale, from forward.
     """
@@ -425,13 +429,7 @@ def _linear_backward(
         wanted = (needs[0], needs[1], needs[2])
         rows, weights, bias = layer.gradients(grad, x, w, record, wanted)
 
-    if rows is None:
-        rows = grad.new_empty(0)
-    if weights is None:
-        weights = grad.new_empty(0, dtype=gradient_dtype(wide))
-    if bias is None:
-        bias = grad.new_empty(0, dtype=torch.float32)
-    return rows, weights, bias
+    return as_tensors(grad, rows, weights, bias, wide)
 
 
 def _fake_linear_backward(
@@ -444,11 +442,7 @@ def _fake_linear_backward(
     needs: list[bool],
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = (0,)
-    rows = grad.new_empty(left.shape if needs[0] else nothing)
-    weights = grad.new_empty(weight.shape if needs[1] else nothing, dtype=gradient_dtype(wide))
-    bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
-    return rows, weights, bias
+    return fake_gradients(grad, left, weight, needs, wide)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -460,18 +454,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    rows, weights, bias = _ops.fp8_linear_backward(
-        grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide
-    )
-    # Autograd wants None for the operator's empty tensors.
-    return (
-        rows if needs[0] else None,
-        weights if needs[1] else None,
-        bias.to(ctx.bias_dtype) if needs[2] else None,
-        None,
-        None,
-        None,
-    )
+    found = _ops.fp8_linear_backward(grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide)
+    return *as_autograd_wants(found, needs, ctx.bias_dtype), None, None, None
 
 
 define("fp8_linear", _linear, _fake_linear, _backward, _setup)

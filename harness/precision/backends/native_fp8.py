@@ -53,6 +53,11 @@ from harness.precision.backends.native_gemm import (
     padded,
     plain_operand,
 )
+from harness.precision.backends.native_gradients import (
+    as_autograd_wants,
+    as_tensors,
+    fake_gradients,
+)
 from harness.precision.backends.slot_buffers import SlotBuffers
 from harness.precision.operators import define, layer_of
 from harness.precision.recipe import Fp8Config
@@ -417,13 +422,7 @@ def _fp8_switching_backward(
         wanted = (needs[0], needs[1], needs[2])
         grad_rows, grad_weight, grad_bias = layer.gradients(grad, left, right, record, wanted)
 
-    if grad_rows is None:
-        grad_rows = grad.new_empty(0)
-    if grad_weight is None:
-        grad_weight = grad.new_empty(0, dtype=gradient_dtype(wide))
-    if grad_bias is None:
-        grad_bias = grad.new_empty(0, dtype=torch.float32)
-    return grad_rows, grad_weight, grad_bias
+    return as_tensors(grad, grad_rows, grad_weight, grad_bias, wide)
 
 
 def _fake_switching_backward(
@@ -436,12 +435,7 @@ def _fake_switching_backward(
     needs: list[bool],
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = (0,)
-    grad_rows = grad.new_empty(rows.shape if needs[0] else nothing)
-    of_weight = weight.shape if needs[1] else nothing
-    grad_weight = grad.new_empty(of_weight, dtype=gradient_dtype(wide))
-    grad_bias = grad.new_empty(grad.shape[1:] if needs[2] else nothing, dtype=torch.float32)
-    return grad_rows, grad_weight, grad_bias
+    return fake_gradients(grad, rows, weight, needs, wide)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -452,18 +446,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _switching_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    rows, weights, bias = _ops.fp8_switching_backward(
-        grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide
-    )
-    # Autograd wants None for the operator's empty tensors.
-    return (
-        rows if needs[0] else None,
-        weights if needs[1] else None,
-        bias.to(ctx.bias_dtype) if needs[2] else None,
-        None,
-        None,
-        None,
-    )
+    found = _ops.fp8_switching_backward(grad, *ctx.saved_tensors, ctx.record, needs, ctx.wide)
+    return *as_autograd_wants(found, needs, ctx.bias_dtype), None, None, None
 
 
 define("fp8_cast_slot", _fp8_cast, _fake_cast)
