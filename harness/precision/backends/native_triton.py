@@ -369,8 +369,9 @@ if triton is not None:
         lost = tl.sum(noise, 0)
         own_sum = tl.sum(own, 0)
         if BY_ROW:
-            # A row of zeros has lost nothing.
-            own_sum = some_values * tl.minimum(lost / tl.where(energy > 0.0, energy, 1.0), 1.0)
+            # A row of zeros has lost nothing, nor has one whose loss is NaN, under the scale 0 of an infinite amax.
+            share_lost = tl.minimum(lost / tl.where(energy > 0.0, energy, 1.0), 1.0)
+            own_sum = some_values * tl.where(lost == lost, share_lost, 0.0)
 
         # The last two are the channels' sums, in parts of their own.
         sums += row * SUMS

@@ -140,7 +140,8 @@ class WatchedLinear(Float8Linear):
             out = _ops.torchao_switching(x, weight, bias, self.handle, record)
         else:
             # The compiler makes a guard of every attribute that is read here. Blocks share code if they agree on all.
-            sample = self.watch.stats.sampling
+            # What records nothing is not measured, so no guard may compile it again in a sampled window.
+            sample = record and self.watch.stats.sampling
             given = (x, weight, bias, self.handle, record, sample)
             out = _traced(*given, self.linear_mm_config, self.config)
         return out.to(dtype)

@@ -244,6 +244,20 @@ def test_a_sampled_window_keeps_its_casts_compiled(monkeypatch: pytest.MonkeyPat
     assert found[3:5].isfinite().all(), "all three slots are measured"
 
 
+@pytest.mark.slow
+def test_an_evaluation_is_compiled_once_whether_or_not_the_last_step_was_sampled() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    model = nn.Sequential(nn.Linear(32, 32))
+    backend = backend_for(model)
+    model[0].compile(backend=counter, fullgraph=True)
+    x = torch.randn(16, 32)
+    for sample in (False, True):
+        step(backend, model, x, sample=sample)
+        with torch.no_grad(), backend.context():
+            model(x)
+    assert counter.frame_count == 3, "two of training, one of evaluation"
+
+
 def test_a_deep_copy_computes_alike_and_records_nothing() -> None:
     model = nn.ModuleList([nn.Linear(32, 32)])
     backend = backend_for(model)
