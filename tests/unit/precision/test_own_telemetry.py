@@ -126,7 +126,7 @@ def test_a_halt_that_the_loop_catches_is_one_unless_it_goes_on(
 ) -> None:
     precision, model = prepared(recipe())
     optimizer = adamw(model)
-    settings = {"snapshot_every": 0, "max_consecutive_skips": 2}
+    settings: dict[str, Any] = {"snapshot_every": 0, "max_consecutive_skips": 2}
 
     def go_on(poison: float, steps: int) -> None:
         for _ in range(steps):

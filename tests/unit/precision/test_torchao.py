@@ -80,13 +80,13 @@ def test_only_planned_layers_are_converted_parameters_keep_identity(recipe: Reci
 
 def test_hooks_names_and_attributes_of_a_layer_survive_conversion(recipe: Recipe) -> None:
     model = Mlp()
-    hooked = model.up.register_forward_hook(lambda module, args, out: 2 * out)
+    hooked = model.up.register_forward_hook(lambda module, args, out: 2 * out)  # pyright: ignore[reportOperatorIssue]
     model.alias = model.up
-    model.down.rate = 0.5
+    model.down.rate = torch.tensor(0.5)
     model.eval()
     backend = backend_for(model, recipe)
     assert model.alias is model.up
-    assert model.down.rate == 0.5
+    assert model.down.rate == torch.tensor(0.5)
     assert not any(module.training for module in model.modules())
 
     x = torch.randn(16, 32)
@@ -244,13 +244,15 @@ def test_no_rows_change_nothing(recipe: Recipe, dynamic: str, shape: tuple[int, 
             assert nothing.shape == shape
             return super().forward(x) + nothing.sum()
 
-    found: list[list[torch.Tensor]] = []
+    found: list[list[torch.Tensor | None]] = []
     for model in (Mlp(), Also()):
         backend = backend_for(model, policy)
         step(backend, model, x, target)
         stats = backend.end_window(backend.amax(), APPLY, same)
         found.append([stats, *(parameter.grad for parameter in model.parameters())])
     for alone, beside in zip(*found, strict=True):
+        assert alone is not None
+        assert beside is not None
         assert torch.equal(alone, beside)
 
 

@@ -312,7 +312,7 @@ def test_what_a_resume_changed_later_is_the_cause_of_an_earlier_divergence(
     last = {"train.lr": 0.003, "train.steps": 20, "recipe": "fp8_hybrid"}
     name = "train/loss" if cause[1] in ("recipe", "ranks") else "train/lr"
     one = make(tmp_path / "a", params=last, ranks="1")
-    first = {"ranks": "1"} | tags
+    first: dict[str, Any] = {"ranks": "1"} | tags
     other = make(tmp_path / "b", of_metric(4, name), range(1, 11), last | params, **first)
     with Journal(other / "journal.jsonl", resume_step=10) as journal:
         journal.note("run", tags={"ranks": "1"}, params=last, data={})
