@@ -279,7 +279,7 @@ class Prepared:
         """
         forward = vars(self.model).get("forward")
         if forward is not self._forward and not self._is_prepared_forward(forward):
-            return "has another forward: it was replaced after prepare(), as by another library's autocast"
+            return "has changed since prepare(): its forward was replaced, as by another library's autocast"
 
         for name, store, key, dtype, ndim in self._places:
             value = store.get(key)
