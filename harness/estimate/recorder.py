@@ -103,6 +103,9 @@ def touched(tensor: Tensor) -> int:
     return elements * tensor.element_size()
 
 
+_OF_TWO_KERNELS = ("_fused_rms_norm_backward", "native_layer_norm_backward", "fp8_cast_sums")
+
+
 def kernels(
     func: Any, name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> int:
@@ -128,7 +131,7 @@ def kernels(
         return max(1, -(-len(args[0]) // _CAT_PER_LAUNCH))
     if name == "convolution_backward":
         return max(1, sum(args[10]))
-    return 2 if name in ("_fused_rms_norm_backward", "native_layer_norm_backward") else 1
+    return 2 if name in _OF_TWO_KERNELS else 1
 
 
 def _multi_tensor(name: str, args: Sequence[Any]) -> int:

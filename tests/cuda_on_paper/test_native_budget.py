@@ -56,10 +56,10 @@ def test_sampling_every_tenth_step_is_cheap(scene: Scene) -> None:
 
 
 def test_sampling_launches_little(scene: Scene) -> None:
-    """For each slot the kernels, their sum and its addition, and for some a cast to bfloat16. It was 14 launches."""
+    """For each slot two kernels, their sum and its addition, and for some a cast to bfloat16. It was 14 launches."""
     native = scene("budget")["llama native:fp8"]
     slots = 3 * 4 * 8
-    assert 3 * slots <= native["sampled_kernels"] - native["kernels"] <= 4 * slots
+    assert 4 * slots <= native["sampled_kernels"] - native["kernels"] <= 5 * slots
 
 
 def test_bf16_is_what_the_roofline_was_fixed_with(scene: Scene) -> None:
