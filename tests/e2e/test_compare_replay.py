@@ -100,15 +100,16 @@ def test_another_rate_is_named_in_the_update_of_the_first_step(base: Path, faste
 def test_one_bit_of_a_weight_in_a_checkpoint_is_named_though_no_figure_shows_it(
     base: Path, half: Path
 ) -> None:
+    """Not the last bit: on some CPUs two updates round it away, and the last checkpoints agree."""
     other = base.parent / "flipped"
     shutil.copytree(half, other)
-    flip(other, 2, bit=0)
+    flip(other, 2, bit=2)
     train(base.parents[1], "flipped")
     found = replayed(base, other)
-    assert found["recorded_divergence"] is None, "FP8 rounds the last bit away"
+    assert found["recorded_divergence"] is None, "FP8 rounds the bit away"
     assert at(found) == (3, "state", WEIGHT)
     first = found["first_divergence"]
-    assert (first["differing"], first["ulps"]) == (1, 1)
+    assert (first["differing"], first["ulps"]) == (1, 4)
     assert first["at"] == 3 * 64 + 5
     assert found["replay"]["changed_checkpoints"] == ["b"]
     assert "the checkpoint of step 2 of B does not have them" in found["replay"]["meaning"]

@@ -638,4 +638,4 @@ def test_the_start_says_where_figures_go(tmp_path: Path) -> None:
     assert f"figures go to MLflow at http://{address}" in done.stdout, done.stdout
     assert SECRET not in done.stdout
     alone = train(tmp_path, "--name", "q", "train.steps=2")
-    assert "figures go to runs/q/journal.jsonl alone" in alone.stdout, alone.stdout
+    assert "figures go only to runs/q/journal.jsonl" in alone.stdout, alone.stdout
