@@ -28,7 +28,10 @@ STANDARD_LOOP = ROOT / "examples" / "standard_loop.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "resolved", "slots"),
-    [("fp8_hybrid", "native:fp8", 6), ("bf16", "autocast:bf16", 0)],
+    [
+        ("fp8_hybrid", "native:fp8", 6),
+        pytest.param("bf16", "autocast:bf16", 0, marks=pytest.mark.nightly),
+    ],
 )
 def test_plain_loop(recipe: str, resolved: str, slots: int, tmp_path: Path) -> None:
     done = program(PLAIN_LOOP, tmp_path, recipe)

@@ -123,7 +123,7 @@ def test_a_loop_without_its_reference_has_no_figures() -> None:
     assert figures({PLAIN: ["killed"], BARE: [{}]})[BARE] == {"error": f"{PLAIN}: killed"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_turn_that_fails_says_why() -> None:
     if not LOOPS["Transformer Engine"].lacks():
         pytest.skip("Transformer Engine is installed")

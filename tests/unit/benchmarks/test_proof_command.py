@@ -87,7 +87,7 @@ def test_a_short_rehearsal(tmp_path: Path) -> None:
     assert str(tmp_path) not in text, "the folder was on the command line"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_record_goes_on_with_the_rows_that_it_lacks(tmp_path: Path) -> None:
     code, output = proof("--rehearse", "--only", "launch", "--out", str(tmp_path))
     assert code == 0, output
