@@ -142,15 +142,22 @@ def steps_of(path: Path) -> Iterator[Step]:
             yield _small(path.stem, saves.SIZE, recipe, {}, figures["step_seconds"])
 
 
-def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
-    """Both contenders of `training.race`."""
-    from benchmarks.proof.training import Size, config_of, recipe_of
+def _size(figures: Mapping[str, Any]) -> Size:
+    """The model and batch of a row."""
+    from benchmarks.proof.training import Size
 
     model = figures["model"]
     args = {key: value for key, value in model.items() if key not in ("context", "parameters")}
     # Records from before there were rows of several samples say nothing of them.
     samples, micro_batch = figures.get("samples", 1), figures.get("micro_batch", 1)
-    size = Size(figures["size"], model["context"], args, samples, micro_batch)
+    return Size(figures["size"], model["context"], args, samples, micro_batch)
+
+
+def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
+    """Both contenders of `training.race`."""
+    from benchmarks.proof.training import config_of, recipe_of
+
+    model, size = figures["model"], _size(figures)
     fused = bool(figures.get("fused"))
     for name, timed in figures["contenders"].items():
         how = "compiled" if figures["compiled"] else EAGER
@@ -162,8 +169,8 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
                 how = EAGER
             recipe = recipe_of(figures["backend"], fuse=fused)
             how += ", fused" if fused else ""
-        if samples > 1:
-            how += f", {samples * model['context']:,} tokens"
+        if size.samples > 1:
+            how += f", {size.samples * size.context:,} tokens"
         if model["vocab"] != _VOCABULARY:
             how += f", vocabulary {model['vocab']:,}"
         # No file is read: an estimate makes up its tokens.
@@ -175,11 +182,9 @@ def _raced(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
 def _profiled(record: str, figures: Mapping[str, Any]) -> Iterator[Step]:
     """The contenders of the row of profiles, as they ran before the profiler. None of their steps sampled."""
     from benchmarks.proof.profiles import SETUPS
-    from benchmarks.proof.training import NEVER, Size, config_of, recipe_of
+    from benchmarks.proof.training import NEVER, config_of, recipe_of
 
-    model = figures["model"]
-    args = {key: value for key, value in model.items() if key not in ("context", "parameters")}
-    size = Size(figures["size"], model["context"], args)
+    size = _size(figures)
     for name, timed in figures["contenders"].items():
         setup = SETUPS[name]
         recipe = recipe_of(setup.backend, fuse=setup.fuse, stats_every=NEVER)

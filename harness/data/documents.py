@@ -139,7 +139,7 @@ class PlainText:
             except OSError as error:
                 fault = f"cannot be read: {error.strerror}"
                 if bad == "auto":
-                    problems.append(Problem(fault, where, fix="data.bad=skip skips it"))
+                    problems.append(Problem(fault, where, fix="data.bad=skip leaves it out"))
                     continue
 
             if fault:

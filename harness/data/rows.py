@@ -90,7 +90,7 @@ _FIX_TABLE = f"{_FIX_COPY}; or repair it there: close every quote, and put texts
 _FIX_KEY = "set data.text_key to the one that has the text"
 _FIX_NAMES = "If the first line is no line of names, write one: sed -i 1itext FILE, for one column"
 _PLAIN_NAME = re.compile(r"[\w-]+")
-_SKIP_ROWS = "data.bad=skip skips such rows"
+_SKIP_ROWS = "data.bad=skip leaves such rows out"
 _FIX_NUMBERS = (
     f"{_FIX_KEY}, if there is one. Numbers, dates and labels: data.target (docs/guide/datasets.md)"
 )

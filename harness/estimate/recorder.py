@@ -67,6 +67,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _WRITE_ONLY = frozenset({"zero_", "fill_", "copy_"})
+_OF_TWO_KERNELS = ("_fused_rms_norm_backward", "native_layer_norm_backward", "fp8_cast_sums")
 _FRESH = frozenset(
     {
         "zeros",
@@ -101,9 +102,6 @@ def touched(tensor: Tensor) -> int:
         expanded = not stride
         elements *= min(size, 1) if expanded else size
     return elements * tensor.element_size()
-
-
-_OF_TWO_KERNELS = ("_fused_rms_norm_backward", "native_layer_norm_backward", "fp8_cast_sums")
 
 
 def kernels(

@@ -358,6 +358,16 @@ def summed(rows: Tensor, by_row: bool) -> Tensor:
     return rows.sum(dim=0)
 
 
+def sums_of(x: Tensor, quantized: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
+    """What the cast of x lost: `summed`, then `channel_stats`, float64 [SUMS]. Sums of several calls may be added.
+
+    x, quantized, scale: as of `quantization_stats`.
+    by_row: as for `summed`.
+    """
+    of_rows = summed(quantization_stats(x, quantized, scale, fmt), by_row)
+    return torch.cat([of_rows, channel_stats(x, quantized, scale)])
+
+
 def cast_stats(x: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
     """The sums behind the statistics of the cast of x [r, c], float64 [parts, SUMS]. The parts are to be added up.
 
@@ -366,10 +376,7 @@ def cast_stats(x: Tensor, scale: Tensor, fmt: str, by_row: bool) -> Tensor:
 
     Here there is one part. Kernels give one for each of their programs.
     """
-    quantized = quantize(x, scale, fmt)
-    of_rows = summed(quantization_stats(x, quantized, scale, fmt), by_row)
-    of_channels = channel_stats(x, quantized, scale)
-    return torch.cat([of_rows, of_channels])[None]
+    return sums_of(x, quantize(x, scale, fmt), scale, fmt, by_row)[None]
 
 
 def shares(sums: Tensor) -> Tensor:

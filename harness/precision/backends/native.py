@@ -165,10 +165,10 @@ class NativeLayer(nn.Module):
         Every attribute that is read here becomes a guard. Blocks and windows share compiled code if they agree on all.
         """
         given = (weight, self.bias, self.handle, record)
-        if self.slot_buffers.traced is None:
-            return linear_operator(rows.to(torch.bfloat16), *given, self.wide)[0]
-        linear, switching = self.slot_buffers.traced
         buffers = self.slot_buffers
+        if buffers.traced is None:
+            return linear_operator(rows.to(torch.bfloat16), *given, self.wide)[0]
+        linear, switching = buffers.traced
         # Our kernel's operator measures in sampled steps. The compiler's own casts cannot.
         apart = self.block.demoted if buffers.own_casts else self.block.switching
         # What records nothing may have no scales yet: only when it runs is it known whether that is in BF16.

@@ -206,7 +206,8 @@ def _fp8_cast(
     """
     layer = layer_of(handle)
     buffers = cast("Fp8SlotBuffers", layer.slot_buffers)
-    buffers.sampled.add(layer.slot + role, x, scale[0])
+    if buffers.sampling:
+        buffers.sampled.add(layer.slot + role, x, scale[0])
     amax = x.new_zeros(1, dtype=torch.float32)
     return amax, *buffers.cast(
         x.contiguous(), scale, amax, fmt, through_bf16=False, transpose=transpose

@@ -230,10 +230,9 @@ class SlotBuffers(ScalingState):
         if record:
             self.stage(slot, scaling.amax(x))
             if self.sampling:
-                rows = scaling.quantization_stats(x, quantized, self.scale[slot], fmt)
-                of_rows = scaling.summed(rows, scaling.by_rows(slot))
-                of_channels = scaling.channel_stats(x, quantized, self.scale[slot])
-                self.sums[slot].add_(torch.cat([of_rows, of_channels]))
+                by_row = scaling.by_rows(slot)
+                sums = scaling.sums_of(x, quantized, self.scale[slot], fmt, by_row)
+                self.sums[slot].add_(sums)
         return quantized
 
     def record_demoted(self, x: Tensor, slot: int) -> None:

@@ -311,7 +311,7 @@ class _Traced(torch.autograd.Function):
     """The FP8 layer behind `handle` as the compiler traces it, forward and backward.
 
     record: whether to record amaxes.
-    sample: whether to measure statistics with them.
+    sample: whether to measure statistics with them; only where `record` is true.
     """
 
     @staticmethod
@@ -333,7 +333,7 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(x, weight, handle)
         out = _product(x, weight, gemms, config)
         # Slots 0 and 1 of the layer: input and weight.
-        if record and sample:
+        if sample:
             _ops.torchao_observe(out, x, handle, 0)
             _ops.torchao_observe(out, weight, handle, 1)
         elif record:
